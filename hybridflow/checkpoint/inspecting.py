@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import hashlib
 import math
-import re
 import textwrap
 import zlib
 from collections import Counter
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.checkpoint import manifest
+from hybridflow.checkpoint.job_file import JOB, read_note, read_roles, step_of
 from hybridflow.checkpoint.manifest import WEIGHT, Manifest, TensorEntry, check_files, read_manifest
 from hybridflow.errors import CheckpointError
 from hybridflow.families.assets import ADAPTER_CONFIG, CONFIG, FOLDER, read_json
@@ -30,9 +30,7 @@ _CHECKED = {
     **dict.fromkeys(("megatron-dist", "megatron-legacy"), "every tensor agrees with its checksum, a CRC-32"),
 }
 """What is known once all was read, of formats whose reading compares something."""
-_JOB = "job.json"
 _INCOMPLETE = (".tmp", ".part")
-_STEP = re.compile(r"step_[0-9]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,23 +154,23 @@ def _collection(path: Path, verify: Callable[[Contents], Contents]) -> Collectio
     if (path / CONFIG).is_file():
         return None
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    if (folder / _JOB).is_file():
+    if (folder / JOB).is_file():
         return _step(folder, verify)
     if not folder.is_dir():
         return None
     names = sorted(each.name for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
     members: dict[str, Looked] = {}
     for name in names:
-        if _STEP.fullmatch(name):
+        if step_of(name) is not None:
             members[name] = _tried(folder / name, lambda path: _step(path, verify))
         elif (folder / name / manifest.NAME).is_file() and not name.endswith(_INCOMPLETE):
             members[name] = _tried(folder / name, lambda path: verify(model_directory(path)))
-    latest = folder / "latest"
-    if not members and not latest.is_file():
+    latest = read_note(folder / "latest")
+    if not members and latest is None:
         return None
     return Collection(
         path=folder,
-        latest=latest.read_text(encoding="utf-8", errors="replace").strip()[:80] if latest.is_file() else None,
+        latest=latest if latest is None else latest[:80],
         members=members,
         incomplete=tuple(name for name in names if name.endswith(_INCOMPLETE)),
     )
@@ -184,11 +182,11 @@ def _step(path: Path, verify: Callable[[Contents], Contents]) -> Collection:
     Raises:
         CheckpointError: What says which roles there are is missing or damaged.
     """
-    body = manifest.read_digested(path / _JOB, "restore it from a copy")
-    try:
-        roles = {role: (path.parent / record["directory"], record["sha256"]) for role, record in body["roles"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path / _JOB}: is malformed: {error!r}; restore it from a copy") from error
+    remedy = "restore it from a copy"
+    body = manifest.read_digested(path / JOB, remedy)
+    roles = {
+        role: (path.parent / record.directory, record.sha256) for role, record in read_roles(body, path, remedy).items()
+    }
 
     def role_of(expected: str, folder: Path) -> Contents:
         file = folder / manifest.NAME
@@ -336,7 +334,7 @@ def _overview(found: Collection, indent: str) -> list[str]:
         else:
             lines += [f"{indent}{name}{mark}", *_overview(member, indent + "  ")]
     if found.latest is not None and found.latest not in found.members:
-        lines.append(f"{indent}latest names {found.latest}, which is not there")
+        lines.append(f"{indent}latest names {' '.join(found.latest.split())}, which is not there")
     return lines + [
         f"{indent}{name}: incomplete: being written, or left by a killed writer" for name in found.incomplete
     ]

@@ -22,11 +22,19 @@ from typing import Any, NamedTuple
 
 from hybridflow import __version__
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
+from hybridflow.families.assets import FOLDER, read_small
 from hybridflow.families.model import ModelConfig
+from hybridflow.observe.files import plain_name
 from hybridflow.reshard.spec import ITEM_BYTES, Box, DType, intersect, num_elements
 from hybridflow.sections import read_section, to_dict
 
 NAME = "manifest.json"
+_MOST_COMPARED = 2_000_000
+"""Pairs of boxes in seconds of work. Layouts that hybridflow writes need far fewer."""
+
+_LARGEST = 1 << 53
+"""Every reader of JSON holds it exactly."""
+
 FORMAT = "hybridflow-model-1"
 WEIGHT = "weight"
 """The kind of what the model computes with; others are ``exp_avg``, ``exp_avg_sq`` and ``master``."""
@@ -170,13 +178,13 @@ def read_digested(path: Path, remedy: str) -> dict[str, Any]:
         CheckpointError: It is missing, no JSON, or not what was written.
     """
     try:
-        body: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        expected = body.pop("sha256")
+        body: dict[str, Any] = json.loads(read_small(path))
+        expected, found = body.pop("sha256"), digest(body)
     except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path}: found {reason}, expected JSON with its sha256; {remedy}") from error
-    if digest(body) != expected:
-        raise CheckpointError(f"{path}: found sha256 {digest(body)}, expected {expected}; {remedy}")
+    if found != expected:
+        raise CheckpointError(f"{path}: found sha256 {found}, expected {str(expected)[:64]}; {remedy}")
     return body
 
 
@@ -203,32 +211,65 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _from_body(body: Mapping[str, Any], path: Path) -> Manifest:
+    for key, kinds in _KINDS.items():
+        if not isinstance(body[key], kinds):
+            raise ValueError(f"{key} is {type(body[key]).__name__}, expected {kinds[0].__name__}")
+    for name, sha256 in dict(body["notes"].get(FOLDER, {})).items():
+        plain_name(name)
+        _text(sha256)
     return Manifest(
         model=read_section(ModelConfig, body["model"], source=str(path)),
-        family=body["family"],
+        family=body["family"] if body["family"] is None else _text(body["family"]),
         has_value_head=body["has_value_head"],
-        layout=body["layout"],
+        layout=body["layout"] if body["layout"] is None else _text(body["layout"]),
         tensors={
-            kind: {name: TensorEntry(dtype, tuple(shape)) for name, (dtype, *shape) in tensors.items()}
+            _text(kind): {_text(name): _entry(name, *entry) for name, entry in tensors.items()}
             for kind, tensors in body["tensors"].items()
         },
         pieces=tuple(
-            Piece(kind, tensor, tuple((start, stop) for start, stop in box), file, key, sha256)
+            Piece(kind, tensor, tuple((_whole(start), _whole(stop)) for start, stop in box), file, _text(key), sha256)
             for file, held in body["files"].items()
             for key, kind, tensor, box, sha256 in held["pieces"]
         ),
-        file_bytes={_plain(file): held["bytes"] for file, held in body["files"].items()},
-        progress=None if body["progress"] is None else Progress(**body["progress"]),
+        file_bytes={plain_name(file): _whole(held["bytes"]) for file, held in body["files"].items()},
+        progress=None if body["progress"] is None else _progress(**body["progress"]),
         notes=body["notes"],
-        written_by=body["written_by"],
+        written_by={_text(name): _text(version) for name, version in body["written_by"].items()},
     )
 
 
-def _plain(file: str) -> str:
-    """Return a name that stays within the directory."""
-    if Path(file).name != file:
-        raise ValueError(f"file {file!r} is not a plain name")
-    return file
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "family": (str, type(None)),
+    "has_value_head": (bool,),
+    "layout": (str, type(None)),
+    "progress": (dict, type(None)),
+    **dict.fromkeys(("model", "tensors", "files", "notes", "written_by"), (dict,)),
+}
+"""Types of a manifest's values."""
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value.isprintable():
+        raise ValueError(f"found {str(value)[:80]!r}, expected text of printable letters")
+    return value
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        raise ValueError(f"found {str(value)[:80]}, expected an integer of at least 0 and at most {_LARGEST}")
+    return value
+
+
+def _entry(name: str, dtype: str, *shape: object) -> TensorEntry:
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"{name} is of dtype {str(dtype)[:80]!r}, expected one of {', '.join(ITEM_BYTES)}")
+    return TensorEntry(dtype, tuple(map(_whole, shape)))
+
+
+def _progress(num_steps: object, learning_rate: object) -> Progress:
+    if isinstance(learning_rate, bool) or not isinstance(learning_rate, int | float):
+        raise ValueError(f"learning_rate is {type(learning_rate).__name__}, expected a number")
+    return Progress(_whole(num_steps), learning_rate)
 
 
 def check_cover(manifest: Manifest, path: Path) -> None:
@@ -267,14 +308,22 @@ def check_cover(manifest: Manifest, path: Path) -> None:
 
 
 def overlap(boxes: list[Box]) -> Box | None:
-    """Return what two of some boxes, none empty, have in common; None if no two have anything."""
+    """Return what two of some boxes, none empty, have in common; None if no two have anything.
+
+    Raises:
+        ValueError: Comparing them would take very long.
+    """
     if len(boxes) < 2 or not boxes[0]:
         return boxes[0] if len(boxes) > 1 else None
     # Swept along the dim that tells most of them apart, so that few are compared with each other.
     dim = max(range(len(boxes[0])), key=lambda dim: len({box[dim][0] for box in boxes}))
     near: list[Box] = []
+    num_compared = 0
     for box in sorted(boxes, key=lambda box: box[dim]):
         near = [other for other in near if other[dim][1] > box[dim][0]]
+        num_compared += len(near)
+        if num_compared > _MOST_COMPARED:
+            raise ValueError(f"{len(boxes)} pieces of a tensor lie as no layout cuts it")
         for other in near:
             common = intersect(box, other)
             if num_elements(common) > 0:

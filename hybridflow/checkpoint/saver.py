@@ -22,9 +22,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hybridflow.checkpoint.job_file import RoleRecord
 from hybridflow.checkpoint.manifest import NAME, WEIGHT, Manifest, Piece, Progress, TensorEntry, check_cover
 from hybridflow.checkpoint.model_dir import Share, write_assets, write_manifest, write_shares
-from hybridflow.checkpoint.store import RoleRecord, complete_role, complete_step, role_path
+from hybridflow.checkpoint.store import complete_role, complete_step, role_path
 from hybridflow.errors import CheckpointError, DeadlineError, WriteError
 from hybridflow.families.model import ModelConfig
 from hybridflow.reshard.spec import ModelSpec

@@ -13,40 +13,27 @@ What ``latest`` names was synced before, so a kill at any moment leaves it whole
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from hybridflow.checkpoint.job_file import JOB, MALFORMED, RoleRecord, malformed, read_note, read_roles, step_of
 from hybridflow.checkpoint.manifest import NAME, digest, read_digested, versions
 from hybridflow.checkpoint.model_dir import ModelDir, write_bytes
 from hybridflow.errors import CheckpointError, WriteError
+from hybridflow.families.assets import read_small
 from hybridflow.observe.files import sync_path
 
-JOB = "job.json"
 BASE = "base"
 """The role that is the actor's weights below its adapters."""
 
 FORMAT = "hybridflow-job-1"
 """Raised when a change makes old checkpoints unreadable."""
-
-
-class RoleRecord(NamedTuple):
-    """Where a role's model directory lies. A JSON list on its way between ranks.
-
-    Attributes:
-        directory: Below ``checkpoints/``.
-        sha256: Of its manifest, as a file.
-        num_bytes: Bytes of its files.
-    """
-
-    directory: str
-    sha256: str
-    num_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,11 +175,11 @@ def latest_step(run_dir: Path) -> int | None:
         CheckpointError: ``latest`` does not hold the name of a checkpoint.
     """
     note = _folder(run_dir) / "latest"
-    if not note.exists():
+    name = read_note(note)
+    if name is None:
         # Lost, or the first writer was killed before it wrote it: what has its lasting name is whole.
         return max(_steps(run_dir), default=None)
-    name = note.read_text(encoding="utf-8", errors="replace").strip()
-    step = _step_of(name)
+    step = step_of(name)
     if step is None:
         raise CheckpointError(f"{note}: found {name[:80]!r}, expected a name such as 'step_000010'; {choices(run_dir)}")
     return step
@@ -200,10 +187,8 @@ def latest_step(run_dir: Path) -> int | None:
 
 def best_step(run_dir: Path) -> int | None:
     """Return the step of the checkpoint that is kept as the best; None: there is none."""
-    try:
-        return _step_of((_folder(run_dir) / "best").read_text(encoding="utf-8", errors="replace").strip())
-    except FileNotFoundError:
-        return None
+    name = read_note(_folder(run_dir) / "best")
+    return None if name is None else step_of(name)
 
 
 def load_latest(run_dir: Path) -> Checkpoint | None:
@@ -227,13 +212,26 @@ def load_latest(run_dir: Path) -> Checkpoint | None:
             f"{path / JOB}: found format {body.get('format')!r}, expected {FORMAT!r}; "
             "resume with the version of hybridflow that wrote it"
         )
+    roles = read_roles(body, path, choices(run_dir))
     try:
-        roles = {role: RoleRecord(**record) for role, record in body["roles"].items()}
-        return Checkpoint(run_dir=run_dir, path=path, step=body["step"], state=body["state"], roles=roles)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path / JOB}: is malformed: {type(error).__name__}: {error}; {choices(run_dir)}"
-        ) from error
+        if type(body["step"]) is not int or body["step"] != step or not isinstance(body["state"], dict):
+            raise ValueError(f"found step {str(body['step'])[:80]}, expected {step}, and an object as its state")
+    except MALFORMED as error:
+        raise malformed(path, error, choices(run_dir)) from error
+    return Checkpoint(run_dir=run_dir, path=path, step=step, state=body["state"], roles=roles)
+
+
+@contextlib.contextmanager
+def reading_state(checkpoint: Checkpoint) -> Iterator[None]:
+    """Turn what a state of another form than expected raises into an error that names its file.
+
+    Raises:
+        CheckpointError: The state has another form.
+    """
+    try:
+        yield
+    except MALFORMED as error:
+        raise malformed(checkpoint.path, error, choices(checkpoint.run_dir)) from error
 
 
 def open_role(checkpoint: Checkpoint, role: str) -> ModelDir:
@@ -252,8 +250,9 @@ def open_role(checkpoint: Checkpoint, role: str) -> ModelDir:
     path = _folder(checkpoint.run_dir) / record.directory
     try:
         found = _sha256(path / NAME)
-    except OSError as error:
-        raise CheckpointError(f"{path / NAME}: found {error.strerror}, expected a file; {remedy}") from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{path / NAME}: found {reason}, expected a file; {remedy}") from error
     if found != record.sha256:
         raise CheckpointError(f"{path / NAME}: found sha256 {found}, expected {record.sha256}; {remedy}")
     with_choices = f"; or {remedy.partition(', or ')[2]}"
@@ -267,15 +266,15 @@ def choices(run_dir: Path) -> str:
     """Return the remedy for a damaged checkpoint: which others could be resumed from."""
     folder, names = _folder(run_dir), [_path(run_dir, step).name for step in _steps(run_dir)]
     note = folder / "latest"
-    latest = note.read_text(encoding="utf-8", errors="replace").strip() if note.exists() else names[-1]
-    others = [name for name in names if name != latest]
+    latest = read_note(note)
+    others = [name for name in names if name != (max(names) if latest is None else latest)]
     if not others:
         return f"restore it from a copy, or remove {folder} to start the run anew"
     return f"restore it from a copy, or write one of {', '.join(others)} into {note} to resume from there"
 
 
 def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(read_small(path)).hexdigest()
 
 
 def _remove(path: Path, *, may_stay: bool = False) -> None:
@@ -307,10 +306,4 @@ def _tmp_path(run_dir: Path, step: int) -> Path:
 
 def _steps(run_dir: Path) -> list[int]:
     """Return the steps that have a directory of a complete checkpoint's name, ascending."""
-    return sorted(step for path in _folder(run_dir).glob("step_*") if (step := _step_of(path.name)) is not None)
-
-
-def _step_of(name: str) -> int | None:
-    """Return the step in a complete checkpoint's name; None for any other name."""
-    match = re.fullmatch(r"step_([0-9]{6,})", name)
-    return int(match[1]) if match is not None else None
+    return sorted(step for path in _folder(run_dir).glob("step_*") if (step := step_of(path.name)) is not None)

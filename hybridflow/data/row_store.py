@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from hybridflow.data.rows import Row
 from hybridflow.errors import DataError
+from hybridflow.observe.files import plain_name
 
 MANIFEST = "manifest.json"
 FORMAT = "hybridflow-rows-1"
@@ -158,7 +159,7 @@ class RowStore:
             if self.facts["format"] != FORMAT:
                 raise ValueError(f"its format is {self.facts['format']!r}, expected {FORMAT!r}")
             for part in self.facts["parts"]:
-                size = (folder / f"{part['name']}.rows").stat().st_size
+                size = (folder / f"{plain_name(part['name'])}.rows").stat().st_size
                 if size != part["num_bytes"]:
                     raise ValueError(f"{part['name']}.rows has {size} bytes, expected {part['num_bytes']}")
         except (OSError, ValueError, KeyError, TypeError) as error:

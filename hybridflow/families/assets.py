@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,6 +68,22 @@ def ends_in(assets: Mapping[str, bytes]) -> Ends:
     return Ends(tuple(index for index in eos_ids if type(index) is int), pad_id if type(pad_id) is int else None)
 
 
+def read_small(path: Path, most_bytes: int = _MAX_JSON_BYTES) -> bytes:
+    """Read a file that is small and regular. A pipe in its place would be waited for without end.
+
+    Raises:
+        OSError: The file system refuses.
+        ValueError: It is no regular file, or larger.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("no regular file")
+        if found.st_size > most_bytes:
+            raise ValueError(f"{found.st_size} bytes, more than {most_bytes}")
+        return file.read()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object.
 
@@ -73,9 +91,7 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: It is missing, too large, or no such JSON.
     """
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ValueError(f"{path.stat().st_size} bytes, more than {_MAX_JSON_BYTES}")
-        content = path.read_bytes()
+        content = read_small(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}; restore it from a copy") from error
     return parse_json(content, str(path))

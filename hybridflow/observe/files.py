@@ -1,12 +1,18 @@
-"""Files that a job may be killed over: replaced in one piece, and read as far as they are whole."""
+"""Files that a job may be killed over: replaced in one piece, and read as far as they are whole.
+
+Nothing here writes through a link that another user has put under a name that can be foreseen.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from hybridflow.errors import WriteError
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -27,8 +33,10 @@ def replace_by_pieces(path: Path, pieces: Iterable[bytes]) -> None:
         OSError: The disk refused, or the pieces did; ``path`` is as it was.
     """
     aside = path.with_name(f".{path.name}.tmp")
+    # What a killed writer left, or a link that another user has put there.
+    aside.unlink(missing_ok=True)
     try:
-        with aside.open("wb") as file:
+        with aside.open("xb") as file:
             file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
@@ -51,6 +59,61 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_own(folder: Path) -> None:
+    """Refuse a directory of another user, who could put links there that lead to files of this user.
+
+    Root's are not refused, and none where there is none.
+
+    Raises:
+        WriteError: It is another user's.
+        OSError: The file system refuses.
+    """
+    if not folder.is_dir():
+        return
+    others = {folder.lstat().st_uid, folder.stat().st_uid} - {0, os.geteuid()}
+    if not others:
+        return
+    # A network file system may show the files of this user as another one's.
+    with tempfile.TemporaryFile(dir=folder, prefix=".") as file:
+        own = os.fstat(file.fileno()).st_uid
+    if others != {own}:
+        raise WriteError(
+            f"{folder}: belongs to user {others.pop()}, not to user {own}, who would write there; choose another place"
+        )
+
+
+def make_own_folder(folder: Path) -> None:
+    """Make a directory for this user alone, or take the one that an earlier start has made so.
+
+    Raises:
+        WriteError: Another user has made it or may write there, or a link is in it.
+        OSError: The file system refuses.
+    """
+    try:
+        folder.mkdir(mode=0o700)
+        return
+    except FileExistsError:
+        check_own(folder)
+    mode = folder.stat().st_mode & 0o777
+    if mode & 0o022:
+        raise WriteError(f"{folder}: other users may write there (mode {mode:o}); remove it, or choose another place")
+    for inner, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            if os.path.islink(os.path.join(inner, name)):
+                raise WriteError(f"{inner}/{name}: is a link, and hybridflow has made none there; remove {folder}")
+
+
+def plain_name(name: object) -> str:
+    """Return the name of a file or directory that stays within its directory, whoever has written the name.
+
+    Raises:
+        ValueError: It is no text of printable letters, has separators, or leads up.
+    """
+    if not isinstance(name, str) or not name.isprintable() or Path(name).name != name or name in ("", ".."):
+        raise ValueError(f"found {str(name)[:80]!r}, expected a plain name of a file")
+    return name
 
 
 def json_objects(texts: Iterable[str]) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from hybridflow.errors import DataError
+from hybridflow.errors import CheckpointError, DataError
 from hybridflow.observe.files import replace_file
 
 METRICS_FILE = "metrics.jsonl"
@@ -37,7 +37,7 @@ class MetricsLog:
             are dropped before anything is added. None is a new run: what an earlier one left is dropped.
 
     Raises:
-        DataError: On resume, a line of ``metrics.jsonl`` is not a step.
+        CheckpointError: On resume, a line of ``metrics.jsonl`` is not a step.
     """
 
     def __init__(self, run_dir: Path, *, num_steps: int, prefix: str = "", resumed_step: int | None = None) -> None:
@@ -88,24 +88,30 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     A last line without its newline was cut short by a crash, or is being written now, and is left out.
 
     Raises:
-        DataError: The file is absent, or another line is not a JSON object with a step.
+        DataError: The file is absent.
+        CheckpointError: Another line is not a JSON object of numbers with a step.
     """
     path = run_dir / METRICS_FILE
     if not path.exists():
         raise DataError(f"{path} does not exist; give the directory of a run that has made a step")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             row = None
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise DataError(
-                f'{path}, line {number}: {line[:60]!r} is not a JSON object with an integer "step"; '
+        if not isinstance(row, dict) or type(row.get("step")) is not int or not all(map(_is_metric, row.values())):
+            raise CheckpointError(
+                f'{path}, line {number}: {line[:60]!r} is not a JSON object with an integer "step" and numbers; '
                 "mend or remove the line"
             )
         rows.append({name: math.nan if value is None else value for name, value in row.items()})
     return rows
+
+
+def _is_metric(value: object) -> bool:
+    # No float holds a larger integer.
+    return value is None or isinstance(value, float) or (type(value) is int and value.bit_length() < 1024)
 
 
 def progress_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:

@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from hybridflow.errors import DataError
+from hybridflow.families.assets import read_small
 from hybridflow.observe.files import json_objects
 from hybridflow.observe.metrics import METRICS_FILE, phase_seconds
 from hybridflow.observe.report import SUMMARY_FILE
@@ -248,8 +249,9 @@ class _Values:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return read_small(path).decode(errors="replace")
+    # The last: too large, or a pipe.
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return ""
 
 
@@ -259,6 +261,8 @@ def _object(text: str) -> dict[str, Any]:
 
 def _last_rows(path: Path) -> list[dict[str, Any]]:
     """Read the last steps that are recorded whole; of a long file only its end is read."""
+    if not path.is_file():
+        return []
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

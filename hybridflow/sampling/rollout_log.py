@@ -23,7 +23,7 @@ from typing import cast
 
 import torch
 
-from hybridflow.checkpoint.store import Checkpoint
+from hybridflow.checkpoint.store import Checkpoint, reading_state
 from hybridflow.data.rollout_log import (
     LogHeader,
     LogName,
@@ -61,7 +61,8 @@ class RolloutLog:
         # The start that saved it, and up to which step what that start sampled is the run's.
         self._before: tuple[str, int] | None = None
         if checkpoint is not None and "rollouts" in checkpoint.state:
-            self._before = checkpoint.state["rollouts"]["start"], checkpoint.step
+            with reading_state(checkpoint):
+                self._before = checkpoint.state["rollouts"]["start"], checkpoint.step
         self._written: list[LogName] = []
         self._scores: dict[archive.Key, float] = {}
         everyone = job.world.coordinator(job.meshes["job"].ranks)

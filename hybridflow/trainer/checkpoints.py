@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridflow.checkpoint.saver import RolePart, Saver, Step
-from hybridflow.checkpoint.store import BASE, Checkpoint, clear_leftovers, latest_step, load_latest, open_role
+from hybridflow.checkpoint.store import (
+    BASE,
+    Checkpoint,
+    clear_leftovers,
+    latest_step,
+    load_latest,
+    open_role,
+    reading_state,
+)
 from hybridflow.checkpoint.training_state import Shares, load_model, load_training
 from hybridflow.errors import CheckpointError
 from hybridflow.families.assets import ADAPTER_CONFIG
@@ -88,7 +96,8 @@ def find_resume_point(job: Job, *, resume: bool) -> ResumePoint:
         token = secrets.token_hex(8)
         found = load_latest(run_dir) if resume else None
         if found is not None:
-            check_resume(job.recipe, found.state["recipe"])
+            with reading_state(found):
+                check_resume(job.recipe, found.state["recipe"])
             for role in found.roles:
                 open_role(found, role)
         fingerprint = _fingerprint(job, found, token)
@@ -116,7 +125,8 @@ def _fingerprint(job: Job, checkpoint: Checkpoint | None, token: str) -> str:
     """
     recipe = job.recipe
     if checkpoint is not None:
-        return str(checkpoint.state.get("rollouts", {}).get("fingerprint", token))
+        with reading_state(checkpoint):
+            return str(checkpoint.state.get("rollouts", {}).get("fingerprint", token))
     if recipe.warm_start is not None or job.objects:
         return token
     told: list[Any] = [[key, value] for key, value in fixed_settings(to_dict(recipe)).items()]

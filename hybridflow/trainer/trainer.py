@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hybridflow.checkpoint.store import Checkpoint
+from hybridflow.checkpoint.store import Checkpoint, reading_state
 from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.graph import Step
@@ -337,12 +338,13 @@ class Trainer(Role):
         progress, state = self.progress, checkpoint.state
         checkpoints.load(self.job, self.roles.by_name, checkpoint)
         progress.step = checkpoint.step
-        progress.next_prompt_index = state["next_prompt_index"]
-        progress.validations = Validations(**state.get("validations", {}))
-        self.kl_coef.value = state["kl_coef"]
-        if self._multiplier is not None:
-            self._multiplier.value = state["multiplier"]
-        self._record.resume(state)
+        with reading_state(checkpoint):
+            progress.next_prompt_index = operator.index(state["next_prompt_index"])
+            progress.validations = Validations(**state.get("validations", {}))
+            self.kl_coef.value = float(state["kl_coef"])
+            if self._multiplier is not None:
+                self._multiplier.value = float(state["multiplier"])
+            self._record.resume(state)
         self.roles.actor.num_updates = progress.step
         self.roles.actor.mark_changed()
         if self.job.world.rank == 0:

@@ -30,6 +30,7 @@ from hybridflow.checkpoint.formats.megatron_args import layout_of, padded_vocab_
 from hybridflow.checkpoint.formats.source import Source, Target, num_blocks, spec_of_model
 from hybridflow.checkpoint.formats.torch_archive import ArchivesWriter, object_archive, places
 from hybridflow.checkpoint.formats.unpickle import Inert, MappedFile, TorchArchive, dump, read_pickle
+from hybridflow.checkpoint.job_file import read_note
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import within, write_bytes
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES
@@ -60,11 +61,11 @@ def find_iteration(path: Path) -> Path:
         CheckpointError: The file names what is not there.
     """
     latest = path / LATEST
-    if not latest.is_file():
+    text = read_note(latest)
+    if text is None:
         return path
-    text = latest.read_text(encoding="utf-8", errors="replace").strip()
     name = f"iter_{int(text):07d}" if re.fullmatch(r"[0-9]{1,12}", text) else text
-    if name != _RELEASE and not name.startswith("iter_") or not (path / name).is_dir():
+    if not re.fullmatch(rf"{_RELEASE}|iter_\w+", name) or not (path / name).is_dir():
         raise CheckpointError(
             f"{latest}: found {text[:80]!r}, expected {_RELEASE!r} or the number of an iteration beside it; give the "
             "path of an iteration"

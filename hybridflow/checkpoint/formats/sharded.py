@@ -13,9 +13,10 @@ from torch import Tensor
 
 from hybridflow.checkpoint.formats import lora
 from hybridflow.checkpoint.formats.source import Source, Target, check_shapes
+from hybridflow.checkpoint.job_file import JOB, read_note, read_roles, step_of
 from hybridflow.checkpoint.manifest import NAME, WEIGHT, Manifest, Piece, TensorEntry, piece_key
 from hybridflow.checkpoint.model_dir import ModelDir, write_assets, write_manifest
-from hybridflow.checkpoint.store import BASE, JOB
+from hybridflow.checkpoint.store import BASE
 from hybridflow.checkpoint.tensor_file import TensorFileWriter
 from hybridflow.errors import CheckpointError, LayoutError
 from hybridflow.families.assets import ADAPTER_CONFIG, ASSETS, CONFIG, FOLDER, identity_of, read_assets, read_json
@@ -42,9 +43,9 @@ def find_model(path: Path) -> Path | None:
         # A model of Hugging Face; other programs leave files with our names beside one.
         return None
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    if (folder / "latest").is_file():
-        step = (folder / "latest").read_text(encoding="utf-8", errors="replace").strip()
-        if not step or Path(step).name != step or not (folder / step).is_dir():
+    step = read_note(folder / "latest") if folder.is_dir() else None
+    if step is not None:
+        if step_of(step) is None or not (folder / step).is_dir():
             raise CheckpointError(
                 f"{folder / 'latest'}: found {step[:80]!r}, expected the name of a step beside it; give the step's path"
             )
@@ -67,8 +68,8 @@ def find_base(adapter: Path) -> Path | None:
     state = adapter.parent / JOB
     if not state.is_file():
         return None
-    record = read_json(state).get("roles", {}).get(BASE)
-    return None if record is None else adapter.parent.parent / record["directory"]
+    roles = read_roles({"roles": {}, **read_json(state)}, state.parent, "restore it from a copy")
+    return adapter.parent.parent / roles[BASE].directory if BASE in roles else None
 
 
 class ShardedSource(Source):

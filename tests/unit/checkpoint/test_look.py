@@ -22,12 +22,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hybridflow import cli
-from hybridflow.checkpoint import differences, inspecting
+from hybridflow.checkpoint import differences, inspecting, manifest
 from hybridflow.checkpoint.differences import compare, differing_settings
 from hybridflow.checkpoint.formats.registry import open_source
 from hybridflow.checkpoint.inspecting import collapse
 from hybridflow.checkpoint.look import _DIFF_EXAMPLES, _INSPECT_EXAMPLES
-from hybridflow.checkpoint.manifest import Manifest, Progress, TensorEntry, digest
+from hybridflow.checkpoint.manifest import Manifest, Progress, TensorEntry, digest, overlap
 from hybridflow.checkpoint.model_dir import Share, write_manifest, write_shares
 from hybridflow.checkpoint.tensor_file import TensorFile, entry_of
 from hybridflow.families.model import ModelConfig
@@ -203,6 +203,87 @@ def test_latest_that_names_nothing_is_told(tmp_path, capsys):
     (run_dir / "checkpoints/latest").write_bytes(b"step_\xff\n")
     hybridflow("inspect", run_dir)
     assert "latest names step_\N{REPLACEMENT CHARACTER}, which is not there" in capsys.readouterr().out
+
+
+def rewrite_manifest(folder: Path, change: Any) -> Path:
+    """Change a manifest, whose hash then fits, as someone would who wants to be believed."""
+    body = json.loads((folder / "manifest.json").read_text())
+    del body["sha256"]
+    change(body)
+    (folder / "manifest.json").write_text(json.dumps({"sha256": digest(body), **body}))
+    return folder
+
+
+NAME = "decoder.final_layernorm.weight"
+FILE = "rank-00000.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda body: body["tensors"]["weight"].update({NAME: ["int4", 8]}), "is of dtype 'int4', expected one of"),
+        (lambda body: body["tensors"]["weight"].update({NAME: [["fp32"], 8]}), "is malformed: TypeError"),
+        (lambda body: body["tensors"]["weight"].update({NAME: ["fp32", -8]}), "found -8, expected an integer"),
+        (lambda body: body["tensors"]["weight"].update({NAME: ["fp32", 1e3]}), "found 1000.0, expected an integer"),
+        (lambda body: body["tensors"]["weight"].update({NAME: ["fp32", 10**30]}), "and at most 9007199254740992"),
+        (lambda body: body["tensors"]["weight"].update({"\x1b]0;a\x07": ["fp32", 0]}), "expected text of printable"),
+        (lambda body: body["tensors"].update({"\x9b31m": {}}), r"found '\x9b31m', expected text of printable"),
+        (lambda body: body["files"].update({"../" + FILE: body["files"].pop(FILE)}), "expected a plain name of a file"),
+        (lambda body: body["files"].update({"/etc/passwd": body["files"].pop(FILE)}), "expected a plain name"),
+        (lambda body: body["files"].update({"..": body["files"].pop(FILE)}), "expected a plain name"),
+        (lambda body: body["files"][FILE]["pieces"][0].pop(), "is malformed: ValueError"),
+        (lambda body: body.update(family="\x1b[2J"), r"found '\x1b[2J', expected text"),
+        (lambda body: body.update(written_by={"a": "\u202e"}), "expected text of printable letters"),
+        (lambda body: body.update(progress={"num_steps": "7", "learning_rate": 1}), "found 7, expected an integer"),
+        (lambda body: body.update(progress={"num_steps": 7, "learning_rate": "x"}), "expected a number"),
+        (lambda body: body.update(has_value_head="yes"), "has_value_head is str, expected bool"),
+        (lambda body: body.update(notes={"assets": {"../a": "b"}}), "expected a plain name"),
+        (lambda body: body.update(notes=[]), "notes is list, expected dict"),
+        (lambda body: body["model"].update(num_layers=10**9), "num_layers: expected an integer of at least 1 and at"),
+        (lambda body: body["model"].update({"\x1b[31m": 1}), r"\u001b[31m: unknown key"),
+    ],
+)
+def test_manifest_that_says_what_none_of_ours_does(change, words, tmp_path, capsys):
+    path = rewrite_manifest(write_role(tmp_path / "actor"), change)
+    for command in (("inspect", path), ("diff", path, path), ("convert", path, tmp_path / "out", "--to", "hf")):
+        capsys.readouterr()
+        assert hybridflow(*command) == 3
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith("hybridflow: ") and words in err and err.count("\n") == 1
+        assert len(err) < 2000 and err[:-1].isprintable()
+    assert not (tmp_path / "out.part").exists()
+
+
+def test_pieces_that_would_take_hours_to_compare_are_refused(monkeypatch):
+    """Rows, and columns below them: in either dim half of the boxes are side by side."""
+    boxes = [((row, row + 1), (0, 100)) for row in range(100)]
+    boxes += [((100, 200), (column, column + 1)) for column in range(100)]
+    assert overlap(boxes) is None
+    monkeypatch.setattr(manifest, "_MOST_COMPARED", 1000)
+    with pytest.raises(ValueError, match="200 pieces of a tensor lie as no layout cuts it"):
+        overlap(boxes)
+
+
+def test_what_is_printed_holds_no_command_for_a_terminal(tmp_path, capsys):
+    run_dir = write_run(tmp_path / "run\x1b[31m")
+    (run_dir / "checkpoints/latest").write_text("step\x1b[2J\x9b\u202e\nok\x7f")
+    assert hybridflow("inspect", run_dir) == 0
+    out = capsys.readouterr().out
+    assert r"latest names step\u001b[2J\u009b\u202e ok\u007f, which is not there" in out
+    assert r"run\u001b[31m" in out and all(line.isprintable() for line in out.split("\n"))
+    assert hybridflow("inspect", run_dir, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["latest"] == "step\x1b[2J\x9b\u202e\nok\x7f"
+    assert hybridflow("inspect", tmp_path / "a\nhybridflow: all is well\x1b[0m") == 3
+    assert capsys.readouterr().err.count("\n") == 2, "the second line is indented"
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "../job.json", "../../latest"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(name, tmp_path, capsys):
+    run_dir = write_run(tmp_path / "run")
+    path = run_dir / "checkpoints/step_000020/actor" / name
+    path.unlink()
+    os.mkfifo(path)
+    assert hybridflow("inspect", run_dir) == (0 if name == "../../latest" else 3)
 
 
 def test_model_directories_are_shown_without_torch(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -388,3 +389,50 @@ def test_the_state_is_checked_where_it_is_read(tmp_path: Path) -> None:
     del body["sha256"], body["roles"]["actor"]["sha256"]
     (path / "job.json").write_text(json.dumps({"sha256": store.digest(body), **body}))
     assert "job.json: is malformed: TypeError" in damaged(tmp_path)
+
+
+def rewrite_job(path: Path, **changes: Any) -> None:
+    """Change ``job.json``, whose hash then fits, as someone would who wants to be believed."""
+    body = {**json.loads((path / "job.json").read_text()), **changes}
+    del body["sha256"]
+    (path / "job.json").write_text(json.dumps({"sha256": store.digest(body), **body}))
+
+
+def test_no_path_of_a_job_file_leaves_the_run(tmp_path: Path) -> None:
+    """The weights elsewhere are whole, and their hash is the one that the job file names."""
+    path = save(tmp_path / "run", 10)
+    roles = json.loads((path / "job.json").read_text())["roles"]
+    shutil.copytree(path / "actor", tmp_path / "run/actor")
+    shutil.copytree(path / "actor", tmp_path / "elsewhere/actor")
+    for place in (
+        *("../actor", "../../elsewhere/actor", str(tmp_path / "elsewhere/actor"), "step_000010/../actor", "..", ""),
+        *("step_000010/critic", "/actor", "./actor", "step_000010//actor", "step_1/actor", "step_000010/actor\n", 7),
+    ):
+        rewrite_job(path, roles={**roles, "actor": {**roles["actor"], "directory": place}})
+        assert "job.json: is malformed: " in damaged(tmp_path / "run"), place
+    for role in ("..", "a/b", "\x1b[31m", ""):
+        rewrite_job(path, roles={role: {**roles["actor"], "directory": role}})
+        assert "job.json: is malformed: ValueError: found" in damaged(tmp_path / "run"), role
+    rewrite_job(path, roles=roles)
+    (path / "actor").rename(tmp_path / "scratch")
+    (path / "actor").symlink_to(tmp_path / "scratch")
+    assert_is(tmp_path / "run", 10, first=10)
+
+
+@pytest.mark.parametrize("step", [11, -1, "10", 10.0, True, None, 10**30, [10]])
+def test_a_job_file_of_another_step_is_refused(tmp_path: Path, step: object) -> None:
+    path = save(tmp_path, 10)
+    rewrite_job(path, step=step)
+    assert "job.json: is malformed: ValueError: found step" in damaged(tmp_path)
+
+
+def test_whatever_latest_is_an_error_names_it(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    latest = tmp_path / "checkpoints/latest"
+    for content in ("9" * 6000, "step_" + "9" * 6000, "step_" + "9" * 190, "../step_000010", "\x1b[31m", "", "\0"):
+        latest.write_text(content)
+        message = damaged(tmp_path)
+        assert message.startswith(f"{latest}: ") and "expected a name such as" in message and len(message) < 600
+    latest.unlink()
+    os.mkfifo(latest)
+    assert "latest: found 'no regular file'" in damaged(tmp_path)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridflow.errors import DataError
+from hybridflow.errors import CheckpointError, DataError
 from hybridflow.observe.metrics import MetricsLog, progress_line, read_metrics
 
 STEP = {
@@ -101,11 +101,17 @@ def test_a_crash_while_resuming_loses_no_line(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("line", ["not json", "[1]", '{"reward/mean": 1}', '{"step": "1"}'])
-def test_a_line_that_is_no_step_is_named(tmp_path: Path, line: str):
-    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2: .*not a JSON object with an integer \"step\""):
-        read_metrics(tmp_path)
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"not json", b"[1]", b'{"reward/mean": 1}', b'{"step": "1"}', b'{"step": true}', b"[" * 100_000),
+        *(b'{"step": 1, "a\xff": 1}', b"\xff\xfe", b'{"step": 1, "a": "b"}', b'{"step": 1, "a": 1%0400d}' % 0),
+    ],
+)
+def test_a_line_that_is_no_step_is_named(tmp_path: Path, line: bytes):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl, line 2: .*not a JSON object with an integer \"step\""):
+        MetricsLog(tmp_path, num_steps=9, resumed_step=1)
 
 
 def test_a_run_without_metrics_is_an_error(tmp_path: Path):

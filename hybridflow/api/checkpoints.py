@@ -50,6 +50,8 @@ def keep_checkpoint(run_dir: Path, path: Path, world: World) -> None:
     def write() -> None:
         aside = path.with_name(f"{path.name}.tmp")
         shutil.rmtree(aside, ignore_errors=True)
+        # Fails where a link is that another user has put there.
+        aside.mkdir()
         shutil.copytree(run_dir / "checkpoints", aside / "checkpoints", ignore=shutil.ignore_patterns("*.tmp"))
         aside.rename(path)
 

@@ -205,7 +205,7 @@ class TensorFileWriter:
         text += b" " * (-len(text) % 8)
         self._first = 8 + len(text)
         self.num_bytes = self._first + place
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         os.ftruncate(self._file, self.num_bytes)
         self._direct = _open_direct(path)
         # A thread that waits for the disk, if a tensor is larger than the buffer.
@@ -286,7 +286,7 @@ def _pieces_of(tensor: Tensor) -> Iterator[Tensor]:
 def _open_direct(path: Path) -> int | None:
     """Open the file for writing past the page cache, which costs as much CPU as hashing; None where it cannot."""
     try:
-        return os.open(path, os.O_WRONLY | os.O_DIRECT) if hasattr(os, "O_DIRECT") else None
+        return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW) if hasattr(os, "O_DIRECT") else None
     except OSError:
         return None
 

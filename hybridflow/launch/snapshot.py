@@ -17,7 +17,7 @@ from hybridflow import __version__
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors import WriteError
 from hybridflow.launch.site import Site
-from hybridflow.observe.files import replace_file, sync_path
+from hybridflow.observe.files import check_own, replace_file, sync_path
 from hybridflow.programs import try_program
 from hybridflow.sections import to_dict
 from hybridflow.shipped import PACKAGE, shipped
@@ -39,10 +39,13 @@ def write_snapshot(
     """Keep a launch: in full, or not at all.
 
     Raises:
-        WriteError: The disk refuses, or another launch of this run took the number at the same time.
+        WriteError: The disk refuses, the run's directory is another user's, or another launch of this run took the
+            number at the same time.
     """
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
+        for path in (folder.parent.parent, folder.parent):
+            check_own(path)
         aside.mkdir(parents=True)
         if with_code:
             copy_package(aside / "code")

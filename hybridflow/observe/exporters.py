@@ -86,7 +86,7 @@ class MetricsExporter:
                 self._gauges[written] = self._client.Gauge(written, name, ["run"], registry=self._registry)
             self._gauges[written].labels(self.run).set(value)
         if self.textfile is not None:
-            self._client.write_to_textfile(self.textfile, self._registry)
+            replace_file(Path(self.textfile), self._client.generate_latest(self._registry))
         if self.pushgateway_url is not None:
             key = {"run": self.run}
             self._client.push_to_gateway(

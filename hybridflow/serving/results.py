@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridflow.errors import ConfigError, WriteError
-from hybridflow.observe.files import replace_by_pieces, replace_file, sync_path
+from hybridflow.observe.files import make_own_folder, replace_by_pieces, replace_file, sync_path
 from hybridflow.serving.prompts import HDF5_SUFFIXES, Prompt
 
 Row = dict[str, Any]
@@ -63,6 +63,7 @@ class Results:
         """
         check_free(self.out, is_forced=is_forced)
         with _writing(self.folder):
+            make_own_folder(self.folder)
             before = self._run_before()
             known = run if before is None else before
             changed = [name for name in {**known, **run} if known.get(name) != run.get(name)]
@@ -71,10 +72,9 @@ class Results:
                     f"{self.folder}: was begun with another {', '.join(sorted(changed))}; give what it was begun with "
                     "to go on, --force to begin anew, or another --out"
                 )
-            if changed or (before is None and self.folder.exists()):
-                shutil.rmtree(self.folder)
-            self.folder.mkdir(parents=True, exist_ok=True)
             if before is None or changed:
+                shutil.rmtree(self.folder)
+                make_own_folder(self.folder)
                 replace_file(self.folder / _RUN, json.dumps(dict(run), indent=1).encode())
 
     def find(self) -> dict[Key, _Where]:

@@ -14,6 +14,7 @@ from hybridflow.checkpoint.store import latest_step
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError
 from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.observe.files import check_own
 from hybridflow.observe.starts import StartRecord, add_end, add_start, idle_starts, read_starts
 from hybridflow.observe.status_file import living_writer
 from hybridflow.parallel.coordinator import Coordinator
@@ -42,6 +43,7 @@ def note_start(recipe: Recipe, meshes: Mapping[str, DeviceMesh], everyone: Coord
         ConfigError: Another job writes this run; or Slurm has begun this one again and again from the same checkpoint.
             On all ranks.
         CheckpointError: ``latest`` does not hold the name of a checkpoint. On all ranks.
+        WriteError: Another user has made the run's directory. On all ranks.
         OSError: The file system refuses. On all ranks.
     """
     hosts = tuple(dict.fromkeys(everyone.gather(socket.gethostname(), "hosts of the ranks")))
@@ -49,6 +51,7 @@ def note_start(recipe: Recipe, meshes: Mapping[str, DeviceMesh], everyone: Coord
 
     def note() -> int:
         run_dir = Path(recipe.run_dir)
+        check_own(run_dir)
         earlier.extend(read_starts(run_dir))
         _check_alone(run_dir, earlier)
         count, job_id = os.environ.get("SLURM_RESTART_COUNT", "0"), os.environ.get("SLURM_JOB_ID")

@@ -41,7 +41,7 @@ from hybridflow.checkpoint.formats.source import Source, Target
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES
 from hybridflow.errors import CheckpointError, ConfigError, WriteError
 from hybridflow.exit_status import exit_status
-from hybridflow.observe.files import sync_path
+from hybridflow.observe.files import make_own_folder, sync_path
 
 _CAST_ELEMENTS = 1 << 22
 _POLL_S = 0.05
@@ -402,8 +402,8 @@ def _already_there(job: _Job) -> Summary | None:
 
 
 def _check_left(job: _Job, restart: bool) -> None:
-    """Refuse a folder that another conversion has left; make it if it is not there."""
-    job.folder.mkdir(exist_ok=True)
+    """Refuse a folder that another conversion, or another user, has left; make it if it is not there."""
+    make_own_folder(job.folder)
     left = read_plan(job.folder)
     if not restart and left is not None and left != job.plan:
         raise WriteError(

@@ -115,7 +115,7 @@ class Journal:
 
     def __init__(self, folder: Path, rank: int) -> None:
         path = folder / f"journal-{rank:05d}.jsonl"
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
         # A line that was cut by a kill would spoil the one written after it.
         text = path.read_bytes()
         os.ftruncate(self._file, text.rfind(b"\n") + 1)

@@ -503,9 +503,10 @@ def read_arrays(path: Path, dtypes: Mapping[str, Any], form: str) -> dict[str, A
 
 def _replace(path: Path, form: str, fill: Callable[[h5py.File], None]) -> None:
     aside = path.with_name(f".{path.name}.tmp")
+    aside.unlink(missing_ok=True)
     try:
         with _writing(path):
-            with h5py.File(aside, "w", libver="v110") as file:
+            with h5py.File(aside, "x", libver="v110") as file:
                 file.attrs["format"] = form
                 fill(file)
             sync_path(aside)

@@ -96,7 +96,7 @@ class ArchivesWriter:
     def __init__(self, path: Path, entries: Mapping[str, TensorEntry]) -> None:
         self.path, self._entries = path, entries
         self._places, self.num_bytes = places(entries)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         os.ftruncate(self._file, self.num_bytes)
 
     def write(self, key: str, tensor: Tensor) -> str:

@@ -24,7 +24,10 @@ from hybridflow.checkpoint.convert import write as convert_write
 from hybridflow.checkpoint.convert.engine import Place, cast, deal
 from hybridflow.checkpoint.convert.journal import FILES, Journal, Part, part_folder, read_journals
 from hybridflow.checkpoint.convert.ranks import FOLDER, Ranks
+from hybridflow.checkpoint.formats.torch_archive import ArchivesWriter
+from hybridflow.checkpoint.tensor_file import TensorFileWriter
 from hybridflow.errors import CheckpointError, ConfigError, WriteError
+from hybridflow.observe.files import replace_file
 from tests.support.convert_doubles import PEER_FAILED, fork, make_tensors, run_plain, wait_for
 
 torch.set_num_threads(1)
@@ -55,6 +58,50 @@ def check(source: Path, out: Path, num_files: int = 2) -> None:
         for name, values in file.items():
             assert hashes[f"rows-{index}.safetensors"][name] == hashlib.sha256(values.numpy().tobytes()).hexdigest()
     assert not part_folder(out).exists()
+
+
+def test_parts_that_another_user_has_prepared_are_refused(source, tmp_path, monkeypatch):
+    """In a directory that all may write to: the plan of this conversion, and a link to a file of this user."""
+    out, victim = tmp_path / "shared/out", tmp_path / "victim"
+    victim.write_text("precious")
+    out.parent.mkdir(mode=0o777)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_complete", lambda job: (_ for _ in ()).throw(CheckpointError("ended")))
+        with pytest.raises(CheckpointError, match="ended"):
+            run_plain(source, out)
+    folder = part_folder(out)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    file = folder / FILES / "rows-0.safetensors"
+    file.unlink()
+    (folder / "journal-00000.jsonl").unlink()
+    file.symlink_to(victim)
+    with pytest.raises(WriteError, match=r"rows-0\.safetensors: is a link, and hybridflow has made none there"):
+        run_plain(source, out)
+    file.unlink()
+    folder.chmod(0o777)
+    with pytest.raises(WriteError, match=r"out\.part: other users may write there \(mode 777\); remove it"):
+        run_plain(source, out)
+    folder.chmod(0o700)
+    if os.geteuid() == 0:
+        os.chown(folder, 65534, 65534)
+        with pytest.raises(WriteError, match=r"out\.part: belongs to user 65534, not to user 0"):
+            run_plain(source, out)
+        os.chown(folder, 0, 0)
+    assert victim.read_text() == "precious"
+    run_plain(source, out)
+    check(source, out)
+
+
+def test_a_file_is_not_written_through_a_link(tmp_path):
+    victim, link = tmp_path / "victim", tmp_path / "rows.safetensors"
+    victim.write_text("precious")
+    link.symlink_to(victim)
+    for write in (lambda: TensorFileWriter(link, {}), lambda: ArchivesWriter(link, {})):
+        with pytest.raises(OSError, match="symbolic links"):
+            write()
+    (tmp_path / ".rows.tmp").symlink_to(victim)
+    replace_file(tmp_path / "rows", b"new")
+    assert victim.read_text() == "precious" and (tmp_path / "rows").read_bytes() == b"new"
 
 
 @given(st.lists(st.integers(0, 100), max_size=12), st.integers(1, 6))

@@ -168,6 +168,21 @@ def test_parts_of_something_else_are_noticed_and_force_begins_anew(tmp_path):
         Results(tmp_path / "absent/out.jsonl").prepare(RUN, is_forced=False)
 
 
+def test_parts_that_another_user_has_prepared_are_refused(tmp_path):
+    results, victim = Results(tmp_path / "out.jsonl"), tmp_path / "victim"
+    victim.mkdir()
+    results.folder.mkdir()
+    results.folder.chmod(0o777)
+    with pytest.raises(WriteError, match=r"out\.jsonl\.parts: other users may write there \(mode 777\)"):
+        results.prepare(RUN, is_forced=False)
+    results.folder.rmdir()
+    results.folder.symlink_to(victim)
+    victim.chmod(0o777)
+    with pytest.raises(WriteError, match="other users may write there"):
+        results.prepare(RUN, is_forced=True)
+    assert list(victim.iterdir()) == []
+
+
 def test_output_has_the_lines_in_order_with_their_own_fields(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "id": 7, "text": "old"}\nnonsense\n')
     prompts = {prompt.prompt_index: prompt for prompt in read_prompts(tmp_path / "p.jsonl")[0]}

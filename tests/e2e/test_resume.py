@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from hybridflow.checkpoint.manifest import digest
 from hybridflow.checkpoint.store import latest_step
 from hybridflow.trainer.checkpoints import Checkpoints
 from tests.e2e.commands import fork_ranks, kill_in_step, lasting_metrics, run_well, write_recipe
@@ -279,3 +280,59 @@ def test_nothing_to_resume_from_is_a_new_run(tmp_path):
     done = run_well([*GRPO, "trainer.steps=1", "--resume"], tmp_path)
     assert "warm start" in done.out and "step 1/1" in done.out
     assert len(lasting_metrics(tmp_path / "run")) == 1 and latest_step(tmp_path / "run") == 1
+
+
+def believed(path, **changes):
+    """Change ``job.json``, whose hash then fits."""
+    body = {**json.loads(path.read_text()), **changes}
+    del body["sha256"]
+    path.write_text(json.dumps({"sha256": digest(body), **body}))
+
+
+def elsewhere(run_dir):
+    """A whole checkpoint lies outside the run's, and the job file leads there."""
+    job = run_dir / "checkpoints/step_000001/job.json"
+    shutil.copytree(run_dir / "checkpoints/step_000001", run_dir.parent / "elsewhere")
+    roles = json.loads(job.read_text())["roles"]
+    believed(job, roles={**roles, "actor": {**roles["actor"], "directory": "../../elsewhere/actor"}})
+
+
+def state(**changes):
+    def change(run_dir):
+        job = run_dir / "checkpoints/step_000001/job.json"
+        believed(job, state={**json.loads(job.read_text())["state"], **changes})
+
+    return change
+
+
+def belongs_to_nobody(run_dir):
+    os.chown(run_dir, 65534, 65534)
+
+
+ATTACKS = {
+    "elsewhere": (elsewhere, 3, "job.json: is malformed: ValueError: actor lies in '../../elsewhere/actor'"),
+    "latest": (lambda path: (path / "checkpoints/latest").write_text("9" * 6000), 3, "latest: found '6000 bytes"),
+    "metrics": (lambda path: (path / "metrics.jsonl").write_bytes(b"\xff\x1b[31m\n"), 3, "metrics.jsonl, line 1"),
+    "place": (state(next_prompt_index="7"), 3, "job.json: is malformed: TypeError"),
+    "recipe": (state(recipe=[]), 3, "job.json: is malformed: AttributeError"),
+    "rollouts": (state(rollouts=[]), 3, "job.json: is malformed: AttributeError"),
+    "owner": (belongs_to_nobody, 4, "run: belongs to user 65534, not to user 0"),
+}
+
+
+@pytest.mark.slow
+def test_a_run_directory_of_somebody_else_is_refused(tmp_path):
+    write(tmp_path)
+    argv = ["train", "tiny.yaml", "trainer.steps=1", "trainer.save_every=1", "warm_start=null"]
+    run_well(argv, tmp_path)
+    (tmp_path / "run").rename(tmp_path / "whole")
+    for name, (attack, status, words) in ATTACKS.items():
+        if name == "owner" and os.geteuid() != 0:
+            continue
+        shutil.rmtree(tmp_path / "elsewhere", ignore_errors=True)
+        shutil.copytree(tmp_path / "whole", tmp_path / "run")
+        attack(tmp_path / "run")
+        done = fork_ranks([*argv, "trainer.steps=2", "--resume"], tmp_path)
+        done.complains_once(words)
+        assert set(done.codes) == {status} and "\x1b" not in done.err and done.seconds < 60, name
+        shutil.rmtree(tmp_path / "run")

@@ -1,10 +1,9 @@
 """How much memory of its accelerator each rank of a job needs, before a job is there. No torch.
 
 Weights, gradients and optimizer state are counted tensor by tensor and are exact, but for the padding of the buffers
-that gradients are reduced in, and what it shifts between the replicas of a mixture of experts. Caches and activations
-are upper bounds from the formulas below. A cache whose budget is a share of what is free is counted as large as it
-would ever be, and what of it can be done without is told beside. What is not counted: the CUDA context and the buffers
-of NCCL, and what the allocator loses between blocks.
+that gradients are reduced in. Caches and activations are upper bounds from the formulas below. A cache whose budget is
+a share of what is free is counted as large as it would ever be, and what of it can be done without is told beside. What
+is not counted: the CUDA context and the buffers of NCCL, and what the allocator loses between blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.observe.table import format_table
 from hybridflow.recipe.meshes import reference_is_base
 from hybridflow.reshard.holdings import WeightHoldings
-from hybridflow.reshard.optimizer import OptimizerHoldings
+from hybridflow.reshard.optimizer import OptimizerHoldings, bucket_elements
 from hybridflow.reshard.plan import aliases, held_bytes, shares_storage
 from hybridflow.reshard.report import format_bytes
 from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec, TensorSpec
@@ -159,8 +158,8 @@ class _Placed:
 
     @functools.cached_property
     def states(self) -> OptimizerHoldings:
-        """Return where a distributed optimizer keeps its state."""
-        return OptimizerHoldings(self.trained, self.mesh)
+        """Return where a distributed optimizer keeps its state, with buckets as on a GPU."""
+        return OptimizerHoldings(self.trained, self.mesh, bucket_elements(self.mesh.layout))
 
     @property
     def trained(self) -> ModelSpec:

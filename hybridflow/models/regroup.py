@@ -31,11 +31,13 @@ class Training:
         mesh: Where it is.
         is_distributed: Whether optimizer state is dealt to the data parallel ranks (``Optimizer.distributed``).
         trainable: This rank's part; None outside the mesh.
+        bucket_size: That of its ``Trainable``.
     """
 
     mesh: DeviceMesh
     is_distributed: bool
     trainable: Trainable | None
+    bucket_size: int | None = None
 
 
 def regroup(
@@ -134,7 +136,9 @@ def _kind(name: str) -> str:
 
 def state_holdings(model: ModelSpec, side: Training) -> Holdings:
     """Return where the optimizer keeps its state; ``model`` has the trained tensors in their order."""
-    return OptimizerHoldings(model, side.mesh) if side.is_distributed else WeightHoldings(model, side.mesh)
+    if not side.is_distributed:
+        return WeightHoldings(model, side.mesh)
+    return OptimizerHoldings(model, side.mesh, side.bucket_size)
 
 
 def check_ranges(trainable: Trainable, model: ModelSpec, holdings: Holdings, rank: int) -> None:
@@ -157,7 +161,8 @@ def check_ranges(trainable: Trainable, model: ModelSpec, holdings: Holdings, ran
             raise ReshardError(
                 f"{holdings.mesh.name}: rank {rank}'s optimizer keeps {_text(kept)} of its part of "
                 f"{tensor.name}, expected {_text(expected)}; the layout of buffers is that of megatron-core 0.16.1: "
-                "install that version, or bring reshard/optimizer.py up to the installed one"
+                "install that version, bring reshard/optimizer.py up to the installed one, or give the bucket_size of "
+                "its Trainable"
             )
     if found:
         raise ReshardError(

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from hybridflow.config.roles import OptimizerConfig
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.microbatch import MicroBatch
+from hybridflow.models.overlap import Overlap
 from hybridflow.models.specs import logical_parameters
 from hybridflow.observe.work import add_work
 from hybridflow.parallel.accelerators import use_gpu_optimizer
@@ -40,12 +41,26 @@ batch.
 class Trainable:
     """One rank's part of a model in training. What requires no gradient has neither gradient nor state.
 
+    Args:
+        model: The bare model.
+        groups: This rank's process groups.
+        settings: How it learns.
+        bucket_size: Elements of gradients that are summed together during the backward pass. Weights are then gathered
+            during the forward pass. None: both wait for the end of the pass, and the step.
+
     Attributes:
         model: The bare model, for forward passes and weights.
         is_distributed: Whether optimizer state is cut over the data-parallel ranks.
     """
 
-    def __init__(self, model: Transformer, groups: ProcessGroupCollection, settings: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        groups: ProcessGroupCollection,
+        settings: OptimizerConfig,
+        *,
+        bucket_size: int | None = None,
+    ) -> None:
         config = model.config
         self.model = model
         self.is_distributed = settings.distributed
@@ -56,9 +71,15 @@ class Trainable:
         config.finalize_model_grads_func = self._finalize
         # The sum over replicas is wanted, not the mean: with per-token loss megatron-core scales by nothing.
         ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=settings.distributed, average_in_collective=False
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=settings.distributed,
+            average_in_collective=False,
+            overlap_grad_reduce=bucket_size is not None,
+            overlap_param_gather=bucket_size is not None and settings.distributed,
+            bucket_size=bucket_size,
         )
         self._ddp = DistributedDataParallel(config, ddp_config, model, pg_collection=groups)
+        self._overlap = None if bucket_size is None else Overlap(self._ddp, model)
         with gathering_within(groups.intra_dist_opt):
             self._optimizer = get_megatron_optimizer(
                 MegatronOptimizerConfig(
@@ -99,6 +120,8 @@ class Trainable:
         """Set the gradients to zero, for backward passes of one's own; without pipeline stages."""
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
+        if self._overlap is not None:
+            self._overlap.begin()
         if self.model.dropout is not None:
             self.model.dropout.update = self._updates
 
@@ -106,15 +129,28 @@ class Trainable:
         """Sum the gradients of these over the replicas. Collective: tp, dp."""
         self._finalize([self._ddp])
 
-    def step(self) -> float:
+    def step(self, *, is_followed: bool = False) -> float:
         """Clip the gradients, update the weights, and return the gradient norm before clipping.
 
         Collective: tp, pp, dp.
+
+        Args:
+            is_followed: ``accumulate`` comes next, and may gather the weights during its forward pass. Who reads them
+                before then calls ``gather`` first.
         """
         succeeded, grad_norm, _ = self._optimizer.step()
         assert succeeded, "without loss scaling no step is ever skipped"
+        if self._overlap is not None:
+            self._overlap.start_gathering()
+        if not is_followed:
+            self.gather()
         self._updates += 1
         return float(grad_norm)
+
+    def gather(self) -> None:
+        """Wait for weights that a step has left to be gathered. Collective: dp, where a step has."""
+        if self._overlap is not None:
+            self._overlap.gather()
 
     def reload_weights(self) -> None:
         """Take up weights that were written from outside: of those that are not fp32, the optimizer steps copies."""
@@ -184,6 +220,8 @@ class Trainable:
                 yield parameter, main, kept
 
     def _finalize(self, models: list[Any], num_tokens: Tensor | None = None, **_: Any) -> None:
+        if self._overlap is not None:
+            self._overlap.finish()
         # num_tokens is left out: the loss is already divided by the global batch's counts.
         finalize_model_grads(models, None, pg_collection=self._groups)
 
@@ -300,6 +338,8 @@ def run_schedule(
         forward_only=forward_only,
         pg_collection=groups,
     )
+    # Sums over replicas begin in the last backward pass; a bare model has none.
+    config.no_sync_func = getattr(model, "no_sync", None)
     kept: list[Any]
     if groups.pp.size() == 1:
         kept = forward_backward_no_pipelining(**arguments)

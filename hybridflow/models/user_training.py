@@ -103,8 +103,11 @@ class UserTrainable:
                 main.grad.add_(parameter.grad)
                 parameter.grad = None
 
-    def step(self) -> float:
-        """Clip the gradients, update the weights, and return the gradient norm before clipping."""
+    def step(self, *, is_followed: bool = False) -> float:
+        """Clip the gradients, update the weights, and return the gradient norm before clipping.
+
+        Each replica steps all weights, so that none are gathered.
+        """
         norm = float(self._gradients.norm())
         if self._clip > 0 and norm > self._clip:
             self._gradients.mul_(self._clip / (norm + _CLIP_EPS))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,13 @@ def mini_batch(job: Job, batch: Batch, index: int) -> Batch:
     return part.with_columns(
         {"response_mask": Ragged(mask.values * found.repeat_interleave(mask.lengths), mask.lengths)}
     )
+
+
+def is_last_mini_batch(job: Job, turn: Mapping[str, int]) -> bool:
+    """Return whether a turn of the loop over mini-batches, its epoch and index, is the last of a step."""
+    recipe = job.recipe
+    num_mini_batches = recipe.trainer.global_batch_size // recipe.trainer.samples_per_update
+    return (turn["epoch"], turn["index"]) == (recipe.loss.epochs - 1, num_mini_batches - 1)
 
 
 def spread(part: Batch, batch: Batch, found: Tensor) -> Batch:

@@ -17,6 +17,7 @@ from hybridflow.errors import CheckpointError
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.gpt import Transformer, build_transformer
+from hybridflow.models.training import Trainable
 from hybridflow.models.user_model import Uncut
 from hybridflow.models.weights import initialize, local_shards
 from hybridflow.parallel.megatron import collection
@@ -57,6 +58,7 @@ class ModelOnMesh:
         self.transformer = None
         self._world, self._seed = world, seed
         self._offload: HostOffload | None = None
+        self._trainable: Trainable | None = None
 
     def build(self, *, has_value_head: bool = False, lora: LoRAConfig | None = None) -> None:
         """Make this rank's stage and shard, of undefined values.
@@ -104,6 +106,7 @@ class ModelOnMesh:
         Args:
             spec: Some of its tensors; None: all.
         """
+        self.settle()
         return local_shards(self.transformer, self.spec if spec is None else spec, self.mesh, self._world.rank)
 
     def tensors(self, spec: ModelSpec | None = None) -> dict[str, Tensor]:
@@ -127,6 +130,14 @@ class ModelOnMesh:
         self._offload = HostOffload(self.transformer.parameters(), owner=owner)
         self._offload.offload()
 
+    def settle(self) -> None:
+        """Wait for weights that an optimizer step has left to be gathered, see ``Trainable.step``.
+
+        Collective: dp, between two mini-batches of a step; else nothing is done.
+        """
+        if self._trainable is not None:
+            self._trainable.gather()
+
     def at_hand(self, *, is_written: bool = False) -> contextlib.AbstractContextManager[None]:
         """Bring the weights to the device for the duration, also for a model that is kept in host memory.
 
@@ -136,6 +147,7 @@ class ModelOnMesh:
         Raises:
             ReshardError: The device has no room.
         """
+        self.settle()
         return contextlib.nullcontext() if self._offload is None else self._offload.at_hand(is_written=is_written)
 
     @torch.no_grad()

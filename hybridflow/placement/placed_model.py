@@ -23,6 +23,7 @@ from hybridflow.models.weights import describe_model
 from hybridflow.placement.job import Job
 from hybridflow.placement.model_on_mesh import ModelOnMesh
 from hybridflow.placement.user_objects import has_weights, role_of, user_class_of, weights_of
+from hybridflow.reshard.optimizer import bucket_elements
 from hybridflow.reshard.spec import ModelSpec
 
 
@@ -81,8 +82,10 @@ class PlacedModel(ModelOnMesh):
         self.initialize({"value_head.weight", *factors} if has_weights(self._job, self._role) else None)
 
     def make_trainable(self, settings: OptimizerConfig) -> Trainable:
-        """Make gradients and an optimizer for the model."""
-        return Trainable(self.megatron_model, self.groups, settings)
+        """Make gradients and an optimizer for the model. On a GPU its collectives overlap with computation."""
+        bucket_size = bucket_elements(self.mesh.layout) if self._world.device.type == "cuda" else None
+        self._trainable = Trainable(self.megatron_model, self.groups, settings, bucket_size=bucket_size)
+        return self._trainable
 
     @property
     def is_output_rank(self) -> bool:

@@ -56,16 +56,18 @@ class OptimizerHoldings:
     Args:
         model: The tensors that are trained, in the order of the model's parameters; those of one dtype share a buffer.
         mesh: Where they are.
+        bucket_size: Elements that fill a bucket, as ``training.Trainable`` was given them; None: buckets have no limit.
     """
 
-    def __init__(self, model: ModelSpec, mesh: DeviceMesh) -> None:
+    def __init__(self, model: ModelSpec, mesh: DeviceMesh, bucket_size: int | None = None) -> None:
         self.mesh = mesh
         self._model = model
+        self._bucket_size = bucket_size
         self._weights = WeightHoldings(model, mesh)
 
     @functools.cached_property
     def _ranges(self) -> dict[str, tuple[FlatRange, ...]]:
-        return flat_ranges(self._model, self.mesh.layout)
+        return flat_ranges(self._model, self.mesh.layout, self._bucket_size)
 
     @functools.cached_property
     def _by_replica(self) -> dict[str, dict[int, FlatRange]]:
@@ -116,7 +118,7 @@ class OptimizerHoldings:
 
     def identity(self) -> list[object]:
         """See ``Holdings.identity``."""
-        return ["distributed optimizer", *self._weights.identity()[1:], self._model.digest()]
+        return ["distributed optimizer", *self._weights.identity()[1:], self._model.digest(), self._bucket_size]
 
     def _output_ranks(self, tensor: TensorSpec, index: int | None, replica: int) -> tuple[int, ...]:
         """Return the ranks of a replica that hold part ``index`` of a tensor; None: all hold the whole tensor."""
@@ -129,36 +131,51 @@ class OptimizerHoldings:
         return tuple(self.mesh.ranks[stage * size + first + place] for stage in self.stages(tensor) for place in places)
 
 
-def flat_ranges(model: ModelSpec, layout: ParallelLayout) -> dict[str, tuple[FlatRange, ...]]:
+def bucket_elements(layout: ParallelLayout) -> int | None:
+    """Return how many elements fill a bucket on a GPU, so that its reduction overlaps with the backward pass.
+
+    megatron-core's default: with many replicas a smaller bucket would take its time in latency. None: there is one
+    replica, and nothing is reduced.
+    """
+    replicas = layout.dp * layout.cp
+    return None if replicas == 1 else max(40_000_000, 1_000_000 * replicas)
+
+
+def flat_ranges(
+    model: ModelSpec, layout: ParallelLayout, bucket_size: int | None = None
+) -> dict[str, tuple[FlatRange, ...]]:
     """Return how the local shard of each tensor is dealt to replicas, the same for all tensor parallel ranks.
 
-    Source: ``_ParamAndGradBuffer`` and ``DistributedOptimizer._build_model_gbuf_range`` of megatron-core 0.16.1, with
-    one bucket but for tied embeddings, as is without overlap of the gradients' reduction.
+    Source: ``_ParamAndGradBuffer`` and ``DistributedOptimizer._build_model_gbuf_range`` of megatron-core 0.16.1. Only
+    the first stage has buckets of limited size: the others wait for its backward pass anyway.
 
     Raises:
         ReshardError: The layout cannot cut some tensor.
     """
     chunks = replace(layout, pp=layout.pp * layout.vpp, vpp=1)
+    # Experts that are cut as the rest is lie among it.
+    is_apart = layout.ep > 1 or layout.expert_tp != layout.tp
     buffers: dict[tuple[int, int | None, str], list[TensorSpec]] = {}
     # A tied embedding comes first in the stage that embeds, and last in the stage whose output layer it is.
     for copy in range(2):
         for tensor in model.tensors:
             stages = [stage_of(place, chunks, model.num_layers, tensor.name) for place in tensor.places]
             if copy < len(stages) and stages[copy] not in stages[:copy]:
-                block = None if tensor.expert is None else expert_block(tensor, layout)
+                block = expert_block(tensor, layout) if tensor.expert is not None and is_apart else None
                 buffers.setdefault((stages[copy], block, tensor.dtype), []).append(tensor)
     dealt: dict[str, tuple[FlatRange, ...]] = {}
-    for (_, block, _), tensors in buffers.items():
+    for (stage, block, _), tensors in buffers.items():
+        fills = bucket_size if stage % layout.pp == 0 else None
         parts = layout.tp if block is None else layout.expert_tp
         replicas = layout.tp * layout.cp * layout.dp // (parts * (1 if block is None else layout.ep))
         shards = [(tensor, math.prod(cut(tensor, parts, 0).local_shape)) for tensor in tensors]
-        for name, ranges in _deal(shards, replicas, is_pipeline=layout.pp > 1):
+        for name, ranges in _deal(shards, replicas, fills, is_pipeline=layout.pp > 1):
             assert dealt.setdefault(name, ranges) == ranges, f"{name} is dealt differently on the stages that hold it"
     return dealt
 
 
 def _deal(
-    shards: Iterable[tuple[TensorSpec, int]], replicas: int, *, is_pipeline: bool
+    shards: Iterable[tuple[TensorSpec, int]], replicas: int, bucket_size: int | None, *, is_pipeline: bool
 ) -> Iterator[tuple[str, tuple[FlatRange, ...]]]:
     """Lay the shards of one buffer, each with its elements, into buckets, and cut those into equal ranges."""
     bucket: list[tuple[str, int, int]] = []
@@ -172,7 +189,7 @@ def _deal(
             bucket, place = [], 0
         bucket.append((tensor.name, place, place + size))
         place += size
-        if is_alone:
+        if is_alone or (bucket_size is not None and place >= bucket_size):
             yield from _cut_bucket(bucket, replicas)
             bucket, place = [], 0
     yield from _cut_bucket(bucket, replicas)

@@ -18,7 +18,7 @@ from hybridflow.models.lora import merge
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import LossFunction, Trainable, sum_over
 from hybridflow.placement.job import Job
-from hybridflow.placement.loss_mask import mini_batch
+from hybridflow.placement.loss_mask import is_last_mini_batch, mini_batch
 from hybridflow.placement.peft import check_targets
 from hybridflow.placement.placed_model import PlacedModel, role_spec
 from hybridflow.placement.rollout_weights import RolloutWeights
@@ -117,6 +117,8 @@ class Actor(Role):
             if self._offload is not None:
                 self._offload.restore()
             return
+        if self.model is not None:
+            self.model.settle()
         if self._offload is not None:
             self._offload.offload()
         give_back(self._job.world.device)
@@ -188,11 +190,13 @@ class Actor(Role):
             self._compared, self._num_sampled, self._num_rejected = torch.zeros(len(SAMPLER_SUMS)).double(), 0, 0
         part, totals = self._counted(mini_batch(self._job, batch, turn["index"]), is_first=is_first)
         if totals is None:
+            self._placed.settle()
             self.metrics["actor/skipped"] = self.metrics.get("actor/skipped", 0.0) + 1
             return
         results, grad_norm = self._step(
             self._placed.micro_batches(part),
             lambda output, micro_batch: self._loss(output, micro_batch, part, totals, is_first=is_first),
+            is_followed=not is_last_mini_batch(self._job, turn),
         )
         if self._placed.is_output_rank:
             self._report([sums for sums, _, _ in results], grad_norm)
@@ -220,19 +224,21 @@ class Actor(Role):
 
         Collective: all ranks of the update mesh.
         """
-        index = decided["actor_mini_batch"]["index"]
-        if index == 0:
+        turn = decided["actor_mini_batch"]
+        if turn["index"] == 0:
             self.metrics |= length_metrics(batch, sum_over(self._placed.groups.dp))
             self.sample_stats |= length_stats(self._job, batch)
             self._distilled = torch.zeros(2, dtype=torch.float64)
-        part = mini_batch(self._job, batch, index)
+        part = mini_batch(self._job, batch, turn["index"])
         totals = self._placed.totals(part)
         if totals is None:
+            self._placed.settle()
             self.metrics["actor/skipped"] = self.metrics.get("actor/skipped", 0.0) + 1
             return
         results, grad_norm = self._step(
             self._placed.micro_batches(part),
             lambda output, micro_batch: self._distance(output, micro_batch, part, totals),
+            is_followed=not is_last_mini_batch(self._job, turn),
         )
         if self._placed.is_output_rank:
             (loss,) = self._placed.add_up(results, 1)
@@ -282,7 +288,13 @@ class Actor(Role):
             (self.metrics["warm_start/loss"],) = self._placed.add_up(results, 1)
 
     def _imitate(
-        self, sequences: list[Tensor], prompt_lengths: list[int], masks: list[Tensor], num_tokens: int
+        self,
+        sequences: list[Tensor],
+        prompt_lengths: list[int],
+        masks: list[Tensor],
+        num_tokens: int,
+        *,
+        is_followed: bool = False,
     ) -> tuple[list[Tensor], float]:
         """Take one optimizer step on the cross-entropy of some tokens.
 
@@ -291,6 +303,7 @@ class Actor(Role):
             prompt_lengths: Of each.
             masks: Which response tokens count, ``[response]`` each.
             num_tokens: How many count in the global batch.
+            is_followed: As for ``Trainable.step``.
 
         Returns:
             The loss's shares, ``[1]`` each, and the norm of the gradient.
@@ -303,13 +316,19 @@ class Actor(Role):
             share = -log_probs[counts].sum() / num_tokens
             return share, share.detach()[None]
 
-        return self._step(model.pack(sequences, prompt_lengths), loss)
+        return self._step(model.pack(sequences, prompt_lengths), loss, is_followed=is_followed)
 
-    def _step(self, micro_batches: list[MicroBatch], loss: LossFunction) -> tuple[list[Any], float]:
-        """Take one optimizer step. Return the extra outputs of the loss, and the norm of the gradient."""
+    def _step(
+        self, micro_batches: list[MicroBatch], loss: LossFunction, *, is_followed: bool = False
+    ) -> tuple[list[Any], float]:
+        """Take one optimizer step, see ``Trainable.step``.
+
+        Returns:
+            The extra outputs of the loss, and the norm of the gradient.
+        """
         assert self.trainable is not None, "called outside the update mesh"
         results = self.trainable.accumulate(micro_batches, loss)
-        grad_norm = self.trainable.step()
+        grad_norm = self.trainable.step(is_followed=is_followed)
         # Weights that may stay behind do so until the step says otherwise.
         self._rollout_is_current = self._rollout_is_current and self._reshard_every > 1
         return results, grad_norm

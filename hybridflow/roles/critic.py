@@ -16,7 +16,7 @@ from hybridflow.dataflow.role import Role
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import Trainable
 from hybridflow.placement.job import Job
-from hybridflow.placement.loss_mask import mini_batch
+from hybridflow.placement.loss_mask import is_last_mini_batch, mini_batch
 from hybridflow.placement.placed_model import role_spec
 from hybridflow.placement.user_model import place_model
 from hybridflow.reshard.memory import HostOffload
@@ -79,25 +79,21 @@ class Critic(Role):
         part = mini_batch(self._job, batch, turn["index"])
         if self._offload is not None:
             self._offload.restore()
-        totals = self.model.totals(part)
-        if totals is not None:
-            self._learn(part, totals)
-        if self._is_last(turn):
+        totals, is_last = self.model.totals(part), is_last_mini_batch(self._job, turn)
+        if totals is None:
+            self.model.settle()
+        else:
+            self._learn(part, totals, is_followed=not is_last)
+        if is_last:
             self.put_optimizer_away()
 
-    def _is_last(self, turn: Mapping[str, int]) -> bool:
-        """Return whether this is the last mini-batch of a step."""
-        recipe = self._job.recipe
-        num_mini_batches = recipe.trainer.global_batch_size // recipe.trainer.samples_per_update
-        return (turn["epoch"], turn["index"]) == (recipe.loss.epochs - 1, num_mini_batches - 1)
-
-    def _learn(self, part: Batch, totals: Totals) -> None:
+    def _learn(self, part: Batch, totals: Totals, *, is_followed: bool) -> None:
         """Take an optimizer step. Collective: all ranks of the mesh."""
         assert self.model is not None and self.trainable is not None, "called outside its mesh"
         results = self.trainable.accumulate(
             self.model.micro_batches(part), lambda output, micro_batch: self._loss(output, micro_batch, part, totals)
         )
-        grad_norm = self.trainable.step()
+        grad_norm = self.trainable.step(is_followed=is_followed)
         if self.model.is_output_rank:
             loss, clipped = self.model.add_up(results, 2)
             names = [f"{self._role}/{name}" for name in METRICS]

@@ -12,7 +12,7 @@ from hybridflow.algorithms.preference import bradley_terry_loss, dpo_loss, ipo_l
 from hybridflow.dataflow.batch import Batch
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.placement.job import Job
-from hybridflow.placement.loss_mask import mini_batch
+from hybridflow.placement.loss_mask import is_last_mini_batch, mini_batch
 from hybridflow.placement.user_objects import user_class_of
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
@@ -37,14 +37,15 @@ class OfflineActor(Actor):
 
     def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Take one optimizer step on one mini-batch. Collective: all ranks of the update mesh."""
-        part = mini_batch(self._job, batch, decided["actor_mini_batch"]["index"])
+        turn = decided["actor_mini_batch"]
+        part, is_followed = mini_batch(self._job, batch, turn["index"]), not is_last_mini_batch(self._job, turn)
         match self._job.recipe.algorithm:
             case "sft":
-                self._update_solutions(part)
+                self._update_solutions(part, is_followed=is_followed)
             case "kto":
-                self._update_completions(part)
+                self._update_completions(part, is_followed=is_followed)
             case _:
-                self._update_pairs(part)
+                self._update_pairs(part, is_followed=is_followed)
 
     def validate_pairs(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Measure ``validation/accuracy`` and ``validation/margin`` on held-out pairs.
@@ -63,18 +64,18 @@ class OfflineActor(Actor):
             accuracy, margin, count = model.add_up(shares, 3)
             self.metrics |= {"validation/accuracy": accuracy / count, "validation/margin": margin / count}
 
-    def _update_solutions(self, part: Batch) -> None:
+    def _update_solutions(self, part: Batch, *, is_followed: bool) -> None:
         """Update on solutions: token mean of the cross-entropy."""
         model = self._placed
         masks, totals = part.ragged("response_mask").to_list(), model.totals(part)
         assert totals is not None, "every solution has an end of sequence to imitate"
         sequences, prompt_lengths = part.ragged("tokens").to_list(), part.dense("prompt_lengths").tolist()
-        kept, grad_norm = self._imitate(sequences, prompt_lengths, masks, totals.num_tokens)
+        kept, grad_norm = self._imitate(sequences, prompt_lengths, masks, totals.num_tokens, is_followed=is_followed)
         if model.is_output_rank:
             (loss,) = model.add_up(kept, 1)
             self.metrics |= {"actor/loss": loss, "actor/grad_norm": grad_norm}
 
-    def _update_pairs(self, part: Batch) -> None:
+    def _update_pairs(self, part: Batch, *, is_followed: bool) -> None:
         """Update on pairs: mean over the mini-batch's pairs."""
         settings, num_pairs = self._job.recipe.preference, self._job.recipe.trainer.samples_per_update // 2
 
@@ -92,7 +93,7 @@ class OfflineActor(Actor):
             ahead = _ahead(chosen.detach(), rejected.detach(), self._scale)
             return share, torch.cat([share.detach()[None].double(), ahead])
 
-        kept, grad_norm = self._step(self._micro_batches(part), loss)
+        kept, grad_norm = self._step(self._micro_batches(part), loss, is_followed=is_followed)
         if self._placed.is_output_rank:
             share, accuracy, margin, count = self._placed.add_up(kept, 4)
             self.metrics |= {
@@ -102,7 +103,7 @@ class OfflineActor(Actor):
                 "preference/margin": margin / count,
             }
 
-    def _update_completions(self, part: Batch) -> None:
+    def _update_completions(self, part: Batch, *, is_followed: bool) -> None:
         """Update on completions: mean over the mini-batch, each against the KL of mismatched responses."""
         recipe, wanted = self._job.recipe, part.dense("wanted")
         settings, size = recipe.preference, recipe.trainer.samples_per_update
@@ -124,7 +125,7 @@ class OfflineActor(Actor):
             sums = [(rewards * is_wanted).sum(), is_wanted.sum(), (rewards * (1 - is_wanted)).sum()]
             return share, torch.stack([share.detach(), *sums]).double()
 
-        kept, grad_norm = self._step(self._micro_batches(part), loss)
+        kept, grad_norm = self._step(self._micro_batches(part), loss, is_followed=is_followed)
         if not self._placed.is_output_rank:
             return
         share, of_wanted, num_wanted, of_others = self._placed.add_up(kept, 4)

@@ -147,7 +147,7 @@ def watch(role: Any, rank: int) -> tuple[list[dict[str, Any]], list[dict[str, fl
     gradients: list[dict[str, Any]] = []
     metrics: list[dict[str, float]] = []
 
-    def kept_step() -> float:
+    def kept_step(**settings: bool) -> float:
         parameters = logical_parameters(role.model.transformer)
         shards = local_shards(role.model.transformer, role.spec, role.model.mesh, rank)
         gradients.append(
@@ -156,7 +156,7 @@ def watch(role: Any, rank: int) -> tuple[list[dict[str, Any]], list[dict[str, fl
                 for name, (_, part) in shards.items()
             }
         )
-        return make_step()
+        return make_step(**settings)
 
     def kept_update(batch: Batch, decided: Any) -> None:
         make_update(batch, decided)

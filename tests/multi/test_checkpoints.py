@@ -55,16 +55,16 @@ class Goal:
     side: Side
 
 
-def side(layout: str, *, distributed: bool = True, ranks: tuple[int, ...] | None = None) -> Side:
+def side(layout: str, *, ranks: tuple[int, ...] | None = None, **more: Any) -> Side:
     size = ParallelLayout.parse(layout).world_size
-    return Side(layout=layout, ranks=tuple(range(size)) if ranks is None else ranks, distributed=distributed)
+    return Side(layout=layout, ranks=tuple(range(size)) if ranks is None else ranks, **more)
 
 
 SOURCES = {
     "plain": ("plain", side("tp2.pp2")),
     "mixed": ("mixed", side("tp2.dp2", ranks=(3, 1, 2, 0))),
-    "replicas": ("mixed", side("dp4")),
-    "stages": ("mixed", side("pp2.dp2")),
+    "replicas": ("mixed", side("dp4", bucket_size=2000)),
+    "stages": ("mixed", side("pp2.dp2", bucket_size=1000)),
     "undistributed": ("mixed", side("pp2.dp2", distributed=False)),
     "bf16": ("bf16", side("tp2.dp2")),
     "bf16 undistributed": ("bf16", side("tp2.pp2", distributed=False)),
@@ -88,6 +88,8 @@ GOALS = [
         }.items()
         for layout in layouts.split()
     ),
+    Goal(source="replicas", side=side("dp4")),
+    Goal(source="bf16", side=side("tp2.dp2", bucket_size=1500)),
     Goal(source="mixed", side=side("tp2.dp2", distributed=False)),
     Goal(source="bf16", side=side("tp2", distributed=False)),
 ]

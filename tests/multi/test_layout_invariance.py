@@ -123,11 +123,11 @@ def two_steps(found: Findings, name: str, role: Any, batch: Batch, rank: int, ca
     step = role.trainable.step
     for index in range(2):
 
-        def keep_gradients_and_step(index: int = index) -> float:
+        def keep_gradients_and_step(index: int = index, **settings: bool) -> float:
             # The distributed optimizer leaves each rank with the sum over replicas of its own part alone.
             if not case.distributed:
                 keep_tensors(found, f"{name} gradients {index}", role, rank, "main_grad")
-            return step()
+            return step(**settings)
 
         with mock.patch.object(role.trainable, "step", keep_gradients_and_step):
             role.update(batch, {f"{name}_mini_batch": {"epoch": 0, "index": index}})

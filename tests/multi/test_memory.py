@@ -27,21 +27,24 @@ from tests.multi.models import CAPPED, MIXTURE, TINY, VOCAB, make_model, place
 from tests.support.ranks import run_ranks
 
 CASES = [
-    (TINY, "bf16", True, False),
-    (TINY, "fp32", True, True),
-    (TINY, "bf16", False, True),
-    (CAPPED, "bf16", True, False),
-    (CAPPED, "fp32", False, False),
-    (MIXTURE, "bf16", False, False),
+    (TINY, "bf16", True, False, None),
+    (TINY, "fp32", True, True, 5000),
+    (TINY, "bf16", False, True, None),
+    (CAPPED, "bf16", True, False, 3000),
+    (CAPPED, "fp32", False, False, None),
+    (MIXTURE, "bf16", False, False, None),
+    (MIXTURE, "bf16", True, False, 3000),
 ]
 LAYOUT = ParallelLayout(tp=2, pp=2, dp=2)
 
 
-def held(world, model: ModelConfig, dtype: str, distributed: bool, has_value_head: bool) -> tuple[list[int], list[int]]:
+def held(
+    world, model: ModelConfig, dtype: str, distributed: bool, has_value_head: bool, bucket_size: int | None
+) -> tuple[list[int], list[int]]:
     """Bytes of weights, gradients and optimizer state of this rank: as they are, and as arithmetic has them."""
     model, settings = replace(model, dtype=dtype, vocab_size=VOCAB), OptimizerConfig(lr=1e-3, distributed=distributed)
     built, mesh, groups, _ = make_model(world, LAYOUT, model=model, has_value_head=has_value_head)
-    trainable = Trainable(built, groups, settings)
+    trainable = Trainable(built, groups, settings, bucket_size=bucket_size)
     state = trainable.state()
     found = [
         sum(parameter.nbytes for parameter in built.parameters()),
@@ -50,7 +53,7 @@ def held(world, model: ModelConfig, dtype: str, distributed: bool, has_value_hea
     ]
     spec = model_spec(shape_of(model, VOCAB), has_value_head=has_value_head)
     weights = held_bytes(spec, WeightHoldings(spec, mesh), world.rank)
-    states = OptimizerHoldings(spec, mesh) if distributed else None
+    states = OptimizerHoldings(spec, mesh, bucket_size) if distributed else None
     optimizer = memory.optimizer_bytes(spec, states, world.rank, model, weights)
     return found, [weights, memory.gradient_bytes(weights, model), optimizer]
 

@@ -52,11 +52,12 @@ MODELS = {"plain": PLAIN, "mixed": MIXED, "bf16": replace(MIXED, dtype="bf16"), 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """Where one of the two models is, and whether its optimizer is distributed."""
+    """Where one of the two models is, whether its optimizer is distributed, and the size of its buckets."""
 
     layout: str
     ranks: tuple[int, ...] = (0, 1, 2, 3)
     distributed: bool = True
+    bucket_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +77,15 @@ def case(model: str, source: str, target: str, **more: Any) -> Case:
 
 CASES = [
     case("plain", "tp2.pp2", "dp4"),
-    case("mixed", "dp4", "tp4"),
-    case("mixed", "tp2.dp2", "pp4"),
-    case("mixed", "pp2.dp2", "tp2.dp2", t_ranks=(3, 1, 2, 0)),
+    case("mixed", "dp4", "tp4", s_bucket_size=2000),
+    case("mixed", "tp2.dp2", "pp4", s_bucket_size=1000),
+    case("mixed", "pp2.dp2", "tp2.dp2", s_bucket_size=2000, t_ranks=(3, 1, 2, 0), t_bucket_size=1000),
     case("value", "pp2.dp2", "tp4"),
-    case("bf16", "tp2.dp2", "pp2.dp2"),
+    case("bf16", "tp2.dp2", "pp2.dp2", t_bucket_size=3000),
     case("bf16", "tp2.pp2", "dp4", s_distributed=False),
     case("plain", "pp2.dp2", "tp2.dp2", t_distributed=False),
     case("mixed", "tp2", "pp2", s_ranks=(0, 1), t_ranks=(2, 3)),
-    case("plain", "dp2", "dp3", s_ranks=(0, 1), t_ranks=(3, 1, 2)),
+    case("plain", "dp2", "dp3", s_ranks=(0, 1), t_ranks=(3, 1, 2), t_bucket_size=4000),
     case("mixed", "tp1", "tp2.dp2", s_ranks=(2,)),
     case("plain", "dp2", "tp2.dp2", s_ranks=(1, 0), s_distributed=False, t_distributed=False),
 ]
@@ -124,8 +125,13 @@ class Run:
             )
             initialize(built, spec, self.mesh, world.rank, seed=seed, std=0.1)
             settings = OptimizerConfig(lr=1e-3, distributed=side.distributed, weight_decay=0.1, clip_grad=0.5)
-            self.trainable = Trainable(built, self._groups, settings)
-        self.training = Training(mesh=self.mesh, is_distributed=side.distributed, trainable=self.trainable)
+            self.trainable = Trainable(built, self._groups, settings, bucket_size=side.bucket_size)
+        self.training = Training(
+            mesh=self.mesh,
+            is_distributed=side.distributed,
+            trainable=self.trainable,
+            bucket_size=side.bucket_size,
+        )
 
     def accumulate(self, number: int) -> None:
         """The gradients of one batch, the same whatever the layout."""

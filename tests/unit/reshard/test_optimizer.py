@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.reshard.holdings import Holdings, WeightHoldings
-from hybridflow.reshard.optimizer import OptimizerHoldings
+from hybridflow.reshard.optimizer import OptimizerHoldings, bucket_elements, flat_ranges
 from hybridflow.reshard.plan import Copy, digest, plan
 from hybridflow.reshard.spec import ModelSpec, Shard, TensorSpec, num_elements
 from tests.support.reshard_cases import make_mesh, mesh_pairs
@@ -89,26 +89,34 @@ def shards_of(spec: TensorSpec, mesh: DeviceMesh) -> Iterator[tuple[int, int, in
             yield int(grid[virtual % layout.pp, replica, block, index]), virtual, replica, pieces[index].flatten()
 
 
-def dealt_state(model: ModelSpec, mesh: DeviceMesh) -> State:
+def dealt_state(model: ModelSpec, mesh: DeviceMesh, bucket_size: int | None = None) -> State:
     """Each rank's share of each tensor: fill the buffers, last parameter first, and cut them."""
     buffers: dict[tuple[int, int, bool], list[tuple[str, int, np.ndarray]]] = {}
+    is_apart = mesh.layout.ep > 1 or mesh.layout.expert_tp != mesh.layout.tp
     for second in (False, True):
         for spec in model.tensors:
+            is_expert = spec.expert is not None and is_apart
             for rank, virtual, replica, array in shards_of(spec, mesh):
                 if second == (virtual != virtual_stages(spec, mesh.layout)[0]):
-                    buffers.setdefault((rank, virtual, spec.expert is not None), []).append((spec.name, replica, array))
+                    buffers.setdefault((rank, virtual, is_expert), []).append((spec.name, replica, array))
     tied = {spec.name for spec in model.tensors if spec.also_held_by is not None and mesh.layout.pp > 1}
     state: State = {}
-    for (rank, _, is_expert), held in buffers.items():
+    for (rank, virtual, is_expert), held in buffers.items():
         layout = mesh.layout
         stage_ranks = layout.tp * layout.cp * layout.dp
         replicas = stage_ranks // (layout.expert_tp * layout.ep if is_expert else layout.tp)
         in_buckets: list[list[tuple[str, int, np.ndarray]]] = [[]]
+        most, filled = (bucket_size or math.inf) if virtual % layout.pp == 0 else math.inf, 0
         for entry in reversed(held):
             if entry[0] in tied:
                 in_buckets += [[entry], []]
+                filled = 0
             else:
                 in_buckets[-1].append(entry)
+                filled += -filled % 64 + len(entry[2])
+            if filled >= most:
+                in_buckets.append([])
+                filled = 0
         for bucket in filter(None, in_buckets):
             names, values = np.zeros(0, dtype=object), np.zeros(0, dtype=int)
             for name, _, array in bucket:
@@ -239,10 +247,13 @@ PAIRS = mesh_pairs(LAYOUTS, (2, 4, 12))
 
 
 @settings(max_examples=60, deadline=None)
-@given(PAIRS, models)
-def test_there_and_back(pair: tuple[DeviceMesh, DeviceMesh], model: ModelSpec) -> None:
-    source, target = (OptimizerHoldings(model, mesh) for mesh in pair)
-    before, expected = (dealt_state(model, mesh) for mesh in pair)
+@given(PAIRS, models, st.tuples(*[st.sampled_from([None, 1, 100])] * 2))
+def test_there_and_back(
+    pair: tuple[DeviceMesh, DeviceMesh], model: ModelSpec, bucket_sizes: tuple[int | None, int | None]
+) -> None:
+    sides = list(zip(pair, bucket_sizes, strict=True))
+    source, target = (OptimizerHoldings(model, *side) for side in sides)
+    before, expected = (dealt_state(model, *side) for side in sides)
     after = run(model, source, target, before)
     assert_equal(after, expected)
     assert_equal(run(model, target, source, after), before)
@@ -282,8 +293,29 @@ def test_ranges_by_hand() -> None:
     assert holdings.regions(first, 1) == ((((12, 13), (4, 5)), (1, 1), 0), (((13, 20), (0, 5)), (7, 5), 1))
 
 
+def test_buckets_by_hand() -> None:
+    """The same for four replicas: of one bucket of 256 elements each has 64, of two of 128 it has 32 of both."""
+    first = TensorSpec(name="first", shape=(20, 5), dtype="fp32", tp_dim=0, place=0)
+    last = TensorSpec(name="last", shape=(50,), dtype="fp32", tp_dim=None, place=0)
+    model, layout = ModelSpec(tensors=(first, last), num_layers=1), ParallelLayout(dp=4)
+    for bucket_size in (None, 51):
+        ranges = flat_ranges(model, layout, bucket_size)
+        assert ranges == {"first": ((1, 0, 64), (2, 64, 100)), "last": ((0, 0, 50),)}
+    ranges = flat_ranges(model, layout, 50)
+    assert ranges == {
+        "first": ((0, 0, 32), (1, 32, 64), (2, 64, 96), (3, 96, 100)),
+        "last": ((0, 0, 32), (1, 32, 50)),
+    }
+    assert [bucket_elements(ParallelLayout(tp=2, dp=dp)) for dp in (1, 2, 64)] == [None, 40_000_000, 64_000_000]
+
+
 def test_the_digest_tells_state_from_weights_and_orders_apart() -> None:
     model, mesh = make_model(13, False), make_mesh("dp2")
     turned = ModelSpec(tensors=model.tensors[::-1], num_layers=NUM_LAYERS)
-    kinds = [OptimizerHoldings(model, mesh), OptimizerHoldings(turned, mesh), WeightHoldings(model, mesh)]
-    assert len({digest(model, one, other) for one in kinds for other in kinds}) == 9
+    kinds = [
+        OptimizerHoldings(model, mesh),
+        OptimizerHoldings(turned, mesh),
+        OptimizerHoldings(model, mesh, 100),
+        WeightHoldings(model, mesh),
+    ]
+    assert len({digest(model, one, other) for one in kinds for other in kinds}) == 16

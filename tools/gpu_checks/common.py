@@ -70,14 +70,18 @@ def run(main: Callable[[str, bool], dict[str, Any]]) -> None:
         main: Takes the check's argument, and whether it is to use toy sizes; returns what ``result`` makes.
     """
     words = [word for word in sys.argv[1:] if word != "--dry-run"]
-    # What megatron-core and torch say about themselves.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    warnings.filterwarnings("ignore", module=r"megatron\b|torch\b")
+    silence_dependencies()
     try:
         found = main(*words or [""], len(words) < len(sys.argv) - 1)
     except CheckError as error:
         sys.exit(f"error: {error}")
     print(json.dumps(found), flush=True)
+
+
+def silence_dependencies() -> None:
+    """Leave out what megatron-core and torch say about themselves; before they are imported."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    warnings.filterwarnings("ignore", module=r"megatron\b|torch\b")
 
 
 def result(text: str, bounds: Mapping[str, tuple[float, str, float]], figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,6 +242,13 @@ def compare_jobs(
 def shown(losses: Sequence[Mapping[str, float]]) -> str:
     """Return the losses of a job in words."""
     return ", ".join(f"{row['actor/loss']:.6f}" for row in losses)
+
+
+def relative_gap(found: Any, expected: Any) -> float:
+    """Return the largest difference of two tensors over the largest value expected; infinity if it is no number."""
+    found, expected = found.detach().double(), expected.detach().double()
+    gap = (found - expected).abs().max() / expected.abs().max()
+    return float(gap.nan_to_num(float("inf")))
 
 
 def seconds_of(work: Callable[[], object], repeats: int = 5) -> float:

@@ -1,4 +1,4 @@
-"""What the commands on checkpoints have in common: printing to whoever listens, and ending when asked to."""
+"""Printing to whoever listens, and ending when asked to."""
 
 from __future__ import annotations
 
@@ -13,13 +13,41 @@ from typing import NoReturn
 from hybridflow.exit_status import Ended
 
 
+def ensure_streams() -> None:
+    """Open /dev/null in the place of each standard stream that the caller closed, before a file takes its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest number that is free.
+            os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
+@contextlib.contextmanager
+def flushed() -> Iterator[None]:
+    """Flush stdout at the end of what prints there.
+
+    Raises:
+        OSError: Nobody listens any more, or the file is full. Python then complains at its end neither of what is left
+            nor of what follows.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+
+
 def print_out(text: str) -> None:
     """Print to whoever still listens: ``| head`` closes its end early."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        # What Python would flush at exit has nowhere to go either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with contextlib.suppress(BrokenPipeError), flushed():
+        print(text)
 
 
 def print_foreign(text: str) -> None:

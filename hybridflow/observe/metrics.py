@@ -101,7 +101,9 @@ class _EventFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary = Event, Summary
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(self._numbers)}"
+        # TensorBoard reads the files in the order of their names.
+        number = f"{next(self._numbers):06d}"
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"
         self._path = folder / name
         first_step = 0 if resumed_step is None else resumed_step + 1
         with writing(self._path):

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,9 +21,9 @@ from hybridflow.checkpoint.look import add_commands
 from hybridflow.config.recipe import Recipe
 from hybridflow.doctor.command import add_doctor
 from hybridflow.errors import ConfigError, HybridflowError
-from hybridflow.exit_status import DONE, REQUEUE, exit_status
+from hybridflow.exit_status import DONE, FAILURE, REQUEUE, TARGET, exit_status, refuses_writes
 from hybridflow.launch.command import add_launch, add_recipe, add_slurm_options, batch_file, train_here
-from hybridflow.observe.console import complain, print_out
+from hybridflow.observe.console import complain, ensure_streams, flushed, print_out
 from hybridflow.observe.status_command import add_status
 from hybridflow.parallel.rank import run_rank
 from hybridflow.parallel.signals import CaughtSignals
@@ -69,14 +70,22 @@ _RESHARD_EXAMPLES = """examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
+    ensure_streams()
     arguments = _parse(argv)
     try:
-        status: int = arguments.run(arguments)
+        with flushed():
+            status: int = arguments.run(arguments)
         return status
     except HybridflowError as error:
         if arguments.recipe is None or _speaks(arguments.recipe):
             complain(error)
         return exit_status(error)
+    except BrokenPipeError:
+        # Who reads has seen enough, as with `| head`.
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        complain(error)
+        return TARGET if refuses_writes(error) else FAILURE
 
 
 def _speaks(recipe: str) -> bool:

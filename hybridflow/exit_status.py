@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 from hybridflow.errors import CheckpointError, DeadlineError, HybridflowError, WriteError
 
 DONE = 0
@@ -23,6 +25,9 @@ DIFFERENT = 5
 REQUEUE = 75
 """All is saved, and there is more to do: begin the job again. ``EX_TEMPFAIL`` of ``sysexits.h``."""
 
+_REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""What only writing meets: no room, a quota, a limit of a file's size (``ulimit -f``), a read-only file system."""
+
 
 class Ended(BaseException):
     """A signal asks the process to end.
@@ -40,9 +45,14 @@ def exit_status(error: BaseException) -> int:
     """Return the exit status that stands for an error."""
     if isinstance(error, Ended):
         return 128 + error.signal
-    if isinstance(error, WriteError):
+    if isinstance(error, WriteError) or refuses_writes(error):
         return TARGET
     # What is written is a WriteError when the file system refuses; any other refusal is of what is read.
     if isinstance(error, (CheckpointError, OSError)):
         return SOURCE
     return REQUEST if isinstance(error, HybridflowError) and not isinstance(error, DeadlineError) else FAILURE
+
+
+def refuses_writes(error: BaseException) -> bool:
+    """Return whether this is what a file system says that takes nothing more."""
+    return isinstance(error, OSError) and error.errno in _REFUSALS

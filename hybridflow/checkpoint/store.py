@@ -27,7 +27,7 @@ from hybridflow.checkpoint.manifest import NAME, digest, read_digested, versions
 from hybridflow.checkpoint.model_dir import ModelDir, write_bytes
 from hybridflow.errors import CheckpointError, WriteError
 from hybridflow.families.assets import read_small
-from hybridflow.observe.files import sync_path
+from hybridflow.observe.files import sync_path, writing
 
 BASE = "base"
 """The role that is the actor's weights below its adapters."""
@@ -59,17 +59,21 @@ def clear_leftovers(run_dir: Path) -> None:
     """Remove what killed writers left, so that a new one finds its place empty.
 
     For one rank, while no other writes.
+
+    Raises:
+        WriteError: The file system refuses.
     """
     folder = _folder(run_dir)
     if not folder.is_dir():
         return
-    for path in [*folder.glob("*.tmp"), *folder.glob(".*.part")]:
-        _remove(path)
-    if latest_step(run_dir) is None:
-        # Written by a run that was killed before its first checkpoint; nothing names it.
-        for path in folder.iterdir():
-            if path.is_dir() and (path / NAME).is_file():
-                _remove(path)
+    with writing(folder):
+        for path in [*folder.glob("*.tmp"), *folder.glob(".*.part")]:
+            _remove(path)
+        if latest_step(run_dir) is None:
+            # Written by a run that was killed before its first checkpoint; nothing names it.
+            for path in folder.iterdir():
+                if path.is_dir() and (path / NAME).is_file():
+                    _remove(path)
 
 
 def role_path(run_dir: Path, step: int, role: str, *, is_frozen: bool) -> Path:
@@ -143,7 +147,8 @@ def complete_step(
         "state": dict(state),
     }
     body = json.loads(json.dumps(body))
-    tmp.mkdir(parents=True, exist_ok=True)
+    with writing(tmp):
+        tmp.mkdir(parents=True, exist_ok=True)
     write_bytes(tmp / JOB, (json.dumps({"sha256": digest(body), **body}, indent=1) + "\n").encode())
     try:
         # Renamed just before a kill, or left behind by going on from an older one: as good as unwritten.

@@ -17,7 +17,7 @@ from pathlib import Path
 from hybridflow.config.data import ArithmeticConfig
 from hybridflow.data.order import mixed, permuted
 from hybridflow.errors import DataError
-from hybridflow.observe.files import replace_file
+from hybridflow.observe.files import replace_file, writing
 
 Row = dict[str, str | list[str]]
 
@@ -87,12 +87,13 @@ def ensure_files(
     """Write the two JSONL files where they are absent; one process calls this for all.
 
     Raises:
-        DataError: A file is there and holds something else, or cannot be written; or as ``make_problems``.
+        DataError: A file is there and holds something else; or as ``make_problems``.
+        WriteError: The file system refuses.
     """
     problems = make_problems(spec, has_preferences=has_preferences)
     for path, rows in zip((Path(train), Path(held_out)), problems, strict=True):
         text = to_jsonl(rows)
-        try:
+        with writing(path, "make room there, or choose another place"):
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(path, text.encode())
@@ -101,8 +102,6 @@ def ensure_files(
                     f"{path}: is there already, and is not what data.arithmetic describes; "
                     "remove the file to have it made anew, or set data.arithmetic=null to use it as it is"
                 )
-        except OSError as error:
-            raise DataError(f"{path}: cannot be written: {error}; choose another place") from error
 
 
 def to_jsonl(rows: Sequence[Row]) -> str:

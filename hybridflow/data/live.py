@@ -29,6 +29,7 @@ from hybridflow.data.row_store import PartFiles, Stored
 from hybridflow.data.shaping import Shape
 from hybridflow.errors import DataError
 from hybridflow.observe.files import json_objects, replace_file, sync_path
+from hybridflow.observe.rank_log import tell
 
 _JOURNAL, _PROBLEM, _NOTE = "journal.jsonl", "problem.txt", "note.txt"
 _LOOK_S = 0.2
@@ -264,7 +265,12 @@ class Taker(abc.ABC):
                 self.take()
             # Who waits for rows has it from there, on every rank; a thread would be silent about it.
             except Exception as error:
-                self._journal.end(str(error) if isinstance(error, DataError) else f"{error}; mend that, and resume")
+                problem = str(error) if isinstance(error, DataError) else f"{error}; mend that, and resume"
+                try:
+                    self._journal.end(problem)
+                except OSError:
+                    # The disk has no room for it.
+                    tell(f"hybridflow: {problem}")
                 return
             self._is_over.wait(self._pause_s)
 

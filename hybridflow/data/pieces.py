@@ -9,7 +9,7 @@ from pathlib import Path
 import sentencepiece
 
 from hybridflow.errors import DataError
-from hybridflow.observe.files import replace_file
+from hybridflow.observe.files import replace_file, writing
 
 
 class PieceTokenizer:
@@ -87,6 +87,7 @@ def train_tokenizer(lines: Iterable[str], *, path: str | Path, vocab_size: int) 
 
     Raises:
         DataError: There is no text, or it has more different characters than ``vocab_size`` leaves room for.
+        WriteError: The file system refuses.
     """
     model = io.BytesIO()
     texts = [text for line in lines if (text := line.rstrip("\r\n"))]
@@ -117,6 +118,7 @@ def train_tokenizer(lines: Iterable[str], *, path: str | Path, vocab_size: int) 
             f"tokenizer.vocab_size={vocab_size}; it must be above the characters plus 4 special tokens ({error})"
         ) from error
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(target, model.getvalue())
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(target, model.getvalue())
     return PieceTokenizer(target)

@@ -9,6 +9,7 @@ a run that goes on, or another with the same data, finds it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -33,12 +34,14 @@ from hybridflow.data.row_store import FORMAT, MANIFEST, RowStore, RowWriter, enc
 from hybridflow.data.rows import HERE, Row, plain_row
 from hybridflow.data.shaping import Shape, Shaper, no_rows, shaped_row
 from hybridflow.data.tokenizer import read_object
-from hybridflow.errors import DataError, HybridflowError
+from hybridflow.errors import DataError, HybridflowError, WriteError
+from hybridflow.exit_status import DONE, FAILURE, TARGET, refuses_writes
 from hybridflow.observe.console import print_out
-from hybridflow.observe.files import replace_file, sync_path
+from hybridflow.observe.files import replace_file, sync_path, writing
 from hybridflow.sections import read_section, to_dict
 
 _FILES = "files.json"
+_REMEDY = "make room, or set data.cache_dir"
 _MOST_PARTS = 64
 _SHOWN, _REASONS = 5, 20
 _STALLED_S = 600.0
@@ -79,6 +82,25 @@ class Alone:
         return [value]
 
 
+class _Problem(NamedTuple):
+    """What went wrong on one rank, for all of them.
+
+    Attributes:
+        text: The message.
+        is_of_writing: Whether the file system takes nothing more.
+    """
+
+    text: str
+    is_of_writing: bool
+
+    @staticmethod
+    def of(error: HybridflowError | OSError) -> _Problem:
+        return _Problem(str(error), isinstance(error, WriteError) or refuses_writes(error))
+
+    def error(self) -> HybridflowError:
+        return (WriteError if self.is_of_writing else DataError)(self.text)
+
+
 class Given(NamedTuple):
     """Rows that a program has in memory, in the place of files.
 
@@ -117,16 +139,17 @@ def agree(everyone: Everyone, name: str, act: Callable[[], Any]) -> Any:
 
     Raises:
         DataError: On every rank: the act raised an error of ours or of the file system, with its message.
+        WriteError: Likewise, where the file system takes nothing more.
     """
     told: dict[str, Any] = {}
     if everyone.is_lead:
         try:
             told = {"value": act()}
         except (HybridflowError, OSError) as error:
-            told = {"problem": str(error)}
+            told = {"problem": _Problem.of(error)}
     told = everyone.decide(name, told)
     if "problem" in told:
-        raise DataError(told["problem"])
+        raise _Problem(*told["problem"]).error()
     return told["value"]
 
 
@@ -153,6 +176,7 @@ def prepare(
 
     Raises:
         DataError: A file cannot be read; a row cannot be used, and ``on_bad_row`` is ``error``; no row is left.
+        WriteError: The file system takes nothing more.
     """
     everyone = Alone() if everyone is None else everyone
     most = min(_MOST_PARTS, len(everyone.ranks) * num_workers)
@@ -163,7 +187,7 @@ def prepare(
         try:
             _work(aside, plan["num_parts"], everyone, source if isinstance(source, Given) else None, say)
             agree(everyone, "rows prepared", lambda: _join(aside, final, plan, shape))
-        except DataError:
+        except (DataError, WriteError):
             if everyone.is_lead:
                 shutil.rmtree(aside, ignore_errors=True)
             raise
@@ -185,16 +209,18 @@ def _plan(source: DataSourceConfig | Given, shape: Shape, folder: Path, most: in
     final = folder / _key(told, shape)
     if (final / MANIFEST).is_file():
         return {"final": str(final), "aside": None}
-    _make_folder(folder)
+    with writing(folder, _REMEDY):
+        _make_folder(folder)
     if not isinstance(source, Given):
         pieces = [piece for file in files for piece in cut(file, format_of(file.path, source.file_format))]
         runs = _deal(pieces, most)
     aside = folder / f".{final.name}.{secrets.token_hex(4)}.tmp"
-    aside.mkdir()
-    (aside / _FILES).write_text(json.dumps(files), encoding="utf-8")
-    for number, run in enumerate(runs):
-        order = {"pieces": run, "shape": to_dict(shape)}
-        (aside / f"{_name(number)}.order").write_text(json.dumps(order), encoding="utf-8")
+    with writing(aside, _REMEDY):
+        aside.mkdir()
+        (aside / _FILES).write_text(json.dumps(files), encoding="utf-8")
+        for number, run in enumerate(runs):
+            order = {"pieces": run, "shape": to_dict(shape)}
+            (aside / f"{_name(number)}.order").write_text(json.dumps(order), encoding="utf-8")
     return {"final": str(final), "aside": str(aside), "num_parts": len(runs), "title": title}
 
 
@@ -237,7 +263,7 @@ def _work(aside: Path, num_parts: int, everyone: Everyone, given: Given | None, 
             states = everyone.gather(crew.look(), "preparing rows")
             problems = [state["problem"] for state in states if state["problem"] is not None]
             if problems:
-                raise DataError(problems[0])
+                raise _Problem(*problems[0]).error()
             if all(state["is_done"] for state in states):
                 return
             now_s = time.monotonic()
@@ -256,13 +282,15 @@ class _Crew:
     def __init__(self, aside: Path, parts: Sequence[int], *, is_inside: bool, given: Given | None) -> None:
         self._aside, self._parts, self._given, self._is_inside = aside, parts, given, is_inside
         self._running: dict[int, subprocess.Popen[bytes] | threading.Thread] = {}
-        self._failure: str | None = None
+        self._told: dict[int, _Problem | None] = {}
+        self._failure: _Problem | None = None
         self._num_rows, self._moved_s = -1, time.monotonic()
         try:
             for number in parts:
                 self._running[number] = self._start(number)
         except OSError as error:
-            self._failure = f"{aside}: no process can be begun there: {error}; lower data.num_workers"
+            text = f"{aside}: no process can be begun there: {error}; lower data.num_workers"
+            self._failure = _Problem(text, refuses_writes(error))
 
     def look(self) -> dict[str, Any]:
         """Return how far it is, and what went wrong."""
@@ -275,12 +303,13 @@ class _Crew:
                 is_over = worker.poll() is not None
             if is_over:
                 self._end(self._running.pop(number))
-                problem = self._problem(number) if problem is None else problem
+                problem = self._problem(number, worker) if problem is None else problem
         num_rows = sum(rows_written(self._aside / _name(number)) for number in self._parts)
         if num_rows != self._num_rows:
             self._num_rows, self._moved_s = num_rows, time.monotonic()
         if self._running and time.monotonic() - self._moved_s > _STALLED_S and problem is None:
-            problem = f"{self._aside}: no row in {_STALLED_S:g} s; look at the file system, or at who holds the store"
+            text = f"{self._aside}: no row in {_STALLED_S:g} s; look at the file system, or at who holds the store"
+            problem = _Problem(text, False)
         return {"num_rows": num_rows, "is_done": not self._running, "problem": problem}
 
     def stop(self) -> None:
@@ -298,7 +327,7 @@ class _Crew:
 
     def _start(self, number: int) -> subprocess.Popen[bytes] | threading.Thread:
         if self._is_inside:
-            thread = threading.Thread(target=_carry_out, args=(self._aside, number, self._given), daemon=True)
+            thread = threading.Thread(target=self._carry_out, args=(number,), daemon=True)
             thread.start()
             return thread
         root = str(Path(__file__).parents[2])
@@ -312,20 +341,30 @@ class _Crew:
                 env={**os.environ, "PYTHONPATH": path},
             )
 
-    def _problem(self, number: int) -> str | None:
+    def _carry_out(self, number: int) -> None:
+        self._told[number] = _carry_out(self._aside, number, self._given)
+
+    def _problem(self, number: int, worker: subprocess.Popen[bytes] | threading.Thread) -> _Problem | None:
         """Return the reason why a part was not made; None: it is made."""
+        if isinstance(worker, threading.Thread):
+            return self._told[number]
         stem = self._aside / _name(number)
         if stem.with_suffix(".json").is_file():
             return None
-        try:
-            return stem.with_suffix(".error").read_text(encoding="utf-8")
-        except OSError:
-            pass
-        try:
-            log = stem.with_suffix(".log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        except OSError:
-            log = []
-        return f"{stem}: the process that prepares it died: {log[-1] if log else 'it was killed'}; look at its memory"
+        is_of_writing = worker.returncode == TARGET
+        said, log = (_text(stem.with_suffix(end)) for end in (".error", ".log"))
+        if said or is_of_writing:
+            return _Problem(said or f"{self._aside}: cannot be written; {_REMEDY}", is_of_writing)
+        last = log.splitlines()[-1] if log else "it was killed"
+        return _Problem(f"{stem}: the process that prepares it died: {last}; look at its memory", False)
+
+
+def _text(path: Path) -> str:
+    """Return a file's text; empty where there is none."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def _name(number: int) -> str:
@@ -366,8 +405,8 @@ def make_part(folder: Path, number: int, shape: Shape, pieces: Sequence[Piece | 
     }
 
 
-def _carry_out(aside: Path, number: int, given: Given | None = None) -> None:
-    """Make a part as was ordered, and a file that says what is in it, or one that says what went wrong."""
+def _carry_out(aside: Path, number: int, given: Given | None = None) -> _Problem | None:
+    """Make a part as was ordered, and a file that says what is in it; return what went wrong."""
     stem = aside / _name(number)
     try:
         order = json.loads(stem.with_suffix(".order").read_text(encoding="utf-8"))
@@ -378,15 +417,14 @@ def _carry_out(aside: Path, number: int, given: Given | None = None) -> None:
             pieces = [ReadRows(map(plain_row, given.rows), lambda row: f"{title}: row {row}", title)]
         told = make_part(aside, number, shape, pieces)
         replace_file(stem.with_suffix(".json"), json.dumps(told).encode())
-        return
+        return None
     except HybridflowError as error:
-        problem = str(error)
+        return _Problem.of(error)
     except OSError as error:
-        problem = f"{aside}: cannot be written: {error}; make room, or set data.cache_dir"
+        return _Problem(f"{aside}: cannot be written: {error}; {_REMEDY}", refuses_writes(error))
     # A thread would print it and be silent to who waits for it.
     except Exception as error:
-        problem = f"{stem}: {type(error).__name__}: {error}"
-    replace_file(stem.with_suffix(".error"), problem.encode())
+        return _Problem(f"{stem}: {type(error).__name__}: {error}", False)
 
 
 class _Part:
@@ -478,18 +516,19 @@ def _join(aside: Path, final: Path, plan: dict[str, Any], shape: Shape) -> None:
     }
     if sum(part["num_rows"] for part in parts) == 0:
         raise DataError(_why_empty(facts, shape))
-    for path in aside.iterdir():
-        if path.suffix not in (".rows", ".places"):
-            path.unlink()
-    replace_file(aside / MANIFEST, json.dumps(facts, indent=1).encode())
-    try:
-        aside.rename(final)
-    except OSError:
-        # Another job was first; what it has made is the same.
-        if not (final / MANIFEST).is_file():
-            raise
-        shutil.rmtree(aside, ignore_errors=True)
-    sync_path(final.parent)
+    with writing(aside, _REMEDY):
+        for path in aside.iterdir():
+            if path.suffix not in (".rows", ".places"):
+                path.unlink()
+        replace_file(aside / MANIFEST, json.dumps(facts, indent=1).encode())
+        try:
+            aside.rename(final)
+        except OSError:
+            # Another job was first; what it has made is the same.
+            if not (final / MANIFEST).is_file():
+                raise
+            shutil.rmtree(aside, ignore_errors=True)
+        sync_path(final.parent)
 
 
 def _numbered(pieces: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -534,6 +573,16 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+def _work_here(aside: Path, number: int) -> int:
+    """Make a part in a process of its own; its exit status tells of a disk that has no room for the message."""
+    problem = _carry_out(aside, number)
+    if problem is None:
+        return DONE
+    with contextlib.suppress(OSError):
+        replace_file((aside / _name(number)).with_suffix(".error"), problem.text.encode())
+    return TARGET if problem.is_of_writing else FAILURE
+
+
 if __name__ == "__main__":
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _carry_out(Path(sys.argv[1]), int(sys.argv[2]))
+    sys.exit(_work_here(Path(sys.argv[1]), int(sys.argv[2])))

@@ -11,6 +11,7 @@ prompt indices that this row makes, whether the prompt's text has the beginning 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import json
 import os
@@ -77,11 +78,10 @@ class RowWriter:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        for file in (self._rows, self._places):
-            if kind is None:
+        with contextlib.closing(self._rows), contextlib.closing(self._places):
+            for file in (self._rows, self._places) if kind is None else ():
                 file.flush()
                 os.fsync(file.fileno())
-            file.close()
 
 
 def encode_row(number: int, which: int, begins: bool, row: Row) -> bytes:

@@ -145,7 +145,11 @@ def _slurm(arguments: argparse.Namespace) -> int:
         # What never became a job is no launch of the run.
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    replace_file(folder / "job_id", f"{job_id}\n".encode())
+    try:
+        replace_file(folder / "job_id", f"{job_id}\n".encode())
+    except OSError as error:
+        # The job is there. Who reads a failure would submit another.
+        _warn([f"{folder / 'job_id'}: cannot be written: {error}; note the number of the job, {job_id}"])
     log = job.run_dir / f"slurm-{job_id}.out"
     print(job_id if arguments.parsable else f"job {job_id}, log {log}, launched as {folder}", flush=True)
     return follow(job_id, log) if arguments.follow else DONE

@@ -22,16 +22,44 @@ def printable(text: str) -> str:
     return _COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
+def ensure_streams() -> None:
+    """Open /dev/null in the place of each standard stream that the caller closed, before a file takes its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest number that is free.
+            os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
+@contextlib.contextmanager
+def flushed() -> Iterator[None]:
+    """Flush stdout at the end of what prints there.
+
+    Raises:
+        OSError: Nobody listens any more, or the file is full. Python then complains at its end neither of what is left
+            nor of what follows.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+
+
 def print_out(text: str) -> None:
     """Print what may hold text of others to whoever still listens: ``| head`` closes its end early."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Letters that the terminal's encoding lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        print(printable(text), flush=True)
-    except BrokenPipeError:
-        # What Python would flush at exit has nowhere to go either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with contextlib.suppress(BrokenPipeError), flushed():
+        print(printable(text))
 
 
 def complain(what: object) -> None:

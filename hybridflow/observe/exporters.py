@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from hybridflow.config.metrics import WandbConfig, check_prometheus
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError
-from hybridflow.observe.files import replace_file
+from hybridflow.observe.files import replace_file, writing
 from hybridflow.observe.rank_log import tell
 from hybridflow.plugins import find_plugin
 
@@ -110,15 +110,17 @@ class WandbExporter:
 
     Raises:
         ConfigError: ``wandb`` is missing.
+        WriteError: The file system refuses.
     """
 
     def __init__(self, settings: WandbConfig, run: str, run_dir: Path, *, is_resumed: bool = False) -> None:
         self._wandb = _import("wandb", extra="wandb")
         folder = run_dir / "wandb"
-        folder.mkdir(parents=True, exist_ok=True)
         named = folder / "run_id"
-        if not is_resumed or not named.is_file():
-            replace_file(named, secrets.token_hex(8).encode())
+        with writing(named):
+            folder.mkdir(parents=True, exist_ok=True)
+            if not is_resumed or not named.is_file():
+                replace_file(named, secrets.token_hex(8).encode())
         self._settings = {
             "project": settings.project,
             "entity": settings.entity,

@@ -5,6 +5,7 @@ Nothing here writes through a link that another user has put under a name that c
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -13,6 +14,24 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import WriteError
+
+
+@contextlib.contextmanager
+def writing(path: Path, remedy: str = "make room there, or set another run_dir") -> Iterator[None]:
+    """Turn an OSError into a WriteError.
+
+    Args:
+        path: What is written; named where the system names no file.
+        remedy: What to do.
+
+    Raises:
+        WriteError: The file system refuses.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise WriteError(f"{error.filename or path}: cannot be written: {reason}; {remedy}") from error
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -7,13 +7,18 @@ Names are slash-separated, the unit last: ``reward/mean``, ``kl/ref``, ``respons
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
+import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from hybridflow.errors import CheckpointError, DataError
-from hybridflow.observe.files import replace_file
+from hybridflow.observe.files import replace_file, writing
+from hybridflow.observe.rank_log import say
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -38,35 +43,32 @@ class MetricsLog:
 
     Raises:
         CheckpointError: On resume, a line of ``metrics.jsonl`` is not a step.
+        WriteError: The file system refuses.
     """
 
     def __init__(self, run_dir: Path, *, num_steps: int, prefix: str = "", resumed_step: int | None = None) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._summary, self._value = Summary, Summary.Value
-        run_dir.mkdir(parents=True, exist_ok=True)
         self._num_steps, self._prefix = num_steps, prefix
         path = run_dir / METRICS_FILE
         kept = []
         if resumed_step is not None and path.exists():
             kept = [row for row in read_metrics(run_dir) if row["step"] <= resumed_step]
-        replace_file(path, "".join(_line(row) for row in kept).encode())
-        self._file = path.open("a", encoding="utf-8")
-        # purge_step makes TensorBoard forget the same steps of the event files that are already there.
-        purge_step = 0 if resumed_step is None else resumed_step + 1
-        self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
+        with writing(path):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            replace_file(path, "".join(_line(row) for row in kept).encode())
+            self._file = path.open("a", encoding="utf-8")
+        self._path, self._tensorboard = path, _EventFile(run_dir / "tensorboard", resumed_step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a step, once, and print its progress line. Flushed, so that a killed job has lost nothing."""
-        self._file.write(_line({"step": step} | dict(metrics)))
-        self._file.flush()
-        # In one event: each of its own would be queued, and every tenth wait for the disk.
-        values = [self._value(tag=self._prefix + name, simple_value=value) for name, value in metrics.items()]
-        # torch types file_writer as None.
-        self._tensorboard.file_writer.add_summary(self._summary(value=values), step)  # type: ignore[attr-defined]
-        self._tensorboard.flush()
-        print(progress_line(step, self._num_steps, metrics), flush=True)
+        """Record a step, once, and print its progress line. Flushed, so that a killed job has lost nothing.
+
+        Raises:
+            WriteError: The file system refuses.
+        """
+        with writing(self._path):
+            self._file.write(_line({"step": step} | dict(metrics)))
+            self._file.flush()
+        self._tensorboard.add_step(step, {self._prefix + name: value for name, value in metrics.items()})
+        say(progress_line(step, self._num_steps, metrics))
 
     def close(self) -> None:
         """Close the files. Closing twice is harmless."""
@@ -78,6 +80,51 @@ class MetricsLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _EventFile:
+    """A file of TensorBoard's, written at once; TensorBoard's own writer has a thread that ends in a traceback.
+
+    Args:
+        folder: Made if absent.
+        resumed_step: TensorBoard forgets the steps after it, of the files that are already there; None: all steps.
+
+    Raises:
+        WriteError: The file system refuses.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, folder: Path, resumed_step: int | None) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        # TensorBoard reads the files in the order of their names.
+        number = f"{next(self._numbers):06d}"
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"
+        self._path = folder / name
+        first_step = 0 if resumed_step is None else resumed_step + 1
+        with writing(self._path):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._writer = RecordWriter(self._path.open("wb"))
+        self._add(file_version="brain.Event:2")
+        self._add(step=first_step, session_log=SessionLog(status=SessionLog.START))
+
+    def add_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of a step. Raises WriteError when the file system refuses."""
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._add(step=step, summary=self._summary(value=values))
+
+    def close(self) -> None:
+        """Close the file. Closing twice is harmless."""
+        self._writer.close()
+
+    def _add(self, **what: object) -> None:
+        with writing(self._path):
+            self._writer.write(self._event(wall_time=time.time(), **what).SerializeToString())
+            self._writer.flush()
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:

@@ -6,6 +6,7 @@ the libraries in it, to ``logs/NUMBER/rank-RANK.log`` of the run. No torch.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -13,6 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from hybridflow.observe.console import printable
+from hybridflow.observe.files import writing
 
 LOGS_DIR = "logs"
 
@@ -29,14 +31,15 @@ def open_rank_log(run_dir: Path, start_number: int, rank: int) -> Path:
     Rank 0 keeps the console, and notes events in its log.
 
     Raises:
-        OSError: It cannot be made.
+        WriteError: It cannot be made.
     """
     global _console_fds, _log_fd
     path = run_dir / LOGS_DIR / f"{start_number:04d}" / f"rank-{rank:05d}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _log_fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    for line in _early_notes:
-        _write(_log_fd, line)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _log_fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        for line in _early_notes:
+            _write(_log_fd, line)
     _early_notes.clear()
     if rank != 0:
         for stream in (sys.stdout, sys.stderr):
@@ -52,26 +55,35 @@ def open_rank_log(run_dir: Path, start_number: int, rank: int) -> Path:
 
 
 def say(text: str) -> None:
-    """Print a line on the job's console, from whichever rank."""
-    if _console_fds[0] == 1:
-        print(printable(text), flush=True)
-    else:
-        _write(_console_fds[0], f"{text}\n")
+    """Print a line on the job's console, from whichever rank. The job goes on where nobody listens any more."""
+    try:
+        if _console_fds[0] == 1:
+            print(printable(text), flush=True)
+        else:
+            _write(_console_fds[0], f"{text}\n")
+    except OSError:
+        # So that neither what Python still holds, nor what others print, ends the job.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _console_fds[0])
 
 
 def tell(text: str) -> None:
-    """Print lines about an error on the job's console, from whichever rank and thread."""
-    _write(_console_fds[1], f"{text}\n")
+    """Print lines about an error on the job's console, from whichever rank and thread; if it can be."""
+    with contextlib.suppress(OSError):
+        _write(_console_fds[1], f"{text}\n")
 
 
 def note(text: str) -> None:
-    """Add lines to this rank's log, the first with the time; before the log is open they are kept for it."""
+    """Add lines to this rank's log, the first with the time; before the log is open they are kept for it.
+
+    A log that cannot be written, as on a full disk, hides no error.
+    """
     time = datetime.now(timezone.utc).isoformat(sep=" ", timespec="milliseconds").replace("+00:00", "Z")
     line = f"{time} {text}\n"
     if _log_fd is None:
         _early_notes[:] = [*_early_notes[-_MOST_EARLY_NOTES:], line]
     else:
-        _write(_log_fd, line)
+        with contextlib.suppress(OSError):
+            _write(_log_fd, line)
 
 
 def _write(descriptor: int, text: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.errors import DataError
-from hybridflow.observe.files import replace_file
+from hybridflow.observe.files import replace_file, writing
 from hybridflow.observe.metrics import METRICS_FILE, phase_seconds, read_metrics
 
 if TYPE_CHECKING:
@@ -31,9 +31,11 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
     Raises:
         ValueError: A value is not finite, which JSON cannot hold.
         TypeError: A value is not of JSON's types.
+        WriteError: The file system refuses.
     """
     path = run_dir / SUMMARY_FILE
-    replace_file(path, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
+    with writing(path):
+        replace_file(path, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
     return path
 
 
@@ -45,6 +47,7 @@ def draw_learning_curve(run_dir: Path) -> Path:
 
     Raises:
         DataError: There are no metrics, or no step in them.
+        WriteError: The file system refuses.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -75,7 +78,8 @@ def draw_learning_curve(run_dir: Path) -> Path:
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     path = run_dir / "learning_curve.png"
-    replace_file(path, picture.getvalue())
+    with writing(path):
+        replace_file(path, picture.getvalue())
     return path
 
 

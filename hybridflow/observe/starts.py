@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.observe.files import json_objects, sync_path
+from hybridflow.observe.files import json_objects, sync_path, writing
 
 STARTS_FILE = "starts.jsonl"
 
@@ -86,12 +86,12 @@ def _is_one(value: object, kinds: tuple[type, ...]) -> bool:
 
 
 def add_start(run_dir: Path, record: StartRecord) -> None:
-    """Add a start. Raises OSError when the file system refuses."""
+    """Add a start. Raises WriteError when the file system refuses."""
     _append(run_dir, {key: value for key, value in asdict(record).items() if value is not None or key == "step"})
 
 
 def add_end(run_dir: Path, number: int, outcome: str, detail: str = "", save_s: float | None = None) -> None:
-    """Note how a start ended. Raises OSError when the file system refuses."""
+    """Note how a start ended. Raises WriteError when the file system refuses."""
     row = {"number": number, "outcome": outcome, "ended_s": time.time(), "save_s": save_s, "detail": detail}
     _append(run_dir, row)
 
@@ -120,15 +120,14 @@ def idle_starts(
 
 
 def _append(run_dir: Path, row: Mapping[str, Any]) -> None:
-    run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / STARTS_FILE
-    is_cut = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
-    # After a line that was cut short a new one begins all the same.
-    line = ("\n" if is_cut else "") + json.dumps(row) + "\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(descriptor, line.encode())
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    sync_path(run_dir)
+    with writing(path):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        is_cut = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
+        # After a line that was cut short a new one begins all the same.
+        line = ("\n" if is_cut else "") + json.dumps(row) + "\n"
+        with path.open("ab") as file:
+            file.write(line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        sync_path(run_dir)

@@ -33,7 +33,8 @@ class StatusFile:
     """
 
     def __init__(self, run_dir: Path, *, facts: Mapping[str, Any]) -> None:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            run_dir.mkdir(parents=True, exist_ok=True)
         self._path = run_dir / STATUS_FILE
         place = {"host": socket.gethostname(), "pid": os.getpid(), "job_id": os.environ.get("SLURM_JOB_ID")}
         self._facts = {**facts, **place, "began_s": time.time()}

@@ -13,6 +13,8 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from hybridflow.observe.files import writing
+
 TRACE_DIR = "trace"
 
 LARGEST_BYTES = 64 * 2**20
@@ -37,15 +39,16 @@ class TimelineFile:
         ranks_per_node: How many consecutive ranks share a node.
 
     Raises:
-        OSError: The file system refuses.
+        WriteError: The file system refuses.
     """
 
     def __init__(self, run_dir: Path, *, num_ranks: int, ranks_per_node: int) -> None:
         self._path = run_dir / TRACE_DIR / _FILE
         self._places = [(_FIRST_NODE_PID + rank // ranks_per_node, _FIRST_TID + rank) for rank in range(num_ranks)]
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        _mend(self._path)
-        _append(self._path, self._names())
+        with writing(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _mend(self._path)
+            _append(self._path, self._names())
 
     def add(self, step: int, start_s: float, step_s: float, spans: Iterable[Iterable[SpanRow]]) -> None:
         """Add a step.
@@ -57,15 +60,16 @@ class TimelineFile:
             spans: The spans of each rank.
 
         Raises:
-            OSError: The file system refuses.
+            WriteError: The file system refuses.
         """
-        if self._path.stat().st_size > LARGEST_BYTES:
-            os.replace(self._path, self._path.with_name(_BEFORE))
-            _append(self._path, self._names())
         events = [_event(("step", f"step {step}", step_s, start_s), _STEPS_PID, _FIRST_TID, step)]
         for place, own in zip(self._places, spans, strict=True):
             events += [_event(row, *place, step) for row in own]
-        _append(self._path, events)
+        with writing(self._path):
+            if self._path.stat().st_size > LARGEST_BYTES:
+                os.replace(self._path, self._path.with_name(_BEFORE))
+                _append(self._path, self._names())
+            _append(self._path, events)
 
     def _names(self) -> list[str]:
         """Return the names that viewers show for the nodes and ranks."""

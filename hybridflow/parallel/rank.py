@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -70,7 +71,8 @@ def run_rank(
             watch.fail(error)
         cause = cause_of(error, start.rank, socket.gethostname())
         tell_once(error, lambda: tell(tell_cause(cause)), store, start.rank)
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
         # No interpreter shutdown: it could wait for ranks that are gone.
         os._exit(cause.status)
     return status

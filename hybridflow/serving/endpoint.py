@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 from hybridflow.errors import ConfigError
 from hybridflow.rollout.texts import settled_text
@@ -27,7 +27,6 @@ from hybridflow.serving.desk import Desk, Event
 
 try:
     import uvicorn
-    from h11 import LocalProtocolError
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.exceptions import HTTPException
@@ -36,15 +35,22 @@ try:
     from starlette.routing import Route
     from starlette.types import Message, Receive, Scope, Send
     from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    from hybridflow.serving.heads import StrictConnection
 except ImportError as error:
     raise ConfigError(
         f"hybridflow serve needs the packages starlette and uvicorn: {error}; pip install 'hybridflow[serve]'"
     ) from error
 
 MAX_BODY_BYTES = 8 << 20
-_MAX_CONNECTIONS = 512
+_MAX_CONNECTIONS, _MAX_CONNECTIONS_OF_ONE = 512, 384
+"""One more takes the place of the one that has had no request for the longest, of all or of the same address."""
+
+_HEAD_S = 10
+"""The head of a request must be whole within it, from the connection or from its first byte on."""
+
 _QUIET_S = 60
-"""A body must be there within it. A client that neither sends a request nor takes its answer has once or twice that."""
+"""A body, or the next request, must be there within it. A client that reads none of its answer has up to twice that."""
 
 _END_S = 5
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -113,6 +119,9 @@ class Endpoint:
             ws="none",
             loop="asyncio",
             lifespan="off",
+            proxy_headers=False,
+            server_header=False,
+            access_log=False,
             # Bad requests are not for the console. Errors of our own are: Python writes them to stderr.
             log_config=None,
             log_level="error",
@@ -168,35 +177,72 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 class _Connection(H11Protocol):
-    """A connection with the bounds that uvicorn leaves to a proxy: how many there are, and how long one is idle."""
+    """A connection with the bounds that uvicorn leaves to a proxy: strict heads, their number, their waits."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._look(None)
-        if len(self.connections) > _MAX_CONNECTIONS:
-            transport.abort()
+        self.conn = self._http = StrictConnection()
+        self._address = "" if self.client is None else self.client[0]
+        self._idle_since_s = self.loop.time()
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._begin_head()
+        self._look(0)
+        self._make_room()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._http.awaits_head:
+            self._end_head()
+        elif self._head_timer is None:
+            self._begin_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._next_look.cancel()
+        self._end_head()
+
+    def on_response_complete(self) -> None:
+        self._idle_since_s = self.loop.time()
+        super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        # Where an answer has been sent already, there is no place for this one.
-        with contextlib.suppress(LocalProtocolError):
-            super().send_400_response(msg)
-        self.transport.close()
+        if self.cycle is not None:
+            # This is the answer, whatever its handler may say yet.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        super().send_400_response(msg)
 
-    def _look(self, before: object) -> None:
-        """Close the connection of a client that has been silent since the last look.
+    def _begin_head(self) -> None:
+        self._head_timer = self.loop.call_later(_HEAD_S, self.transport.abort)
 
-        Silent means: it sent no request, or read nothing of its answer.
-        """
+    def _end_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _look(self, before: int) -> None:
+        """Close the connection of a client that has taken nothing of its answer since the last look."""
         num_unsent = self.transport.get_write_buffer_size()
-        is_client_to_act = num_unsent > 0 or self.cycle is None or self.cycle.response_complete
-        now = (self.cycle, num_unsent)
-        if is_client_to_act and now == before:
+        if 0 < num_unsent == before:
             self.transport.abort()
-        self._next_look = self.loop.call_later(_QUIET_S, self._look, now)
+        self._next_look = self.loop.call_later(_QUIET_S, self._look, num_unsent)
+
+    def _make_room(self) -> None:
+        """Where there are too many connections, close the one that has had no request for the longest; else this."""
+        crowd = cast("set[_Connection]", self.connections)
+        if len(crowd) <= _MAX_CONNECTIONS:
+            crowd = {each for each in crowd if each._address == self._address}
+            if len(crowd) <= _MAX_CONNECTIONS_OF_ONE:
+                return
+        idle = [each for each in crowd if each is not self and each._is_idle()]
+        dropped = min(idle, key=lambda each: each._idle_since_s, default=self)
+        dropped.transport.abort()
+        # The loop tells it of its end later, and would count it until then.
+        self.connections.discard(dropped)
+
+    def _is_idle(self) -> bool:
+        """Return whether no request is there in full that has no answer yet."""
+        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

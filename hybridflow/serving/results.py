@@ -9,7 +9,6 @@ there, the output is written aside, renamed, and the directory removed.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridflow.errors import ConfigError, WriteError
-from hybridflow.observe.files import make_own_folder, replace_by_pieces, replace_file, sync_path
+from hybridflow.observe.files import make_own_folder, replace_by_pieces, replace_file, sync_path, writing
 from hybridflow.serving.prompts import HDF5_SUFFIXES, Prompt
 
 Row = dict[str, Any]
@@ -28,6 +27,7 @@ Key = tuple[int, int]
 
 FORMAT = "hybridflow-generated-1"
 _RUN = "run.json"
+_REMEDY = "make room, or choose another --out"
 _LOGS = "*-rank-*.log"
 
 
@@ -62,7 +62,7 @@ class Results:
             ConfigError: The parts are of something else.
         """
         check_free(self.out, is_forced=is_forced)
-        with _writing(self.folder):
+        with writing(self.folder, _REMEDY):
             make_own_folder(self.folder)
             before = self._run_before()
             known = run if before is None else before
@@ -84,7 +84,7 @@ class Results:
             WriteError: The file system refuses.
         """
         found: dict[Key, _Where] = {}
-        with _writing(self.folder):
+        with writing(self.folder, _REMEDY):
             for path in sorted(self.folder.glob(_LOGS)):
                 for where, row in _lines(path):
                     found.setdefault((row["prompt_index"], row["index"]), where)
@@ -106,7 +106,7 @@ class Results:
             WriteError: The file system refuses; the parts are still there.
         """
         rows = (merge_row(prompts[row["prompt_index"]], row) for row in self.read(found))
-        with _writing(self.folder):
+        with writing(self.folder, _REMEDY):
             if self.out.suffix in HDF5_SUFFIXES:
                 _write_hdf5(self.out, list(rows))
             else:
@@ -123,18 +123,6 @@ class Results:
         return found if isinstance(found, dict) else None
 
 
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turn what the file system refuses into a WriteError, which names ``path`` where the system names no file."""
-    try:
-        yield
-    except OSError as error:
-        raise WriteError(
-            f"{error.filename or path}: cannot be written: {error.strerror or error}; make room, "
-            "or choose another --out"
-        ) from error
-
-
 class ResultLog:
     """Appends rows to a log that is not there yet; what was added survives this process at once.
 
@@ -144,7 +132,7 @@ class ResultLog:
 
     def __init__(self, results: Results, start: str, rank: int) -> None:
         self._path = results.folder / f"{start}-rank-{rank:05d}.log"
-        with _writing(self._path):
+        with writing(self._path, _REMEDY):
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
 
     def add(self, rows: Iterable[Row]) -> None:
@@ -154,7 +142,7 @@ class ResultLog:
             WriteError: The file system refuses.
         """
         left = memoryview(b"".join(map(_line, rows)))
-        with _writing(self._path):
+        with writing(self._path, _REMEDY):
             while left:
                 left = left[os.write(self._file, left) :]
 
@@ -164,7 +152,7 @@ class ResultLog:
         Raises:
             WriteError: The file system refuses.
         """
-        with _writing(self._path):
+        with writing(self._path, _REMEDY):
             os.fsync(self._file)
             os.close(self._file)
             sync_path(self._path.parent)

@@ -27,6 +27,7 @@ from hybridflow.families.assets import ADAPTER_CONFIG
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.adapters import base_spec, factor_spec
 from hybridflow.models.training import Trainable
+from hybridflow.observe.rank_log import say
 from hybridflow.observe.starts import STARTS_FILE
 from hybridflow.placement.job import Job
 from hybridflow.placement.peft import adapter_config
@@ -263,7 +264,7 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Return when the last checkpoint is complete; the lowest rank tells of a long wait. Raises HybridflowError."""
-        self._saver.finish(lambda line: print(line, flush=True) if self._job.world.rank == 0 else None)
+        self._saver.finish(lambda line: say(line) if self._job.world.rank == 0 else None)
 
     @functools.cached_property
     def _shares(self) -> dict[str, Shares]:

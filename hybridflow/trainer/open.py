@@ -115,5 +115,4 @@ def _train(recipe: Recipe, path: Path) -> None:
     shape = shape_of(recipe, None)
     examples = (example for source in recipe.data.sources for example in read_examples(source, shape))
     texts = ((each.prompt, *each.turns, *(judged.text for judged in each.responses)) for each in examples)
-    path.parent.mkdir(parents=True, exist_ok=True)
     train_tokenizer(map("".join, texts), path=path, vocab_size=recipe.tokenizer.vocab_size)

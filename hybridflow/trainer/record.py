@@ -11,6 +11,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.models.gpt import DTYPES
 from hybridflow.observe.exporters import Exporter, Outlet, close_outlets, open_outlets
 from hybridflow.observe.metrics import MetricsLog
+from hybridflow.observe.rank_log import say
 from hybridflow.observe.report import draw_learning_curve, write_summary
 from hybridflow.observe.starts import add_end
 from hybridflow.observe.status_file import StatusFile
@@ -134,7 +135,7 @@ class Record:
                 }
                 draw_learning_curve(self._run_dir)
             path = write_summary(self._run_dir, self.summary)
-            print(f"wrote {path}", flush=True)
+            say(f"wrote {path}")
         self._status.close()
         close_outlets(self._outlets, _LEAVE_S if is_done else _LEAVE_STOPPED_S)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -12,9 +13,10 @@ from typing import NamedTuple
 
 from hybridflow.checkpoint.store import latest_step
 from hybridflow.config.recipe import Recipe
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, WriteError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.observe.files import check_own
+from hybridflow.observe.rank_log import say
 from hybridflow.observe.starts import StartRecord, add_end, add_start, idle_starts, read_starts
 from hybridflow.observe.status_file import living_writer
 from hybridflow.parallel.coordinator import Coordinator
@@ -43,8 +45,7 @@ def note_start(recipe: Recipe, meshes: Mapping[str, DeviceMesh], everyone: Coord
         ConfigError: Another job writes this run; or Slurm has begun this one again and again from the same checkpoint.
             On all ranks.
         CheckpointError: ``latest`` does not hold the name of a checkpoint. On all ranks.
-        WriteError: Another user has made the run's directory. On all ranks.
-        OSError: The file system refuses. On all ranks.
+        WriteError: The file system refuses, or another user has made the run's directory. On all ranks.
     """
     hosts = tuple(dict.fromkeys(everyone.gather(socket.gethostname(), "hosts of the ranks")))
     earlier: list[StartRecord] = []
@@ -69,7 +70,7 @@ def note_start(recipe: Recipe, meshes: Mapping[str, DeviceMesh], everyone: Coord
         _check_progress(recipe, record, earlier)
         add_start(run_dir, record)
         if earlier or record.restart_count:
-            print(_describe(record), flush=True)
+            say(_describe(record))
         return record.number
 
     return JobStart(everyone.on_lead("the number of this start", note), tuple(earlier))
@@ -78,11 +79,11 @@ def note_start(recipe: Recipe, meshes: Mapping[str, DeviceMesh], everyone: Coord
 def note_failure(run_dir: Path, number: int, rank: int, cause: str, save_s: float | None) -> None:
     """Write down how this start ended, on the lowest rank; on the next in its place, if it was the one that was lost.
 
-    Raises:
-        OSError: The file system refuses.
+    Nothing is written where the file system refuses, which may be what ends the job.
     """
-    if rank == 0 or (rank == 1 and all(each.outcome is None for each in read_starts(run_dir)[-1:])):
-        add_end(run_dir, number, "failed", cause, save_s)
+    with contextlib.suppress(OSError, WriteError):
+        if rank == 0 or (rank == 1 and all(each.outcome is None for each in read_starts(run_dir)[-1:])):
+            add_end(run_dir, number, "failed", cause, save_s)
 
 
 def _check_alone(run_dir: Path, earlier: list[StartRecord]) -> None:

@@ -24,7 +24,7 @@ from hybridflow.errors import LayoutError
 from hybridflow.mapping.memory import check_memory
 from hybridflow.observe.activity import current_activity
 from hybridflow.observe.exporters import Exporter
-from hybridflow.observe.rank_log import open_rank_log
+from hybridflow.observe.rank_log import open_rank_log, say
 from hybridflow.parallel.deterministic import add_in_fixed_order
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
@@ -348,7 +348,7 @@ class Trainer(Role):
         self.roles.actor.num_updates = progress.step
         self.roles.actor.mark_changed()
         if self.job.world.rank == 0:
-            print(f"resumed from {checkpoint.path}", flush=True)
+            say(f"resumed from {checkpoint.path}")
 
     def stop_if_asked(self) -> str | None:
         """Save and end the job between two calls, if a signal or the time limit asks for it. Collective: all ranks.
@@ -423,7 +423,7 @@ class Trainer(Role):
         accuracy = self.progress.validations.accuracy
         assert accuracy is not None, "has just been measured"
         if self.job.world.rank == 0:
-            print(f"held-out accuracy {accuracy:.1%} after {self.progress.step} training steps", flush=True)
+            say(f"held-out accuracy {accuracy:.1%} after {self.progress.step} training steps")
         return accuracy
 
     def _summarize_validations(self) -> None:
@@ -438,7 +438,7 @@ class Trainer(Role):
             )
             summary["ended"] = ended
             if self.job.world.rank == 0:
-                print(f"the training ends after step {self.progress.step}: {ended}", flush=True)
+                say(f"the training ends after step {self.progress.step}: {ended}")
 
     def _take_metrics(self) -> dict[str, float]:
         """Return what the roles of this rank measured since the last call."""
@@ -465,6 +465,6 @@ class Trainer(Role):
             if self._stopping.reason is not None:
                 saved_step = self.progress.saved_step
                 done = "nothing was saved before" if saved_step is None else f"saved after step {saved_step}"
-                print(f"stopped: {self._stopping.reason}; {done}, begin again with --resume", flush=True)
+                say(f"stopped: {self._stopping.reason}; {done}, begin again with --resume")
         self._everyone.barrier("the end of the job")
         self._record.end(self._stopping.reason, self._stopping.save_s)

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow import cli
+from hybridflow.exit_status import DONE, TARGET
 from tests.e2e.commands import run_command, write_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -102,3 +104,18 @@ def test_wheel_runs_outside_of_the_clone(tmp_path):
     one = ["cluster.ranks=1", "actor.update={}", "actor.rollout={}", "trainer.steps=1"]
     done = run("train", "tiny.yaml", *one)
     assert done.codes == (0,) and done.err == "", done.err
+
+
+def test_output_that_nobody_takes(tmp_path):
+    """A full disk, a reader that has left, a stream that the caller closed."""
+    command = [sys.executable, "-m", "hybridflow", "plan", "job", "quickstart"]
+    reader, left = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "wb") as full:
+        started = [
+            subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=subprocess.PIPE, text=True, **more)
+            for out, more in ((full, {}), (left, {}), (None, {"preexec_fn": lambda: os.close(1)}))
+        ]
+    errors = [each.communicate(timeout=60)[1] for each in started]
+    assert [each.returncode for each in started] == [TARGET, 128 + signal.SIGPIPE, DONE]
+    assert errors == ["hybridflow: [Errno 28] No space left on device\n", "", ""]

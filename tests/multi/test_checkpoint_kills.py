@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
 import random
-import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from hybridflow.checkpoint.saver import RolePart, Saver, Step
 from hybridflow.checkpoint.store import clear_leftovers, latest_step, load_latest, open_role
 from hybridflow.errors import WriteError
 from hybridflow.reshard.spec import ModelSpec, TensorSpec
+from tests.support.disks import mounted
 from tests.unit.checkpoint.test_store import MODEL, assert_is, save
 
 ROWS, WIDTH, NUM_RANKS = 512, 1024, 2
@@ -121,21 +122,8 @@ def test_killed_at_any_moment_of_a_save(tmp_path: Path) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path):
     """A file system whose size is given in pages; of a machine that lets us have one."""
-    mounted: list[Path] = []
-
-    def make(pages: int) -> Path:
-        folder = tmp_path / f"disk-{pages}"
-        folder.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={pages * os.sysconf('SC_PAGE_SIZE')}", "tmpfs", str(folder)]
-        if os.getuid() != 0 or shutil.which("mount") is None or subprocess.run(command, check=False).returncode:
-            pytest.skip("needs the right to mount a small tmpfs")
-        mounted.append(folder)
-        return folder
-
-    yield make
-    # Lazily: what was read may still be mapped.
-    for folder in mounted:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
+    with contextlib.ExitStack() as disks:
+        yield lambda pages: disks.enter_context(mounted(tmp_path / f"disk-{pages}", pages * mmap.PAGESIZE))
 
 
 def test_a_full_disk_ends_the_save_and_takes_nothing_with_it(tmp_path: Path, small_disk) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import matplotlib.backends.backend_agg  # noqa: F401
 import matplotlib.figure  # noqa: F401
-import torch.utils.tensorboard  # noqa: F401
+import tensorboard.summary.writer.record_writer  # noqa: F401
 
 import hybridflow.parallel.watch  # noqa: F401
 import hybridflow.trainer.trainer  # noqa: F401

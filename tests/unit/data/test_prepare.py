@@ -21,7 +21,8 @@ from hybridflow.data.prepare import Given, prepare
 from hybridflow.data.problems import StoredProblems, Stores, example_in, open_problems
 from hybridflow.data.prompts import PromptSource, encode_prompt, encode_solution
 from hybridflow.data.shaping import Shape
-from hybridflow.errors import DataError
+from hybridflow.errors import DataError, WriteError
+from tests.support.disks import no_room
 from tests.support.ranks import run_ranks
 from tests.support.row_files import ENDINGS, examples_of_file, write_rows
 
@@ -288,3 +289,12 @@ def _counted(inner, read):
         return inner(self, number)
 
     return counted
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_full_disk_is_told_as_one(tmp_path, monkeypatch, num_workers):
+    small_pieces(monkeypatch, 4000)
+    path = write_rows(tmp_path / "rows", ROWS * 20, "jsonl")
+    with no_room(12_000), pytest.raises(WriteError, match="cannot be written: .*File too large; make room, or set"):
+        store_of(path, tmp_path / "stores", num_workers=num_workers)
+    assert list((tmp_path / "stores").iterdir()) == []

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridflow.errors import CheckpointError, DataError
+from hybridflow.errors import CheckpointError, DataError, WriteError
 from hybridflow.observe.metrics import MetricsLog, progress_line, read_metrics
 
 STEP = {
@@ -96,7 +96,7 @@ def test_a_crash_while_resuming_loses_no_line(tmp_path: Path, monkeypatch: pytes
         raise OSError("disk full")
 
     monkeypatch.setattr("os.replace", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(WriteError, match="disk full"):
         MetricsLog(tmp_path, num_steps=9, resumed_step=3)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 

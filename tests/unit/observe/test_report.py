@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.errors import DataError
+from hybridflow.errors import DataError, WriteError
 from hybridflow.observe.report import draw_learning_curve, write_summary
 
 
@@ -29,7 +29,7 @@ def test_a_failed_write_leaves_the_old_summary(tmp_path: Path, monkeypatch: pyte
         raise OSError("disk full")
 
     monkeypatch.setattr(broken, fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(WriteError, match="disk full"):
         write_summary(tmp_path, {"steps": 2})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]

@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import select
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from hybridflow.errors import ConfigError
 from hybridflow.exit_status import REQUEST
+from hybridflow.parallel.process import allow_many_files
 from hybridflow.serving import api
 from hybridflow.serving import endpoint as module
 from hybridflow.serving.api import Sample, Served
@@ -63,6 +65,12 @@ def serving(*, served=SERVED, token=None, request_s=60.0, max_waiting=8):
         engine.is_over = True
         desk.give_up(5.0)
         end.close()
+
+
+@pytest.fixture(scope="module")
+def endpoint():
+    with serving() as (end, _, _):
+        yield end
 
 
 def connect(end):
@@ -154,15 +162,63 @@ def test_what_is_not_http_is_refused_and_not_for_the_console(caplog):
             b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 300_000,
         ):
             assert raw(end, content).split()[1] == b"400", content[:100]
-        # The answer is sent when what is wrong is seen.
-        late = b"GET /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-        with connect(end) as connection:
-            connection.sendall(late)
-            assert connection.recv(65536).split()[1] == b"200"
-            connection.sendall(b"nonsense\r\n")
-            while connection.recv(65536):
-                pass
         assert call(end, "GET", "/health")[0] == 200
+    assert not caplog.records
+
+
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+BODY = b'{"prompt": "ab"}'
+SMUGGLED = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(GET + b"Content-Length: 44\r\n\r\n", id="GET with a body"),
+        pytest.param(GET + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", id="GET with a chunked body"),
+        pytest.param(b"HEAD" + GET[3:] + b"Content-Length: 44\r\n\r\n", id="HEAD with a body"),
+        pytest.param(POST + b"Content-Length: 16\r\nContent-Length: 16\r\n\r\n" + BODY, id="two lengths"),
+        pytest.param(POST + b"Content-Length: 16, 16\r\n\r\n" + BODY, id="two lengths in a line"),
+        pytest.param(POST + b"Content-Length: 16\r\ncontent-length: 62\r\n\r\n" + BODY, id="two that differ"),
+        pytest.param(
+            POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n10\r\n" + BODY + b"\r\n0\r\n\r\n",
+            id="a length and chunks",
+        ),
+        pytest.param(POST + b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n", id="two encodings"),
+        pytest.param(POST + b"Content-Length : 16\r\n\r\n" + BODY, id="a space before the colon"),
+        pytest.param(POST + b"X: a\r\n Content-Length: 3\r\nContent-Length: 16\r\n\r\n" + BODY, id="a folded line"),
+        pytest.param(POST + b"X: a\nContent-Length: 16\r\n\r\n" + BODY, id="LF alone"),
+        pytest.param(POST + b"X: a\rContent-Length: 3\r\nContent-Length: 16\r\n\r\n" + BODY, id="CR alone"),
+        pytest.param(POST + b"Content-Length: 16\r\n\n" + BODY, id="LF alone at the end"),
+        pytest.param(POST + b"X: a\0b\r\nContent-Length: 16\r\n\r\n" + BODY, id="NUL"),
+        pytest.param(POST + b"X: a\x0bb\r\nContent-Length: 16\r\n\r\n" + BODY, id="a control character"),
+        pytest.param(
+            POST.replace(b"1.1", b"1.0") + b"Transfer-Encoding: chunked\r\n\r\n10\r\n" + BODY + b"\r\n0\r\n\r\n",
+            id="chunks before HTTP/1.1",
+        ),
+        pytest.param(POST + b"X: " + b"a" * 20_000 + b"\r\nContent-Length: 16\r\n\r\n" + BODY, id="a long head"),
+    ],
+)
+def test_what_two_readers_could_take_for_different_requests_is_refused(endpoint, content):
+    answer = raw(endpoint, content + SMUGGLED)
+    assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1, answer
+
+
+def test_nothing_is_read_behind_a_chunked_body(endpoint):
+    """What ends its trailers is open to doubt."""
+    answer = raw(endpoint, POST + b"Transfer-Encoding: chunked\r\n\r\n10\r\n" + BODY + b"\r\n0\r\nX: a\n\n" + SMUGGLED)
+    assert answer.startswith(b"HTTP/1.1 200 ") and answer.count(b"HTTP/1.1") == 1, answer
+
+
+def test_pipelined_requests_have_their_answers_in_order(endpoint):
+    last = GET + b"Connection: close\r\n\r\n"
+    answer = raw(endpoint, (GET + b"\r\n") * 500 + asking(prompt="ab") + last)
+    assert answer.count(b"HTTP/1.1 200 ") == 502 and answer.rfind(b'"ba"') < answer.rfind(b'"status"')
+
+
+def test_a_bad_body_behind_a_refused_head_is_not_for_the_console(caplog):
+    with serving(token=b"secret") as (end, _, _):
+        assert raw(end, POST + b"Transfer-Encoding: chunked\r\n\r\nnonsense\r\n").startswith(b"HTTP/1.1 400 ")
     assert not caplog.records
 
 
@@ -284,6 +340,7 @@ def test_slow_clients_hold_up_nobody():
 
 def test_who_does_not_go_on_is_cut_off(monkeypatch):
     monkeypatch.setattr(module, "_QUIET_S", 0.5)
+    monkeypatch.setattr(module, "_HEAD_S", 0.5)
     long = Served(name="letters", tokenizer=Letters(), vocab_size=257, max_context=1 << 20)
     with serving(served=long, max_waiting=64) as (end, _, engine):
         assert raw(end, b"") == b"" == raw(end, POST), "no request"
@@ -303,19 +360,60 @@ def test_who_does_not_go_on_is_cut_off(monkeypatch):
                 connection.recv(1)
 
 
-def test_too_many_connections_are_closed_and_the_others_served(monkeypatch):
-    monkeypatch.setattr(module, "_MAX_CONNECTIONS", 2)
+def drip(connection):
+    """Send one more byte; whether the server has hung up."""
+    try:
+        connection.sendall(b"X")
+        return bool(select.select([connection], [], [], 0.05)[0]) and connection.recv(65536) == b""
+    except ConnectionError:
+        return True
+
+
+def test_a_head_that_drips_in_is_cut_off(monkeypatch):
+    """Also the second of a connection, for which there is a deadline of its own."""
+    monkeypatch.setattr(module, "_HEAD_S", 0.5)
     with serving() as (end, _, _):
-        held = [connect(end) for _ in range(2)]
-        open_now = end._server.server_state.connections
-        wait_until(lambda: len(open_now) == 2)
-        assert raw(end, b"") == b""
-        held[0].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert b" 200 " in held[0].recv(65536)
-        for connection in held:
-            connection.close()
-        wait_until(lambda: not open_now)
-        assert call(end, "GET", "/health")[0] == 200
+        for first in (b"", GET + b"\r\n"):
+            with connect(end) as connection:
+                connection.sendall(first)
+                wait_until(lambda connection=connection: drip(connection), what="it is cut off")
+
+
+@pytest.mark.parametrize("limit", ["_MAX_CONNECTIONS", "_MAX_CONNECTIONS_OF_ONE"])
+def test_one_connection_too_many_takes_the_place_of_the_one_that_is_idle_for_longest(monkeypatch, limit):
+    monkeypatch.setattr(module, limit, 4)
+    with serving() as (end, desk, _), contextlib.ExitStack() as held:
+        now_open = end._server.server_state.connections
+
+        def hold(content):
+            num_before = len(now_open)
+            connection = held.enter_context(connect(end))
+            connection.sendall(content)
+            wait_until(lambda: len(now_open) == num_before + 1)
+            return connection
+
+        waiting, dripping = hold(asking(prompt="x")), hold(b"GET /health")
+        wait_until(lambda: desk.num_running == 1)
+        used = hold(GET + b"\r\n")
+        assert b" 200 " in used.recv(65536)
+        slow = hold(asking(prompt="x")[:-1])
+        for dropped in (dripping, used, slow):
+            held.enter_context(connect(end)).sendall(asking(prompt="x"))
+            with contextlib.suppress(ConnectionError):
+                while dropped.recv(65536):
+                    pass
+        wait_until(lambda: desk.num_running == 4)
+        assert raw(end, b"") == b"", "there is none to take the place of"
+        assert desk.num_running == 4 and select.select([waiting], [], [], 0)[0] == []
+
+
+def test_a_thousand_dripping_connections_keep_nobody_out():
+    allow_many_files()
+    with serving() as (end, _, _), contextlib.ExitStack() as held:
+        for _ in range(1000):
+            held.enter_context(connect(end)).sendall(b"GET /health HTTP/1.1\r\nX:")
+        assert call(end, "POST", "/v1/completions", {"prompt": "ab"})[0] == 200
+        assert len(end._server.server_state.connections) <= module._MAX_CONNECTIONS_OF_ONE
 
 
 def test_without_the_packages_the_extra_is_named():

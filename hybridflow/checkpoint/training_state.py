@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,11 +16,14 @@ from hybridflow.models.gpt import Transformer
 from hybridflow.models.specs import logical_parameters
 from hybridflow.models.training import Trainable
 from hybridflow.models.weights import local_shards
+from hybridflow.reshard.memory import blocks
 from hybridflow.reshard.optimizer import flat_regions
 from hybridflow.reshard.spec import ModelSpec, Shard, num_elements
 
 STATE = ("exp_avg", "exp_avg_sq", "master")
 """Kinds of what an optimizer keeps; ``master`` where the weights are not fp32 themselves."""
+
+_ALIGNED_BYTES = 512
 
 
 class Shares:
@@ -82,17 +85,14 @@ class Shares:
         The memory is kept, since taking it anew costs several times what filling it does: the next call overwrites
         what this one gave.
         """
-        found: list[Share] = []
-        device = torch.device("cpu")
-        for index, share in enumerate(self.now()):
-            device = share.values.device
-            if index == len(self._host):
-                self._host.append(
-                    torch.empty(share.values.shape, dtype=share.values.dtype, pin_memory=device.type == "cuda")
-                )
-            found.append(share._replace(values=self._host[index].copy_(share.values, non_blocking=True)))
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        shares = list(self.now())
+        if len(self._host) != len(shares):
+            self._host = _host_like([share.values for share in shares])
+        found = []
+        for share, host in zip(shares, self._host, strict=True):
+            found.append(share._replace(values=host.copy_(share.values, non_blocking=True)))
+        if shares and shares[0].values.is_cuda:
+            torch.cuda.current_stream(shares[0].values.device).synchronize()
         return found
 
     def _boxes(
@@ -101,6 +101,27 @@ class Shares:
         for name, box in boxes:
             if name in local:
                 yield Share(kind, name, box, local[name][within(box, shards[name][1].box)].detach())
+
+
+def _host_like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return host memory of the tensors' sizes, in few slabs, pinned where the tensors are on a GPU.
+
+    A slab is a power of two, to which torch rounds pinned memory up. The largest tensors come first. Each takes the
+    first slab that has room for it.
+    """
+    sizes = [-(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for tensor in tensors]
+    found: dict[int, Tensor] = {}
+    slabs: list[Tensor] = []
+    for index in sorted(range(len(tensors)), key=lambda each: -sizes[each]):
+        tensor, size = tensors[index], sizes[index]
+        if not any(len(room) >= size for room in slabs):
+            rest = sum(sizes) - sum(sizes[each] for each in found)
+            num_bytes = max(blocks(rest)[0], 1 << (size - 1).bit_length())
+            slabs.append(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=tensor.is_cuda))
+        place = next(place for place, room in enumerate(slabs) if len(room) >= size)
+        found[index] = slabs[place][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        slabs[place] = slabs[place][size:]
+    return [found[index] for index in range(len(tensors))]
 
 
 def _region(flat: Tensor, region: Shard) -> Tensor:

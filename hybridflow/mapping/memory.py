@@ -250,7 +250,7 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
         optimizer=optimizer_bytes(
             placed.trained, placed.states if settings.distributed else None, rank, model, trained
         ),
-        activations=training_bytes(model, mesh, rank, tokens, lora) + output(copies=2),
+        activations=training_bytes(model, mesh, rank, tokens, lora) + _stacked_bytes(model, mesh) + output(copies=2),
     )
 
 
@@ -401,18 +401,30 @@ def _layer_bytes(model: ModelConfig, tp: int) -> int:
     them as on a GPU; sine and cosine of the rotation, ``4 d``; of the attention, with ``q`` and ``kv`` columns of query
     and key, the projections, rotated query and key, what the kernel takes and gives, and the context:
     ``5 (q + kv) / tp``; of the feed-forward block gate and up, the activated gate, up once more, and the product,
-    ``5 f / tp``, for each expert that a token goes to.
+    ``5 f / tp``. In a mixture these are there for each expert that a token goes to, and so is the input, ``h``.
     """
     queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
     whole = (6 if model.post_norms else 4) * model.hidden_size + 4 * model.head_size
     experts = 1 if model.num_experts is None else model.experts_per_token
+    whole += 0 if model.num_experts is None else experts * model.hidden_size
     cut = 5 * (queries + keys + experts * model.ffn_hidden_size)
     return (whole - (-cut // tp)) * ITEM_BYTES[model.dtype]
 
 
 def _passing_bytes(model: ModelConfig, mesh: DeviceMesh, tokens: int) -> int:
     """Return the peak of a forward pass of which nothing is kept: what one layer makes."""
-    return tokens * _layer_bytes(model, mesh.layout.tp)
+    return tokens * _layer_bytes(model, mesh.layout.tp) + _stacked_bytes(model, mesh)
+
+
+def _stacked_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:
+    """Return the weights of gate and up of a layer's experts, which ``models.grouped`` lays side by side for a product.
+
+    In the backward pass they are followed by their gradients, which take as much.
+    """
+    if model.num_experts is None or model.dtype != "bf16":
+        return 0
+    rows = model.num_experts // mesh.layout.ep * 2 * model.ffn_hidden_size // mesh.layout.tp
+    return rows * model.hidden_size * ITEM_BYTES[model.dtype]
 
 
 def _output_bytes(

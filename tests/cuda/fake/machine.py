@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 
@@ -87,6 +88,33 @@ class Launches(TorchDispatchMode):
             tensors = {id(each): each for each in tree_leaves((args, kwargs, found)) if isinstance(each, Tensor)}
             self.num_bytes += sum(each.numel() * each.element_size() for each in tensors.values())
         return found
+
+
+class Peak(TorchDispatchMode):
+    """Follows the bytes of the tensors that are made and not yet freed.
+
+    Attributes:
+        most_bytes: The most that there were at one time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most_bytes = 0
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        # What was there before does not count, nor do views of it.
+        self._follow((args, kwargs), is_new=False)
+        found = function(*args, **(kwargs or {}))
+        self._follow(found, is_new=True)
+        self.most_bytes = max(self.most_bytes, sum(self._alive.values()))
+        return found
+
+    def _follow(self, tree, *, is_new: bool) -> None:
+        for storage in (each.untyped_storage() for each in tree_leaves(tree) if isinstance(each, Tensor)):
+            if storage._cdata not in self._alive:
+                self._alive[storage._cdata] = storage.nbytes() if is_new else 0
+                weakref.finalize(storage, self._alive.pop, storage._cdata)
 
 
 def _cast(model: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.mapping import memory
 from hybridflow.models.gpt import build_transformer
-from tests.cuda.fake.machine import DEVICE, Launches, fake_cuda, place
+from hybridflow.models.grouped import _GroupedLinear
+from tests.cuda.fake.machine import DEVICE, Launches, Peak, fake_cuda, place
+from tests.cuda.fake.shapes import family_model
 from tests.multi.models import MIXTURE
 
 TOKENS = 100
@@ -47,3 +51,38 @@ def test_ranks_that_exchange_tokens_ask_once(monkeypatch):
         run_layer(world, ParallelLayout(dp=2, ep=2), 4)
     # Rows that go to each rank, and rows that come from each.
     assert asked == [(2, 2)]
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize("tokens", [256, 8192])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_a_layer_takes_the_memory_that_is_planned(monkeypatch, name, tokens, is_training):
+    model = replace(family_model(name), num_layers=1)
+    with fake_cuda(monkeypatch) as world, torch.set_grad_enabled(is_training):
+        mesh, groups = place(world, ParallelLayout())
+        layer = build_transformer(model, mesh.layout, groups, DEVICE, vocab_size=model.vocab_size).decoder.layers[0].mlp
+        hidden = torch.empty(tokens, 1, model.hidden_size, dtype=torch.bfloat16, device=DEVICE)
+        with Peak() as peak:
+            output, _ = layer(hidden)
+    assert output.requires_grad == is_training
+    planned = memory._passing_bytes(model, mesh, tokens)
+    # Of what is planned attention has a part.
+    assert 0.5 * planned <= peak.most_bytes <= planned
+
+
+def test_a_backward_pass_takes_the_weights_side_by_side_or_their_gradients(monkeypatch):
+    model = family_model("qwen3_moe")
+    rows, out, hidden = 1024, 2 * model.ffn_hidden_size, model.hidden_size
+    with fake_cuda(monkeypatch):
+
+        def make(*shape):
+            return torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
+
+        stops = torch.empty(model.num_experts, dtype=torch.int32, device=DEVICE)
+        saved = make(rows, hidden), stops, *(make(out, hidden) for _ in range(model.num_experts))
+        context = SimpleNamespace(saved_tensors=saved, needs_input_grad=(True, False, *[True] * model.num_experts))
+        with Peak() as peak:
+            found = _GroupedLinear.backward(context, make(rows, out))
+    stack = model.num_experts * out * hidden * 2
+    assert sum(each.nbytes for each in found[2:]) == stack
+    assert stack <= peak.most_bytes <= stack + 2 * rows * (out + hidden) * 2

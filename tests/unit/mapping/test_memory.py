@@ -94,6 +94,24 @@ def test_one_layout_for_both_phases_has_the_weights_once():
     assert parts["actor.rollout"].weights == (2 * 262_144 + 8192) // 2 * 4
 
 
+def test_a_mixture_needs_the_inputs_of_its_experts_and_their_weights_side_by_side():
+    # Two layers, 4096 tokens, hidden 128, tp2, so 256 of 512 feed-forward columns, 2 bytes.
+    dense, sparse, stacked = (
+        by_mesh(memory_of("grpo", *more)[0])["actor.update"].activations
+        for more in (
+            ("model.dtype=bf16",),
+            ("model.dtype=fp32", "model.num_experts=8"),
+            ("model.dtype=bf16", "model.num_experts=8"),
+        )
+    )
+    # Of each token a layer keeps the inputs of two experts, and what the second makes of them. Logits: 32 columns.
+    kept = dense + 2 * 4096 * (2 * 128 + 5 * 256) * 2
+    # Gate and up of eight experts, for their product.
+    assert stacked == kept + 8 * 2 * 256 * 128 * 2
+    # In fp32 they are multiplied one after the other. Chunks of logits are in fp32 anyway.
+    assert sparse == 2 * (kept - 4 * 1024 * 32 * 4) + 4 * 1024 * 32 * 4
+
+
 def test_the_cache_keeps_to_its_budget():
     # 2 · 80 layers, 4096 tokens, one group of 128, 2 bytes.
     one = 2 * 80 * 4096 * 128 * 2

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import embedding, scaled_dot_product_attention
+from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 from hybridflow.models.scoring import Scoring
 
@@ -19,7 +19,7 @@ Backend = Literal["varlen", "flash_attn", "triton", "rectangles"]
 ``rectangles``: sequences of like length side by side, through torch's scaled dot-product attention."""
 
 _LARGEST_HEAD = 256
-_PLAIN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_FRUGAL = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
 @functools.cache
@@ -150,14 +150,16 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scale: float) -> Tensor:
     """Compute as ``attention.attend`` does without caps, on a GPU.
 
-    Not by cuDNN, which builds a plan for each new shape. Query groups are spread out in fp32: the kernel for fp32 takes
-    none, and scores of all pairs would be made.
+    Not by cuDNN, which builds a plan for each new shape. The kernels that make no scores of all pairs want as many
+    heads of keys as of queries, and a width that is a multiple of 8. Without a mask torch may use no others from
+    Ampere on; older GPUs have none for bf16.
     """
-    has_groups = query.shape[1] != key.shape[1]
-    if has_groups and query.dtype is torch.float32:
-        sharers = query.shape[1] // key.shape[1]
-        key, value, has_groups = key.repeat_interleave(sharers, 1), value.repeat_interleave(sharers, 1), False
-    with sdpa_kernel(_PLAIN):
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=has_groups
-        )
+    head, sharers = query.shape[3], query.shape[1] // key.shape[1]
+    if sharers > 1:
+        key, value = (each.repeat_interleave(sharers, 1) for each in (key, value))
+    if head % 8:
+        query, key, value = (pad(each, (0, -head % 8)) for each in (query, key, value))
+    is_frugal = seen is None and _capability(query.device) >= (8, 0)
+    with sdpa_kernel(_FRUGAL if is_frugal else [*_FRUGAL, SDPBackend.MATH]):
+        found = scaled_dot_product_attention(query, key, value, attn_mask=seen, is_causal=seen is None, scale=scale)
+    return found[..., :head]

@@ -75,17 +75,29 @@ def test_adapters_alone_are_trained(monkeypatch, name):
     assert len(trained) < len(list(built.parameters())) and logits.requires_grad
 
 
+def memory_efficient_attention(query, key, value, *, attn_mask, is_causal, scale):
+    """Call the kernel that needs no scores of all pairs, of what it takes; which kernel torch takes it asks the device."""
+    assert attn_mask is None and is_causal and query.shape == key.shape and query.shape[3] % 8 == 0
+    assert not torch.backends.cuda.math_sdp_enabled() and not torch.backends.cuda.cudnn_sdp_enabled()
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    return kernel(query, key, value, None, True, is_causal=True, scale=scale)[0]
+
+
 KINDS = {
     "plain": (Scoring(scale=0.1), 128, torch.bfloat16),
     "window": (Scoring(scale=0.1, window=64), 128, torch.bfloat16),
     "cap": (Scoring(scale=0.1, softcap=50.0), 256, torch.bfloat16),
     "cap and window": (Scoring(scale=0.1, softcap=50.0, window=64), 256, torch.bfloat16),
     "fp32 with a window": (Scoring(scale=0.1, window=64), 128, torch.float32),
+    "fp32": (Scoring(scale=0.1), 128, torch.float32),
+    "odd heads": (Scoring(scale=0.1), 100, torch.bfloat16),
+    "wide heads": (Scoring(scale=0.1), 320, torch.bfloat16),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_of_attention_does_not_grow_with_the_square_of_tokens(monkeypatch, kind):
+    monkeypatch.setattr(cuda_attention, "scaled_dot_product_attention", memory_efficient_attention)
     scoring, head, dtype = KINDS[kind]
     made = []
     for tokens in (8192, 16384):
@@ -118,18 +130,11 @@ def test_prompts_that_samples_share_are_computed_once(monkeypatch):
     assert made[8] <= 1.1 * made[1]
 
 
-def test_models_in_fp32_ask_torch_for_what_needs_no_scores_of_all_pairs(monkeypatch):
-    asked = []
-
-    def fused(query, key, value, *, attn_mask, is_causal, scale, enable_gqa):
-        # What the memory-efficient kernel takes. Which kernel torch takes it asks the device.
-        assert attn_mask is None and is_causal and not enable_gqa and query.shape[1] == key.shape[1]
-        asked.append(query.shape)
-        return torch.empty_like(query)
-
-    monkeypatch.setattr(cuda_attention, "scaled_dot_product_attention", fused)
+def test_a_model_in_fp32_needs_no_scores_of_all_pairs(monkeypatch):
+    monkeypatch.setattr(cuda_attention, "scaled_dot_product_attention", memory_efficient_attention)
     with fake_cuda(monkeypatch) as world:
         _, built = build(world, replace(family_model("llama"), dtype="fp32"))
         batch = shared_prompts(2, 2, 100, 50)
-        built(batch.tokens, batch.attention, batch.rows)
-    assert len(asked) == 2
+        with Launches() as launches:
+            built(batch.tokens, batch.attention, batch.rows)
+    assert launches.names["_scaled_dot_product_efficient_attention"] == 2

@@ -124,3 +124,28 @@ def test_places_that_cannot_be_told_so_are_refused(places):
     flat = torch.tensor([place for each in places for place in each])
     with pytest.raises(AssertionError):
         Sequences([len(each) for each in places], flat, CPU)
+
+
+@pytest.mark.parametrize(("heads", "head"), [(4, 16), (2, 12)])
+def test_query_groups_and_odd_heads_are_laid_out_for_torch_s_kernels(monkeypatch, heads, head):
+    asked = []
+
+    def note(query, key, value, **given):
+        asked.append((query.shape, key.shape, value.shape, torch.backends.cuda.math_sdp_enabled()))
+        return scaled_dot_product_attention(query, key, value, **given)
+
+    monkeypatch.setattr(cuda_attention, "scaled_dot_product_attention", note)
+    generator = torch.Generator().manual_seed(1)
+    given = [torch.randn(3, count, 9, head, generator=generator, requires_grad=True) for count in (heads, 2, 2)]
+    expected = scaled_dot_product_attention(*given, is_causal=True, scale=0.3, enable_gqa=True)
+    weight = torch.randn(expected.shape, generator=generator)
+    for capability in (HOPPER, TURING):
+        monkeypatch.setattr(cuda_attention, "_capability", lambda device, which=capability: which)
+        found = cuda_attention.plain_attention(*given, None, 0.3)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+        pairs = (torch.autograd.grad((each * weight).sum(), given, retain_graph=True) for each in (found, expected))
+        for one, another in zip(*pairs, strict=True):
+            torch.testing.assert_close(one, another, atol=2e-6, rtol=0)
+    # Scores of all pairs may only be made where torch may have no kernel that does without.
+    assert [is_allowed for *_, is_allowed in asked] == [False, True]
+    assert {shape for *shapes, _ in asked for shape in shapes} == {(3, heads, 9, 16)}

@@ -66,6 +66,7 @@ class Check:
 CHECKS: dict[str, tuple[Check, ...]] = {
     "correctness": (
         Check("device", "gpu_checks.device", deadline_s=60),
+        Check("attention", "gpu_checks.attention", deadline_s=90),
         Check("kernels", "gpu_checks.kernels"),
         Check("families", "gpu_checks.families", deadline_s=180),
         Check("graphs", "gpu_checks.graphs"),

@@ -240,6 +240,13 @@ def shown(losses: Sequence[Mapping[str, float]]) -> str:
     return ", ".join(f"{row['actor/loss']:.6f}" for row in losses)
 
 
+def relative_gap(found: Any, expected: Any) -> float:
+    """Return the largest difference of two tensors over the largest value expected; infinity if it is no number."""
+    found, expected = found.detach().double(), expected.detach().double()
+    gap = (found - expected).abs().max() / expected.abs().max()
+    return float(gap.nan_to_num(float("inf")))
+
+
 def seconds_of(work: Callable[[], object], repeats: int = 5) -> float:
     """Return the least seconds that something takes, the GPU's part included; the first run does not count."""
     import torch

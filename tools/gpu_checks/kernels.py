@@ -7,7 +7,7 @@ import traceback
 from types import SimpleNamespace
 from typing import Any
 
-from gpu_checks.common import find_device, make_world, result, run, runs_kernels
+from gpu_checks.common import find_device, make_world, relative_gap, result, run, runs_kernels
 
 _BF16, _FP32 = 2.0**-6, 1e-4
 """Largest difference over the largest value: of what is rounded to bf16 a few times, and of sums in fp32."""
@@ -44,12 +44,6 @@ def _random(sizes: Any, *shape: int) -> Any:
     return torch.randn(shape, generator=generator, device=find_device()).to(sizes.dtype)
 
 
-def _gap(found: Any, expected: Any) -> float:
-    found, expected = found.detach().double(), expected.detach().double()
-    gap = (found - expected).abs().max() / expected.abs().max()
-    return float(gap.nan_to_num(float("inf")))
-
-
 def _norm(values: Any, weight: Any, eps: float) -> Any:
     import torch
 
@@ -72,9 +66,9 @@ def _check_layer(sizes: Any) -> dict[str, tuple[float, float]]:
     ops.gate(inner, both, False)
     gate, up = both.float().chunk(2, dim=1)
     return {
-        "sum": (_gap(hidden, total), _BF16),
-        "norm": (_gap(normed, _norm(total, weight, 1e-6)), _BF16),
-        "gate": (_gap(inner, silu(gate) * up), _BF16),
+        "sum": (relative_gap(hidden, total), _BF16),
+        "norm": (relative_gap(normed, _norm(total, weight, 1e-6)), _BF16),
+        "gate": (relative_gap(inner, silu(gate) * up), _BF16),
     }
 
 
@@ -113,7 +107,7 @@ def _check_attention(sizes: Any) -> dict[str, tuple[float, float]]:
             how = {"tiles": tiles, "rows_per_tile": most} if kind == "prefill" else {"splits": splits}
             attention = GpuAttention(addresses, tables, sequences, positions, **how)
             output = attention.attend_mixed(0, mixed[chosen].contiguous(), rotary, norms, scoring, 1e-6, 0.0)
-            found[f"{kind}{name}"] = _gap(output, expected[chosen]), _BF16
+            found[f"{kind}{name}"] = relative_gap(output, expected[chosen]), _BF16
     return found
 
 
@@ -170,9 +164,9 @@ def _check_log_probs(sizes: Any) -> dict[str, tuple[float, float]]:
     expected = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     (expected[0].sum() + 0.3 * expected[1].sum()).backward()
     return {
-        "log-probabilities": (_gap(found[0], expected[0]), _FP32),
-        "entropies": (_gap(found[1], expected[1]), _FP32),
-        "their gradient": (_gap(logits.grad, exact.grad), _BF16),
+        "log-probabilities": (relative_gap(found[0], expected[0]), _FP32),
+        "entropies": (relative_gap(found[1], expected[1]), _FP32),
+        "their gradient": (relative_gap(logits.grad, exact.grad), _BF16),
     }
 
 

@@ -21,6 +21,8 @@ Exit status: 0 all checks passed, 1 some did not, 2 a wrong command, or no GPU.
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib
 import importlib.metadata
 import json
 import os
@@ -34,6 +36,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +165,7 @@ def run_checks(checks: Sequence[Check], options: argparse.Namespace, work: Path)
     """
     end_s = time.monotonic() + options.deadline
     environment = _environment(options, work)
-    facts = _ask(environment)
+    facts = _import_once(environment) if options.dry_run else _ask(environment)
     if facts["gpu"] is None and not options.dry_run:
         raise KitError(
             f"torch finds no GPU ({facts['versions']}); run this where there is one, or add --dry-run for a CPU"
@@ -193,6 +196,28 @@ def run_checks(checks: Sequence[Check], options: argparse.Namespace, work: Path)
     return int(any(row["status"] != "passed" for row in mine))
 
 
+class Forked(ForkProcess):
+    """A process forked from this one, which is asked as one of ``subprocess`` is."""
+
+    def poll(self) -> int | None:
+        """Return its exit status; None while it runs."""
+        return self.exitcode
+
+    def wait(self) -> None:
+        """Wait until it has ended."""
+        self.join()
+
+
+def _be_check(module: str, words: Sequence[str], folder: Path) -> None:
+    """Do in this process, which was just forked, as ``python -m module words`` does in a folder."""
+    os.setsid()
+    os.chdir(folder)
+    for name, descriptor in (("out", 1), ("log", 2)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT, 0o600), descriptor)
+    sys.argv = [module, *words]
+    importlib.import_module("gpu_checks.common").run(importlib.import_module(module).main)
+
+
 class Running:
     """A check that runs, in a folder of its own and a session of its own, so that all that it starts ends with it.
 
@@ -207,7 +232,12 @@ class Running:
         self._began_s = time.monotonic()
         self._folder = work / check.name
         self._folder.mkdir()
-        words = [*([check.argument] if check.argument else []), *(["--dry-run"] if is_dry else [])]
+        words = [check.argument] if check.argument else []
+        self._process: subprocess.Popen[bytes] | Forked
+        if is_dry:
+            self._process = Forked(target=_be_check, args=(check.module, [*words, "--dry-run"], self._folder))
+            self._process.start()
+            return
         with (self._folder / "out").open("wb") as out, (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", check.module, *words],
@@ -245,6 +275,8 @@ class Running:
         """End it, and what it has started."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        # If it had not yet begun its session.
+        self._process.kill()
         self._process.wait()
 
 
@@ -348,6 +380,31 @@ def _ask(environment: dict[str, str]) -> dict[str, Any]:
     if done.returncode:
         raise KitError("torch cannot be used; see above")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _import_once(environment: dict[str, str]) -> dict[str, Any]:
+    """Import what the checks of a dry run need, so that each is forked from here; return as ``_ask``.
+
+    Importing takes longer than most of these checks. Nothing here may start a thread.
+
+    Raises:
+        KitError: torch cannot be used.
+    """
+    os.environ.update(environment)
+    sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
+    common = importlib.import_module("gpu_checks.common")
+    common.silence_dependencies()
+    try:
+        for name in ("hybridflow.trainer.trainer", "hybridflow.rollout.engine"):
+            importlib.import_module(name)
+    except ImportError as error:
+        raise KitError(f"torch cannot be used: {error}") from error
+    with suppress(ImportError):
+        importlib.import_module("transformers.models.qwen2.modeling_qwen2")
+    # The collector would look at, and so copy, all that this process has.
+    gc.freeze()
+    found: dict[str, Any] = common.facts()
     return found
 
 

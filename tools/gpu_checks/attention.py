@@ -84,11 +84,11 @@ def _check(
     attention = PackedAttention(lengths, device, torch.tensor(places))
     backend = attention._sequences.backend(given[0], scoring) if device.type == "cuda" else "rectangles"
     found, expected = attention.attend(0, *given, scoring), _attend(exact, lengths, places, scoring)
-    weight = torch.randn(expected.shape, generator=generator).to(device)
-    gradients = (torch.autograd.grad(found, given, weight.to(found.dtype)), torch.autograd.grad(expected, exact, weight))
-    pairs = {"outputs": (found, expected)}
-    pairs |= {f"gradients of {name}": pair for name, *pair in zip(("queries", "keys", "values"), *gradients, strict=True)}
-    return backend, {name: relative_gap(*pair) for name, pair in pairs.items()}
+    weight = torch.randn(expected.shape, generator=generator).to(found)
+    gradients = torch.autograd.grad(found, given, weight), torch.autograd.grad(expected, exact, weight.double())
+    names = "outputs", "gradients of queries", "gradients of keys", "gradients of values"
+    pairs = zip(names, (found, *gradients[0]), (expected, *gradients[1]), strict=True)
+    return backend, {name: relative_gap(*pair) for name, *pair in pairs}
 
 
 def _attend(packed: list[Any], lengths: list[int], places: list[int], scoring: Any) -> Any:

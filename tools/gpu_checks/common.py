@@ -70,14 +70,18 @@ def run(main: Callable[[str, bool], dict[str, Any]]) -> None:
         main: Takes the check's argument, and whether it is to use toy sizes; returns what ``result`` makes.
     """
     words = [word for word in sys.argv[1:] if word != "--dry-run"]
-    # What megatron-core and torch say about themselves.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    warnings.filterwarnings("ignore", module=r"megatron\b|torch\b")
+    silence_dependencies()
     try:
         found = main(*words or [""], len(words) < len(sys.argv) - 1)
     except CheckError as error:
         sys.exit(f"error: {error}")
     print(json.dumps(found), flush=True)
+
+
+def silence_dependencies() -> None:
+    """Leave out what megatron-core and torch say about themselves; before they are imported."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    warnings.filterwarnings("ignore", module=r"megatron\b|torch\b")
 
 
 def result(text: str, bounds: Mapping[str, tuple[float, str, float]], figures: Mapping[str, Any]) -> dict[str, Any]:

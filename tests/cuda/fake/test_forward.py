@@ -76,7 +76,7 @@ def test_adapters_alone_are_trained(monkeypatch, name):
 
 
 def memory_efficient_attention(query, key, value, *, attn_mask, is_causal, scale):
-    """Call the kernel that needs no scores of all pairs, of what it takes; which kernel torch takes it asks the device."""
+    """Call the kernel without scores of all pairs, if it can take this. Which kernel torch takes it asks the device."""
     assert attn_mask is None and is_causal and query.shape == key.shape and query.shape[3] % 8 == 0
     assert not torch.backends.cuda.math_sdp_enabled() and not torch.backends.cuda.cudnn_sdp_enabled()
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridflow.errors import CheckpointError
-from hybridflow.families.assets import read_small
+from hybridflow.foreign import read_small
 from hybridflow.observe.files import plain_name
 
 JOB = "job.json"

@@ -20,9 +20,12 @@ from typing import Any
 
 from hybridflow.data.tokenizer import Tokenizer, read_object
 from hybridflow.errors import DataError
+from hybridflow.foreign import read_small
 
 FILE = "chat_template.jinja"
 _MOST_CHARACTERS = 1 << 20
+# JSON writes a character beyond 16 bits as 12, and the error beside the text is short.
+_MOST_ANSWER_BYTES = 12 * _MOST_CHARACTERS + (1 << 16)
 _START_S, _RENDER_S = 60.0, 5.0
 _MEMORY_BYTES = 1 << 29
 _BLOCK_BYTES = 1 << 16
@@ -36,7 +39,7 @@ def chat_template(tokenizer: Tokenizer) -> str | None:
     """
     folder = tokenizer.path.parent
     try:
-        return (folder / FILE).read_text(encoding="utf-8")
+        return read_small(folder / FILE, _MOST_CHARACTERS).decode("utf-8")
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
@@ -107,7 +110,14 @@ class Chat:
                 ) from error
         if "error" in answer:
             raise DataError(answer["error"])
-        return str(answer["text"])
+        text = str(answer["text"])
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"the chat template made half of a surrogate pair: character {error.start}; mend it"
+            ) from None
+        return text
 
     def close(self) -> None:
         """End the process; the next ``render`` begins another."""
@@ -152,6 +162,8 @@ class Chat:
                     if not block:
                         raise EOFError("its process ended")
                     got += block
+                    if len(got) > _MOST_ANSWER_BYTES:
+                        raise OSError(f"its process wrote more than {_MOST_ANSWER_BYTES} bytes")
         return bytes(got)
 
 

@@ -1,4 +1,4 @@
-"""The process in which a chat template runs: the one door to ``jinja2``. It has nothing else of hybridflow.
+"""The process in which a chat template runs: the one door to ``jinja2``. It has little else of hybridflow.
 
     python -m hybridflow.data.chat_process MEMORY_BYTES RENDER_S
 
@@ -15,21 +15,16 @@ import resource
 import sys
 from typing import Any, BinaryIO
 
+from hybridflow.foreign import limit_process
+
+_MOST_REASON = 500
+
 
 def main() -> int:
     """Answer until the input ends."""
     memory_bytes, render_s = int(sys.argv[1]), int(sys.argv[2])
     source, target = sys.stdin.buffer, sys.stdout.buffer
-    # What it may do is reckon: no more memory than this, no file written, no process begun.
-    for limit, value in (
-        (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_NPROC, 0),
-    ):
-        _, most = resource.getrlimit(limit)
-        value = value if most == resource.RLIM_INFINITY else min(value, most)
-        resource.setrlimit(limit, (value, value))
+    limit_process(memory_bytes)
     first = _receive(source)
     if first is None:
         return 0
@@ -56,7 +51,7 @@ def main() -> int:
             }
         # A template may do whatever a small program can do wrong.
         except Exception as error:
-            reason = f"{type(error).__name__}: {str(error)[:500]}"
+            reason = f"{type(error).__name__}: {str(error)[:_MOST_REASON]}"
             answer = {"error": f"the chat template fails: {reason}; mend it, or send the text itself"}
         _send(target, answer)
     return 0
@@ -81,8 +76,8 @@ def _tojson(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-def _refuse(message: str) -> None:
-    raise _Refused(message)
+def _refuse(message: object) -> None:
+    raise _Refused(str(message)[:_MOST_REASON])
 
 
 def _limit_time(seconds: int) -> None:

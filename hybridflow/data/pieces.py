@@ -9,6 +9,7 @@ from pathlib import Path
 import sentencepiece
 
 from hybridflow.errors import DataError
+from hybridflow.foreign import read_small
 from hybridflow.observe.files import replace_file
 
 
@@ -34,7 +35,7 @@ class PieceTokenizer:
     def __init__(self, path: str | Path, *, more_stops: Sequence[int] = ()) -> None:
         self.path = Path(path)
         try:
-            model = self.path.read_bytes()
+            model = read_small(self.path)
         except OSError as error:
             raise DataError(
                 f"tokenizer {path}: cannot be read: {error.strerror}; set tokenizer.path to a tokenizer, or to null to "

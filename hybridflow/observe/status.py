@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from hybridflow.errors import DataError
-from hybridflow.families.assets import read_small
+from hybridflow.foreign import read_small
 from hybridflow.observe.files import json_objects
 from hybridflow.observe.metrics import METRICS_FILE, phase_seconds
 from hybridflow.observe.report import SUMMARY_FILE

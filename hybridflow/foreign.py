@@ -80,3 +80,10 @@ def limit_process(memory_bytes: int, *, cpu_s: int | None = None) -> None:
         _, most = resource.getrlimit(limit)
         value = value if most == resource.RLIM_INFINITY else min(value, most)
         resource.setrlimit(limit, (value, value))
+
+
+def limit_cpu(seconds: int) -> None:
+    """Have this process killed when it has computed for so long again, also where nobody is left to end it."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + seconds, most))

@@ -11,11 +11,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import resource
 import sys
 from typing import Any, BinaryIO
 
-from hybridflow.foreign import limit_process
+from hybridflow.foreign import limit_cpu, limit_process
 
 _MOST_REASON = 500
 
@@ -34,7 +33,7 @@ def main() -> int:
     _send(target, {})
     template: Any = None
     while (messages := _receive(source)) is not None:
-        _limit_time(2 * render_s)
+        limit_cpu(2 * render_s)
         try:
             if template is None:
                 template = _compiled(first["template"])
@@ -78,13 +77,6 @@ def _tojson(value: Any, indent: int | None = None) -> str:
 
 def _refuse(message: object) -> None:
     raise _Refused(str(message)[:_MOST_REASON])
-
-
-def _limit_time(seconds: int) -> None:
-    """End this process when it has reckoned for so long again, also where nobody is left to end it."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + seconds, most))
 
 
 def _receive(source: BinaryIO) -> Any:

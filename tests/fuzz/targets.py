@@ -28,7 +28,7 @@ from hybridflow.checkpoint.manifest import NAME, digest
 from hybridflow.checkpoint.store import complete_role, complete_step, load_latest, open_role, role_path
 from hybridflow.checkpoint.tensor_file import TensorFile
 from hybridflow.config.data import DataConfig
-from hybridflow.data import fast, trial
+from hybridflow.data import fast, hdf5, trial
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.foreign import limit_process
@@ -171,6 +171,7 @@ def _write_hdf5(folder: Path) -> Sequence[str]:
 
 
 def _read_hdf5(folder: Path, name: str) -> None:
+    hdf5._CPU_S = 1  # of the process that looks through files first
     if name == "rows.h5":
         read_file(folder / name)
         return

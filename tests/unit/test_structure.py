@@ -63,6 +63,7 @@ LIGHT = [
         "data.pieces",
         "data.fast",
         "data.trial",
+        "data.limited",
         "data.tokenizer",
         "data.rows",
         "data.files",

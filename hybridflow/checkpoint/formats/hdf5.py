@@ -30,7 +30,7 @@ from hybridflow.checkpoint.formats.sharded import ShardedTarget
 from hybridflow.checkpoint.formats.source import Source, Target, check_shapes
 from hybridflow.checkpoint.manifest import TensorEntry, overlap, versions
 from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, bytes_of, entry_of
-from hybridflow.data.hdf5 import h5py, is_own, item_in, open_hdf5, rows_at_once
+from hybridflow.data.hdf5 import h5py, is_own, item_in, open_hdf5, rows_at_once, try_files
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.families.assets import ASSETS, identity_of
 from hybridflow.families.model import ModelConfig
@@ -144,6 +144,7 @@ class HDF5Source(Source):
                 raise CheckpointError(
                     f"{path}: missing; restore it from a copy: h5py would read what it holds as zeros"
                 )
+            try_files([path])
             # Nothing writes here, and not every file system can lock.
             file = open_hdf5(path, locking=False, rdcc_nbytes=_CACHE_BYTES)
             found = _text(file, "format") if "format" in file.attrs else "none"
@@ -455,6 +456,8 @@ def read_texts(path: Path, name: str) -> list[str]:
     Raises:
         CheckpointError: There is no such dataset, or it cannot be read.
     """
+    with _reading(path, name):
+        try_files([path])
     with _reading(path, name), open_hdf5(path) as file:
         dataset = item_in(file, name)
         if not is_own(dataset) or dataset.ndim != 1 or h5py.check_string_dtype(dataset.dtype) is None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.config.data import DataConfig
-from hybridflow.data import readers
+from hybridflow.data import hdf5, readers
 from hybridflow.data.files import find_files
 from hybridflow.errors import DataError
 from tests.e2e.commands import free_port
@@ -392,3 +392,14 @@ def test_pipes_are_no_files_of_rows(tmp_path):
     for name in ("rows.jsonl", "rows.parquet", "rows.h5"):
         os.mkfifo(tmp_path / name)
         complains_apart(lambda name=name: read_file(tmp_path / name), [name, "is not a regular file"])
+
+
+def test_a_file_of_which_the_library_never_ends_is_refused(tmp_path, monkeypatch):
+    """An object of no bytes in the heap of texts: the library looks for the next one where this one is."""
+    monkeypatch.setattr(hdf5, "_CPU_S", 1)
+    path = write_rows(tmp_path / "rows", ROWS, "hdf5")
+    content = bytearray(path.read_bytes())
+    heap = content.index(b"GCOL") + 16
+    content[heap : heap + 16] = bytes(16)
+    path.write_bytes(content)
+    complains_apart(lambda: read_file(path), ["rows.h5: cannot be read as rows of HDF5: the library crashes or needs"])

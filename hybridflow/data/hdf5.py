@@ -52,10 +52,10 @@ def try_files(paths: Iterable[str | os.PathLike[str]]) -> None:
     Raises:
         OSError: The library crashes or does not end.
     """
-    for path in map(os.fspath, paths):
-        with open_regular(path) as file:
+    for path in paths:
+        with open_regular(os.fspath(path)) as file:
             found = os.fstat(file.fileno())
-        _try(path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        _try(os.fspath(path), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -212,7 +212,7 @@ def rows_at_once(columns: Mapping[str, Any], num_bytes: int, max_row_bytes: int)
     num_rows = len(next(iter(columns.values())))
     if num_rows > num_bytes:
         raise ValueError(f"it has {num_rows} rows in {num_bytes} bytes; a row takes a byte at least")
-    row_bytes = sum(math.prod(column.shape[1:]) * column.dtype.itemsize for column in columns.values())
+    row_bytes: int = sum(math.prod(column.shape[1:]) * column.dtype.itemsize for column in columns.values())
     if row_bytes > max_row_bytes:
         raise ValueError(f"its rows have {row_bytes} bytes, more than data.max_row_bytes={max_row_bytes}")
     if any(column.dtype.hasobject for column in columns.values()):

@@ -54,13 +54,12 @@ def read_parquet(path: str, start: int, stop: int, max_row_bytes: int) -> Iterat
 
 def _rows_at_once(group: Any, num_bytes: int, max_row_bytes: int) -> int:
     """Return how many rows to read at once, in memory that follows from the size of the file."""
-    parts = [group.column(index) for index in range(group.num_columns)]
-    compressed = min(num_bytes, sum(max(0, part.total_compressed_size) for part in parts))
-    plain = sum(max(0, part.total_uncompressed_size) for part in parts)
-    if plain > _FREE_GROWTH_BYTES + _MAX_GROWTH * compressed:
+    # Not that of its columns: to ask for a damaged one ends the process.
+    plain: int = group.total_byte_size
+    if not 0 <= plain <= _FREE_GROWTH_BYTES + _MAX_GROWTH * num_bytes:
         raise ValueError(
-            f"a row group of {compressed} bytes has {plain} bytes without compression, more than {_MAX_GROWTH} "
-            "times as many; write it without compression"
+            f"a row group has {plain} bytes without compression, more than {_MAX_GROWTH} times the {num_bytes} of the "
+            "file; write it without compression"
         )
     if group.num_rows > 0 and plain > group.num_rows * max_row_bytes:
         raise ValueError(f"a row is longer than data.max_row_bytes={max_row_bytes}; shorten it, or raise the key")

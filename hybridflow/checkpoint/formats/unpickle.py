@@ -388,9 +388,12 @@ class _Reader(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
-    def read(self, size: int = -1) -> bytes | None:
+    def read(self, size: int = -1) -> bytes:
         # The base class makes room for whatever a damaged directory says.
-        return super().read(size if size < 0 else min(size, max(0, len(self._data) - self._at)))
+        stop = len(self._data) if size < 0 else min(self._at + size, len(self._data))
+        part = bytes(self._data[self._at : stop])
+        self._at = max(self._at, stop)
+        return part
 
     def readinto(self, buffer: Any) -> int:
         part = self._data[self._at : self._at + len(buffer)]

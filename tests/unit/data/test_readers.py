@@ -380,8 +380,8 @@ def test_a_long_row_is_a_bad_row(tmp_path, file_format):
 def test_parquet_takes_no_more_memory_than_its_size_allows(tmp_path):
     path = tmp_path / "rows.parquet"
     for texts, says in (
-        (["x" * (40 << 20)], "a row group of "),
-        (["x" * 1000] * 999 + ["x" * (40 << 20)], "a row group of "),
+        (["x" * (40 << 20)], "a row group has "),
+        (["x" * 1000] * 999 + ["x" * (40 << 20)], "a row group has "),
         ([os.urandom(3 << 20).hex()], "a row is longer than data.max_row_bytes=1048576"),
     ):
         parquet.write_table(columns(prompt=texts), path, compression="zstd", use_dictionary=False)

@@ -51,7 +51,11 @@ class PieceTokenizer:
             raise DataError(
                 f"tokenizer {path}: is not a sentencepiece model ({len(model)} bytes); make or copy it anew"
             )
-        self.vocab_size: int = self._processor.vocab_size()
+        try:
+            self._pieces = {index: self._processor.id_to_piece(index) for index in range(len(self._processor))}
+        except UnicodeDecodeError as error:
+            raise DataError(f"tokenizer {path}: has a token that is not UTF-8: {error.reason}; copy it anew") from error
+        self.vocab_size = len(self._pieces)
         self.eos_id: int = self._processor.eos_id()
         if self.eos_id < 0:
             raise DataError(f"tokenizer {path}: has no end-of-sequence token; train it with an eos_id")
@@ -72,7 +76,7 @@ class PieceTokenizer:
 
     def pieces(self) -> dict[int, str]:
         """Return every token id with its text, as the model has it."""
-        return {index: self._processor.id_to_piece(index) for index in range(self.vocab_size)}
+        return dict(self._pieces)
 
 
 def train_tokenizer(lines: Iterable[str], *, path: str | Path, vocab_size: int) -> PieceTokenizer:

@@ -82,20 +82,19 @@ def fuzz(target: Target, count: int, *, seed: int = 0, extra: Sequence[Case] = (
         target: The reader.
         count: Number of cases.
         seed: Of all choices. A case is a function of it, the number of the case, and the valid files.
-        extra: Files that failed once. They are read as they are before the others, and changed like the valid ones.
+        extra: Files that failed once. They are read before the others, as they are.
     """
     with tempfile.TemporaryDirectory() as top:
         folder = Path(top) / "files"
         folder.mkdir()
         originals = _originals(target, folder)
-        bases = [*originals, *extra]
 
         def case(number: int) -> Case:
             if number < len(extra):
                 return extra[number]
             rng = random.Random(f"{seed}:{number}")
-            name, content = rng.choice(bases)
-            content = changed(rng, content, [base.content for base in bases], target.words)
+            name, content = rng.choice(originals)
+            content = changed(rng, content, [each.content for each in originals], target.words)
             return Case(name, target.mend(content) if rng.randrange(8) else content)
 
         report, number = Report(), 0

@@ -24,9 +24,10 @@ def open_regular(path: str | Path) -> BinaryIO:
     """
     # Without O_NONBLOCK the opening of a pipe waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "is not a regular file", str(path))
     return os.fdopen(descriptor, "rb")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridflow.errors import CheckpointError
-from hybridflow.families.assets import read_small
+from hybridflow.foreign import read_small
 from hybridflow.observe.files import plain_name
 
 JOB = "job.json"
@@ -67,8 +67,8 @@ def read_note(note: Path) -> str | None:
         return read_small(note, _MOST_NOTE_BYTES).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
-    except ValueError as error:
-        return str(error)
+    except OSError as error:
+        return error.strerror
 
 
 def step_of(name: str) -> int | None:

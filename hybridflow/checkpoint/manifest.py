@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 
 from hybridflow import __version__
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
-from hybridflow.families.assets import FOLDER, read_small
+from hybridflow.families.assets import FOLDER
 from hybridflow.families.model import ModelConfig
+from hybridflow.foreign import read_small
 from hybridflow.observe.files import plain_name
 from hybridflow.reshard.spec import ITEM_BYTES, Box, DType, intersect, num_elements
 from hybridflow.sections import read_section, to_dict

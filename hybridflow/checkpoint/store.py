@@ -26,7 +26,7 @@ from hybridflow.checkpoint.job_file import JOB, MALFORMED, RoleRecord, malformed
 from hybridflow.checkpoint.manifest import NAME, digest, read_digested, versions
 from hybridflow.checkpoint.model_dir import ModelDir, write_bytes
 from hybridflow.errors import CheckpointError, WriteError
-from hybridflow.families.assets import read_small
+from hybridflow.foreign import read_small
 from hybridflow.observe.files import sync_path, writing
 
 BASE = "base"

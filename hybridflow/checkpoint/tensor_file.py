@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.foreign import open_regular
 from hybridflow.reshard.spec import DType
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -57,12 +58,12 @@ class TensorFile:
         self.path = path
         self.entries: dict[str, TensorEntry] = {}
         try:
-            # The library checks the header: sizes, offsets without holes, the file's length.
-            with safe_open(path, "pt") as file:
-                for key in file.offset_keys():
-                    part = file.get_slice(key)
-                    self.entries[key] = TensorEntry(self._dtype(key, part.get_dtype()), tuple(part.get_shape()))
-            with path.open("rb") as handle:
+            with open_regular(path) as handle:
+                # The library checks the header: sizes, offsets without holes, the file's length.
+                with safe_open(path, "pt") as file:
+                    for key in file.offset_keys():
+                        part = file.get_slice(key)
+                        self.entries[key] = TensorEntry(self._dtype(key, part.get_dtype()), tuple(part.get_shape()))
                 (header_bytes,) = struct.unpack("<Q", handle.read(8))
                 # A private map, since torch wants memory that could be written.
                 self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)

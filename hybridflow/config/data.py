@@ -125,7 +125,7 @@ class DataConfig:
             and a prompt that is too long makes a bad row.
         on_bad_row: What training does with a row that it cannot use. ``error`` stops and names the place of the row.
             ``skip`` goes on and reports how many rows were skipped.
-        max_row_bytes: Longest line of JSONL, in bytes.
+        max_row_bytes: Longest row, in bytes: of JSONL its line, else about what its values take.
         num_workers: Processes of each rank that prepare the rows of large files.
         cache_dir: Directory for prepared rows, for runs that share them. None means inside ``run_dir``.
         arithmetic: Generate ``train`` and ``held_out`` from these settings if the files are missing.

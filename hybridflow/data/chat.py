@@ -9,23 +9,20 @@ from __future__ import annotations
 import functools
 import json
 import os
-import selectors
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from hybridflow.data.limited import LimitedProcess
 from hybridflow.data.tokenizer import Tokenizer, read_object
 from hybridflow.errors import DataError
+from hybridflow.foreign import read_small
 
 FILE = "chat_template.jinja"
 _MOST_CHARACTERS = 1 << 20
+# JSON writes a character beyond 16 bits as 12, and the error beside the text is short.
+_MOST_ANSWER_BYTES = 12 * _MOST_CHARACTERS + (1 << 16)
 _START_S, _RENDER_S = 60.0, 5.0
 _MEMORY_BYTES = 1 << 29
-_BLOCK_BYTES = 1 << 16
 
 
 def chat_template(tokenizer: Tokenizer) -> str | None:
@@ -36,7 +33,7 @@ def chat_template(tokenizer: Tokenizer) -> str | None:
     """
     folder = tokenizer.path.parent
     try:
-        return (folder / FILE).read_text(encoding="utf-8")
+        return read_small(folder / FILE, _MOST_CHARACTERS).decode("utf-8")
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
@@ -72,8 +69,8 @@ def _shared(process: int, template: str, special: str) -> Chat:
     return Chat(template, json.loads(special))
 
 
-class Chat:
-    """A template in a process of its own, begun when it is first needed and ended with this object.
+class Chat(LimitedProcess):
+    """A template in a process of its own.
 
     Args:
         template: Text of jinja.
@@ -81,10 +78,9 @@ class Chat:
     """
 
     def __init__(self, template: str, special: Mapping[str, str]) -> None:
+        limits = str(_MEMORY_BYTES), str(int(_RENDER_S))
+        super().__init__("hybridflow.data.chat_process", limits, max_answer_bytes=_MOST_ANSWER_BYTES)
         self._first = json.dumps({"template": template, "special": dict(special), "most": _MOST_CHARACTERS}).encode()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._owner = os.getpid()
-        self._lock = threading.Lock()
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Render a conversation as the text that the assistant's answer continues.
@@ -107,52 +103,20 @@ class Chat:
                 ) from error
         if "error" in answer:
             raise DataError(answer["error"])
-        return str(answer["text"])
-
-    def close(self) -> None:
-        """End the process; the next ``render`` begins another."""
-        process, self._process = self._process, None
-        # A fork of this process has the object too, and not the child.
-        if process is not None and self._owner == os.getpid():
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                pipe.close()
-
-    def __del__(self) -> None:
-        self.close()
+        text = str(answer["text"])
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"the chat template made half of a surrogate pair: character {error.start}; mend it"
+            ) from None
+        return text
 
     def _ask(self, messages: bytes) -> dict[str, Any]:
-        if self._process is None:
-            self._process = _start()
-            self._exchange(self._first, _START_S)
-        answer: dict[str, Any] = json.loads(self._exchange(messages, _RENDER_S))
+        if not self.is_running:
+            self.exchange(self._first, _START_S)
+        answer: dict[str, Any] = json.loads(self.exchange(messages, _RENDER_S))
         return answer
-
-    def _exchange(self, payload: bytes, within_s: float) -> bytes:
-        """Send one message, and have one back. Raises OSError, EOFError or TimeoutError."""
-        process, end_s = self._process, time.monotonic() + within_s
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        left, got = memoryview(payload + b"\n"), bytearray()
-        with selectors.DefaultSelector() as ready:
-            ready.register(process.stdin, selectors.EVENT_WRITE)
-            ready.register(process.stdout, selectors.EVENT_READ)
-            while not got.endswith(b"\n"):
-                events = ready.select(max(0.0, end_s - time.monotonic()))
-                if not events:
-                    raise TimeoutError(f"no answer within {within_s:g} s")
-                for key, _ in events:
-                    if key.fileobj is process.stdin:
-                        left = left[os.write(key.fd, left[:_BLOCK_BYTES]) :]
-                        if not left:
-                            ready.unregister(process.stdin)
-                        continue
-                    block = os.read(key.fd, _BLOCK_BYTES)
-                    if not block:
-                        raise EOFError("its process ended")
-                    got += block
-        return bytes(got)
 
 
 def read_messages(value: Any, where: str) -> list[dict[str, str]]:
@@ -164,22 +128,6 @@ def read_messages(value: Any, where: str) -> list[dict[str, str]]:
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: found {value!r:.60}, expected a list of messages, at least one")
     return [_message(each, f"{where}[{index}]") for index, each in enumerate(value)]
-
-
-def _start() -> subprocess.Popen[bytes]:
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    process = subprocess.Popen(
-        [sys.executable, "-B", "-m", "hybridflow.data.chat_process", str(_MEMORY_BYTES), str(int(_RENDER_S))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        os.set_blocking(pipe.fileno(), False)
-    return process
 
 
 def _message(value: Any, where: str) -> dict[str, str]:

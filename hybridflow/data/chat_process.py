@@ -1,4 +1,4 @@
-"""The process in which a chat template runs: the one door to ``jinja2``. It has nothing else of hybridflow.
+"""The process in which a chat template runs: the one door to ``jinja2``. It has little else of hybridflow.
 
     python -m hybridflow.data.chat_process MEMORY_BYTES RENDER_S
 
@@ -11,25 +11,19 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import resource
 import sys
 from typing import Any, BinaryIO
+
+from hybridflow.foreign import limit_cpu, limit_process
+
+_MOST_REASON = 500
 
 
 def main() -> int:
     """Answer until the input ends."""
     memory_bytes, render_s = int(sys.argv[1]), int(sys.argv[2])
     source, target = sys.stdin.buffer, sys.stdout.buffer
-    # What it may do is reckon: no more memory than this, no file written, no process begun.
-    for limit, value in (
-        (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_NPROC, 0),
-    ):
-        _, most = resource.getrlimit(limit)
-        value = value if most == resource.RLIM_INFINITY else min(value, most)
-        resource.setrlimit(limit, (value, value))
+    limit_process(memory_bytes)
     first = _receive(source)
     if first is None:
         return 0
@@ -39,7 +33,7 @@ def main() -> int:
     _send(target, {})
     template: Any = None
     while (messages := _receive(source)) is not None:
-        _limit_time(2 * render_s)
+        limit_cpu(2 * render_s)
         try:
             if template is None:
                 template = _compiled(first["template"])
@@ -56,7 +50,7 @@ def main() -> int:
             }
         # A template may do whatever a small program can do wrong.
         except Exception as error:
-            reason = f"{type(error).__name__}: {str(error)[:500]}"
+            reason = f"{type(error).__name__}: {str(error)[:_MOST_REASON]}"
             answer = {"error": f"the chat template fails: {reason}; mend it, or send the text itself"}
         _send(target, answer)
     return 0
@@ -81,15 +75,8 @@ def _tojson(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-def _refuse(message: str) -> None:
-    raise _Refused(message)
-
-
-def _limit_time(seconds: int) -> None:
-    """End this process when it has reckoned for so long again, also where nobody is left to end it."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + seconds, most))
+def _refuse(message: object) -> None:
+    raise _Refused(str(message)[:_MOST_REASON])
 
 
 def _receive(source: BinaryIO) -> Any:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridflow.data.trial import try_tokenizer
 from hybridflow.errors import DataError
+from hybridflow.foreign import limit_process, read_small
+
+# Ids of real vocabularies have few gaps.
+_MAX_GAPS = 1 << 16
+_CHARACTERS = "".join(map(chr, range(1, 0x250))) + "☃漢字\U0001f642\U0001f1e9\u200b\ufeff"
+_SAMPLES = (_CHARACTERS * 16, *(each * 4096 for each in ("a", " ", "\n", "1", "☃", "ab", " a", "<|x|>")))
 
 
 class FastTokenizer:
@@ -37,6 +46,10 @@ class FastTokenizer:
         self._tokenizer.no_padding()
         self._pieces: dict[int, str] = {index: piece for piece, index in self._tokenizer.get_vocab().items()}
         self.vocab_size = max(self._pieces, default=-1) + 1
+        if self.vocab_size > 2 * len(self._pieces) + _MAX_GAPS:
+            raise DataError(
+                f"tokenizer {path}: has {len(self._pieces)} tokens with ids up to {self.vocab_size - 1}; copy it anew"
+            )
         eos_id = self._named(settings, "eos_token")
         stops = (*(() if eos_id is None else (eos_id,)), *more_stops)
         if not stops:
@@ -52,12 +65,14 @@ class FastTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without any at its beginning or end."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        with _failures_told(self.path, "cannot encode a text"):
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids; special tokens are left out."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        with _failures_told(self.path, "cannot decode token ids"):
+            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
     def pieces(self) -> dict[int, str]:
@@ -78,7 +93,8 @@ class FastTokenizer:
         return found
 
     def _first_of_template(self) -> int | None:
-        encoded = self._tokenizer.encode("a", add_special_tokens=True)
+        with _failures_told(self.path, "cannot encode a text"):
+            encoded = self._tokenizer.encode("a", add_special_tokens=True)
         mask = encoded.special_tokens_mask
         before = encoded.ids[: mask.index(0) if 0 in mask else len(mask)]
         if len(before) > 1:
@@ -97,12 +113,63 @@ def _load(path: Path) -> Any:
             f"tokenizer {path}: reading it takes the package tokenizers, which is not installed; pip install "
             "'hybridflow[hf]'"
         ) from error
+    with _failures_told(path, "cannot be read"):
+        content = read_small(path)
+        try_tokenizer(content, str(path), tokenizers.__version__)
+        return tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+
+
+@contextlib.contextmanager
+def _failures_told(path: Path, what: str) -> Iterator[None]:
+    """Turn whatever the package raises into an error that names the file."""
     try:
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    # The package raises plain exceptions for whatever it cannot parse.
-    except Exception as error:
+        yield
+    except DataError:
+        raise
+    except BaseException as error:
+        if not _is_failure(error):
+            raise
         reason = " ".join(str(error).split())
         raise DataError(
-            f"tokenizer {path}: cannot be read: {type(error).__name__}: {reason:.200}; copy it anew, or update the "
-            "package tokenizers"
+            f"tokenizer {path}: {what}: {type(error).__name__}: {reason:.200}; copy it anew, or update the package "
+            "tokenizers"
         ) from error
+
+
+def _is_failure(error: BaseException) -> bool:
+    # A panic of Rust is no Exception, and its class cannot be imported.
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def complaint(content: bytes) -> str:
+    """Load a tokenizer and encode texts; return what is wrong with it, empty if nothing is."""
+    try:
+        import tokenizers
+
+        tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.get_vocab()
+        for sample in _SAMPLES:
+            # It may have no token for what it does not know.
+            with contextlib.suppress(Exception):
+                tokenizer.decode(tokenizer.encode(sample, add_special_tokens=True).ids, skip_special_tokens=True)
+    except BaseException as error:
+        if not _is_failure(error):
+            raise
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def main() -> int:
+    """Print what is wrong with the tokenizer on the standard input; see ``trial``."""
+    memory_bytes, cpu_s = map(int, sys.argv[1:])
+    content = sys.stdin.buffer.read()
+    limit_process(memory_bytes, cpu_s=cpu_s)
+    said = complaint(content)
+    print(said)
+    return 1 if said else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

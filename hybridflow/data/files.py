@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from hybridflow.errors import DataError
+from hybridflow.foreign import open_regular
 
 _BUFFER_BYTES = 1 << 20
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -61,7 +62,7 @@ def open_file(path: str) -> BinaryIO:
             # Not all of them can read a line of a limited length.
             return io.BufferedReader(system.open(name, "rb"), _BUFFER_BYTES)
     try:
-        return open(path, "rb")
+        return open_regular(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}; set data.train and data.held_out") from error
 

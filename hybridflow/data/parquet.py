@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybridflow.data.files import open_file
-from hybridflow.data.rows import HERE
+from hybridflow.data.rows import HERE, too_long
 from hybridflow.errors import DataError
 
-_ROWS_AT_ONCE = 1024
+_LEAST_ROWS, _MOST_ROWS = 8, 1024
+_BATCH_BYTES = 1 << 26
+# Row groups of text are a few times smaller when compressed. One of zeros is thousands of times smaller.
+_MAX_GROWTH, _FREE_GROWTH_BYTES = 50, 1 << 24
 
 
-def count_rows_of_groups(path: str) -> list[int]:
-    """Count the rows of each row group of a file. Raises DataError: it is no Parquet file, or cannot be read."""
-    with _opened(path) as table:
-        return [table.metadata.row_group(index).num_rows for index in range(table.num_row_groups)]
+def count_rows_of_groups(path: str, max_row_bytes: int) -> list[int]:
+    """Count the rows of each row group of a file.
+
+    Raises:
+        DataError: It is no Parquet file, cannot be read, or takes far more memory than its size.
+    """
+    with _opened(path) as (table, num_bytes):
+        counts = [table.metadata.row_group(index).num_rows for index in range(table.num_row_groups)]
+        if any(count < 0 for count in counts) or sum(counts) > num_bytes:
+            raise ValueError(f"it has {sum(counts)} rows in {num_bytes} bytes; a row takes a byte at least")
+        for index in range(table.num_row_groups):
+            _rows_at_once(table.metadata.row_group(index), num_bytes, max_row_bytes)
+        return counts
 
 
-def read_parquet(path: str, start: int, stop: int) -> Iterator[Mapping[str, Any] | DataError]:
+def read_parquet(path: str, start: int, stop: int, max_row_bytes: int) -> Iterator[Mapping[str, Any] | DataError]:
     """Read the rows from ``start`` to ``stop``, where row groups begin.
 
     Yields:
@@ -28,32 +41,51 @@ def read_parquet(path: str, start: int, stop: int) -> Iterator[Mapping[str, Any]
     Raises:
         DataError: The file is damaged.
     """
-    with _opened(path) as table:
-        groups, begin = [], 0
+    with _opened(path) as (table, num_bytes):
+        begin = 0
         for index in range(table.num_row_groups):
+            group = table.metadata.row_group(index)
             if start <= begin < stop:
-                groups.append(index)
-            begin += table.metadata.row_group(index).num_rows
-        for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=groups):
-            yield from _rows(batch)
+                rows_at_once = _rows_at_once(group, num_bytes, max_row_bytes)
+                for batch in table.iter_batches(batch_size=rows_at_once, row_groups=[index]):
+                    yield from _rows(batch, max_row_bytes)
+            begin += group.num_rows
 
 
-def _rows(batch: Any) -> Iterator[Mapping[str, Any] | DataError]:
-    try:
-        yield from batch.to_pylist()
-        return
-    except UnicodeDecodeError:
-        pass
-    # One row says what is not UTF-8, and the others are good.
-    for index in range(batch.num_rows):
+def _rows_at_once(group: Any, num_bytes: int, max_row_bytes: int) -> int:
+    """Return how many rows to read at once, in memory that follows from the size of the file."""
+    # Not that of its columns: to ask for a damaged one ends the process.
+    plain: int = group.total_byte_size
+    if not 0 <= plain <= _FREE_GROWTH_BYTES + _MAX_GROWTH * num_bytes:
+        raise ValueError(
+            f"a row group has {plain} bytes without compression, more than {_MAX_GROWTH} times the {num_bytes} of the "
+            "file; write it without compression"
+        )
+    if group.num_rows > 0 and plain > group.num_rows * max_row_bytes:
+        raise ValueError(f"a row is longer than data.max_row_bytes={max_row_bytes}; shorten it, or raise the key")
+    # A text that is the value of all rows lies in the file once.
+    return max(_LEAST_ROWS, min(_MOST_ROWS, _BATCH_BYTES // max(1, plain)))
+
+
+def _rows(batch: Any, max_row_bytes: int) -> Iterator[Mapping[str, Any] | DataError]:
+    if batch.nbytes <= max_row_bytes:
         try:
-            yield batch.slice(index, 1).to_pylist()[0]
+            yield from batch.to_pylist()
+            return
+        except UnicodeDecodeError:
+            pass
+    # One row is too long or says what is not UTF-8, and the others are good.
+    for index in range(batch.num_rows):
+        row = batch.slice(index, 1)
+        try:
+            yield too_long(max_row_bytes) if row.nbytes > max_row_bytes else row.to_pylist()[0]
         except UnicodeDecodeError as error:
             yield DataError(f"{HERE}: not UTF-8: {error.reason}; write the column's text as UTF-8")
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[Any]:
+def _opened(path: str) -> Iterator[tuple[Any, int]]:
+    """Open a file; also give its size."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -63,9 +95,10 @@ def _opened(path: str) -> Iterator[Any]:
         ) from error
     with open_file(path) as file:
         try:
+            num_bytes = file.seek(0, os.SEEK_END)
             with parquet.ParquetFile(file, pre_buffer=False) as table:
-                yield table
-        except (pyarrow.ArrowException, OSError, MemoryError) as error:
+                yield table, num_bytes
+        except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
             reason = " ".join(str(error).split())
             raise DataError(
                 f"{path}: cannot be read as Parquet: {type(error).__name__}: {reason:.200}; copy it anew, or set "

@@ -9,6 +9,7 @@ from pathlib import Path
 import sentencepiece
 
 from hybridflow.errors import DataError
+from hybridflow.foreign import read_small
 from hybridflow.observe.files import replace_file, writing
 
 
@@ -34,7 +35,7 @@ class PieceTokenizer:
     def __init__(self, path: str | Path, *, more_stops: Sequence[int] = ()) -> None:
         self.path = Path(path)
         try:
-            model = self.path.read_bytes()
+            model = read_small(self.path)
         except OSError as error:
             raise DataError(
                 f"tokenizer {path}: cannot be read: {error.strerror}; set tokenizer.path to a tokenizer, or to null to "
@@ -50,7 +51,11 @@ class PieceTokenizer:
             raise DataError(
                 f"tokenizer {path}: is not a sentencepiece model ({len(model)} bytes); make or copy it anew"
             )
-        self.vocab_size: int = self._processor.vocab_size()
+        try:
+            self._pieces = {index: self._processor.id_to_piece(index) for index in range(len(self._processor))}
+        except UnicodeDecodeError as error:
+            raise DataError(f"tokenizer {path}: has a token that is not UTF-8: {error.reason}; copy it anew") from error
+        self.vocab_size = len(self._pieces)
         self.eos_id: int = self._processor.eos_id()
         if self.eos_id < 0:
             raise DataError(f"tokenizer {path}: has no end-of-sequence token; train it with an eos_id")
@@ -71,7 +76,7 @@ class PieceTokenizer:
 
     def pieces(self) -> dict[int, str]:
         """Return every token id with its text, as the model has it."""
-        return {index: self._processor.id_to_piece(index) for index in range(self.vocab_size)}
+        return dict(self._pieces)
 
 
 def train_tokenizer(lines: Iterable[str], *, path: str | Path, vocab_size: int) -> PieceTokenizer:

@@ -212,7 +212,12 @@ def _plan(source: DataSourceConfig | Given, shape: Shape, folder: Path, most: in
     with writing(folder, _REMEDY):
         _make_folder(folder)
     if not isinstance(source, Given):
-        pieces = [piece for file in files for piece in cut(file, format_of(file.path, source.file_format))]
+        max_row_bytes = shape.data.max_row_bytes
+        pieces = [
+            piece
+            for file in files
+            for piece in cut(file, format_of(file.path, source.file_format), max_row_bytes=max_row_bytes)
+        ]
         runs = _deal(pieces, most)
     aside = folder / f".{final.name}.{secrets.token_hex(4)}.tmp"
     with writing(aside, _REMEDY):

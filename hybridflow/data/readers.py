@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from hybridflow.config.data import FileFormat
 from hybridflow.data.files import File, is_address, is_gzip, opened_text
-from hybridflow.data.rows import HERE, Row, object_of, plain_row
+from hybridflow.data.rows import HERE, Row, num_bytes_of, object_of, plain_row, too_long
 from hybridflow.errors import DataError
 
 _ENDINGS: dict[str, FileFormat] = {".parquet": "parquet", ".pq": "parquet", ".h5": "hdf5", ".hdf5": "hdf5"}
@@ -47,8 +47,13 @@ def format_of(path: str, named: FileFormat | None) -> FileFormat:
     return _ENDINGS.get(os.path.splitext(path)[1].lower(), "jsonl")
 
 
-def cut(file: File, file_format: FileFormat) -> list[Piece]:
+def cut(file: File, file_format: FileFormat, *, max_row_bytes: int) -> list[Piece]:
     """Return the pieces of a file, in order; of one without rows none, or an empty one.
+
+    Args:
+        file: From ``find_files``.
+        file_format: Its format.
+        max_row_bytes: Longest row.
 
     Raises:
         DataError: It cannot be read.
@@ -60,7 +65,7 @@ def cut(file: File, file_format: FileFormat) -> list[Piece]:
         starts = range(0, max(1, file.num_bytes), _PIECE_BYTES)
         return [Piece(path, file_format, start, min(start + _PIECE_BYTES, file.num_bytes)) for start in starts]
     count, _ = _reader(file_format)
-    counted = count(path)
+    counted = count(path, max_row_bytes)
     stops = _stops_of(counted) if isinstance(counted, int) else _stops(counted)
     return [Piece(path, file_format, start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
 
@@ -70,7 +75,7 @@ def read(piece: Piece, *, max_row_bytes: int) -> Iterator[Row | DataError | None
 
     Args:
         piece: From ``cut``.
-        max_row_bytes: Longest line of JSONL.
+        max_row_bytes: Longest row: of JSONL its line, else about what its values take.
 
     Yields:
         The row, what is wrong with it (at ``HERE``), or None for a blank line.
@@ -83,13 +88,16 @@ def read(piece: Piece, *, max_row_bytes: int) -> Iterator[Row | DataError | None
         return
     assert piece.stop is not None, "only compressed files have no known end"
     _, read_rows = _reader(piece.format)
-    for row in read_rows(piece.path, piece.start, piece.stop):
-        yield row if isinstance(row, DataError) else plain_row(row)
+    for row in read_rows(piece.path, piece.start, piece.stop, max_row_bytes):
+        found = row if isinstance(row, DataError) else plain_row(row)
+        yield too_long(max_row_bytes) if num_bytes_of(found) > max_row_bytes else found
 
 
 def _reader(
     file_format: FileFormat,
-) -> tuple[Callable[[str], int | list[int]], Callable[[str, int, int], Iterable[Mapping[str, Any] | DataError]]]:
+) -> tuple[
+    Callable[[str, int], int | list[int]], Callable[[str, int, int, int], Iterable[Mapping[str, Any] | DataError]]
+]:
     """Return what counts a file's rows, in all or in each group that cannot be cut, and what reads some of them."""
     if file_format == "parquet":
         from hybridflow.data.parquet import count_rows_of_groups, read_parquet

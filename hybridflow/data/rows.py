@@ -39,6 +39,22 @@ def plain_row(row: object) -> Row | DataError:
         return DataError(f"{HERE}: has what cannot be written as JSON: {error}; convert or remove that column")
 
 
+def too_long(max_row_bytes: int) -> DataError:
+    """Return what is wrong with a row of more than so many bytes."""
+    return DataError(f"{HERE}: longer than data.max_row_bytes={max_row_bytes}; shorten it, or raise the key")
+
+
+def num_bytes_of(value: Any) -> int:
+    """Return about how many bytes a value of plain JSON takes: the characters of its texts, 8 for anything else."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, list):
+        return 8 + sum(map(num_bytes_of, value))
+    if isinstance(value, dict):
+        return 8 + sum(len(name) + num_bytes_of(inner) for name, inner in value.items())
+    return 8
+
+
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value

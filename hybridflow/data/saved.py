@@ -10,12 +10,12 @@ from hybridflow.errors import DataError
 _ROWS_AT_ONCE = 1024
 
 
-def count_saved_rows(path: str) -> int:
+def count_saved_rows(path: str, max_row_bytes: int) -> int:
     """Count the rows of a directory. Raises DataError: it is no such directory."""
     return len(_loaded(path))
 
 
-def read_saved(path: str, start: int, stop: int) -> Iterator[Mapping[str, Any]]:
+def read_saved(path: str, start: int, stop: int, max_row_bytes: int) -> Iterator[Mapping[str, Any]]:
     """Read the rows from ``start`` to ``stop``.
 
     Raises:

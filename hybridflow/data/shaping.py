@@ -78,9 +78,10 @@ def read_examples(source: DataSourceConfig, shape: Shape) -> Iterator[Example]:
     """
     shaper, num_rows = Shaper(shape), 0
     try:
+        most = shape.data.max_row_bytes
         for file in find_files(source.path):
-            for piece in cut(file, format_of(file.path, source.file_format)):
-                for number, row in enumerate(read(piece, max_row_bytes=shape.data.max_row_bytes)):
+            for piece in cut(file, format_of(file.path, source.file_format), max_row_bytes=most):
+                for number, row in enumerate(read(piece, max_row_bytes=most)):
                     num_rows += row is not None
                     try:
                         shaped = shaped_row(row, shaper)
@@ -142,6 +143,10 @@ class Shaper:
         shape = self._shape
         row, begins = self._rendered(row, place)
         if shape.kind == "rows":
+            # A program may have rows of any fields. Those that the section names are text.
+            for name in (shape.data.prompt_field, shape.data.answer_field):
+                if name is not None and name in row:
+                    text_of(row, name, place)
             if shape.data.max_prompt_tokens is not None:
                 prompt = text_of(row, shape.data.prompt_field, place)
                 if not self._is_short(Example(prompt=prompt, answer="", begins=begins, place=place)):

@@ -10,9 +10,11 @@ from typing import Any, Protocol
 from hybridflow.data.pieces import PieceTokenizer
 from hybridflow.errors import DataError
 from hybridflow.families.assets import FOLDER
+from hybridflow.foreign import read_small
 
 JSON = "tokenizer.json"
 PIECES = "tokenizer.model"
+_MAX_IDS = 1 << 31
 
 
 class Tokenizer(Protocol):
@@ -106,7 +108,7 @@ def _stop_ids(folder: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         found = read_object(folder / name).get("eos_token_id")
         ids = found if isinstance(found, list) else [found]
-        if all(type(index) is int for index in ids):
+        if all(type(index) is int and 0 <= index < _MAX_IDS for index in ids):
             return tuple(ids)
     return ()
 
@@ -118,7 +120,7 @@ def read_object(path: Path) -> dict[str, Any]:
         DataError: The file is something else.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_small(path).decode("utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

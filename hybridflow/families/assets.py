@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridflow.errors import CheckpointError
+from hybridflow.foreign import check_link, read_small
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -34,8 +33,6 @@ ASSETS = (
     "chat_template.json",
 )
 """The small files that travel along."""
-
-_MAX_JSON_BYTES = 1 << 28
 
 
 class Ends(NamedTuple):
@@ -68,22 +65,6 @@ def ends_in(assets: Mapping[str, bytes]) -> Ends:
     return Ends(tuple(index for index in eos_ids if type(index) is int), pad_id if type(pad_id) is int else None)
 
 
-def read_small(path: Path, most_bytes: int = _MAX_JSON_BYTES) -> bytes:
-    """Read a file that is small and regular. A pipe in its place would be waited for without end.
-
-    Raises:
-        OSError: The file system refuses.
-        ValueError: It is no regular file, or larger.
-    """
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("no regular file")
-        if found.st_size > most_bytes:
-            raise ValueError(f"{found.st_size} bytes, more than {most_bytes}")
-        return file.read()
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object.
 
@@ -92,7 +73,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = read_small(path)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}; restore it from a copy") from error
     return parse_json(content, str(path))
 
@@ -113,11 +94,21 @@ def parse_json(content: bytes, where: str) -> dict[str, Any]:
 
 
 def read_assets(folder: Path, names: Iterable[str] = ASSETS) -> dict[str, bytes]:
-    """Read the small files of a directory that travel along, by name."""
+    """Read the small files of a directory that travel along, by name.
+
+    Raises:
+        CheckpointError: One cannot be read, is too large, or is a link to a file that may not be its own.
+    """
     try:
-        return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+        return {name: _asset(folder / name) for name in names if (folder / name).is_file()}
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read: {error}; restore it from a copy") from error
+
+
+def _asset(path: Path) -> bytes:
+    # Its content is written again, where others may read it.
+    check_link(path)
+    return read_small(path)
 
 
 def identity_of(paths: Iterable[Path]) -> str:

@@ -5,6 +5,7 @@ What a kill has cut short, or nobody understands, counts as absent: a status say
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
@@ -15,7 +16,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from hybridflow.errors import DataError
-from hybridflow.families.assets import read_small
+from hybridflow.foreign import read_small
 from hybridflow.observe.files import json_objects
 from hybridflow.observe.metrics import METRICS_FILE, phase_seconds
 from hybridflow.observe.report import SUMMARY_FILE
@@ -250,8 +251,10 @@ class _Values:
 def _read(path: Path) -> str:
     try:
         return read_small(path).decode(errors="replace")
-    # The last: too large, or a pipe.
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
+    except OSError as error:
+        # The last two: a pipe, or too large.
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EFBIG):
+            raise
         return ""
 
 

@@ -25,7 +25,7 @@ def read_file(path: Path | str, *, max_row_bytes: int = 1 << 20) -> list[tuple[s
     """Place and row of each row of a file, or what is wrong with it; blank lines are left out."""
     found = []
     for file in find_files(str(path)):
-        for piece in cut(file, format_of(file.path, None)):
+        for piece in cut(file, format_of(file.path, None), max_row_bytes=max_row_bytes):
             for number, row in enumerate(read(piece, max_row_bytes=max_row_bytes)):
                 if row is not None:
                     found.append((place_of(piece, number), row))
@@ -55,3 +55,15 @@ def write_rows(stem: Path, rows: Sequence[dict[str, Any]], file_format: str) -> 
 
         datasets.Dataset.from_dict(columns).save_to_disk(path)
     return path
+
+
+def write_repeated_text(path: Path, *, num_rows: int, num_bytes: int) -> None:
+    """Write a column ``prompt`` in HDF5 whose rows all refer to one text, which lies in the file once."""
+    import h5py
+
+    with h5py.File(path, "w") as file:
+        texts = ["x" * num_bytes, *[""] * (num_rows - 1)]
+        start = file.create_dataset("prompt", data=texts, dtype=h5py.string_dtype()).id.get_offset()
+    content = bytearray(path.read_bytes())
+    content[start : start + 16 * num_rows] = content[start : start + 16] * num_rows
+    path.write_bytes(content)

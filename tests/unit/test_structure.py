@@ -13,7 +13,7 @@ PACKAGE = ROOT / "hybridflow"
 
 # Packages and root modules, each of which imports only from those before it. docs/architecture.md shows the same order.
 ORDER = [
-    *("errors", "exit_status", "plugins", "programs", "shipped", "sections"),
+    *("errors", "exit_status", "plugins", "programs", "shipped", "foreign", "sections"),
     *("layout", "families", "config"),
     *("observe", "parallel"),
     *("algorithms", "dataflow", "flows", "reshard"),
@@ -31,6 +31,7 @@ LIGHT = [
         "exit_status",
         "plugins",
         "programs",
+        "foreign",
         "sections",
         "families.tables",
         "families.config_json",
@@ -61,6 +62,8 @@ LIGHT = [
         "data.arithmetic",
         "data.pieces",
         "data.fast",
+        "data.trial",
+        "data.limited",
         "data.tokenizer",
         "data.rows",
         "data.files",

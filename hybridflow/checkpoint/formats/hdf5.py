@@ -30,10 +30,11 @@ from hybridflow.checkpoint.formats.sharded import ShardedTarget
 from hybridflow.checkpoint.formats.source import Source, Target, check_shapes
 from hybridflow.checkpoint.manifest import TensorEntry, overlap, versions
 from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, bytes_of, entry_of
-from hybridflow.data.hdf5 import h5py
+from hybridflow.data.hdf5 import h5py, is_own, item_in, open_hdf5, rows_at_once, try_files
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.families.assets import ASSETS, identity_of
 from hybridflow.families.model import ModelConfig
+from hybridflow.foreign import MAX_SMALL_BYTES
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.observe.files import sync_path
 from hybridflow.reshard.spec import Box, DType, num_elements
@@ -44,10 +45,11 @@ MAGIC = b"\x89HDF\r\n\x1a\n"
 FORMAT = "hybridflow-hdf5-1"
 _PART_FORMAT = "hybridflow-hdf5-part-1"
 _WEIGHTS, _ASSETS = "weights", "assets"
-_CHUNK_BYTES = 2 << 20
+_CHUNK_BYTES, _MAX_CHUNK_BYTES = 2 << 20, 16 << 20
+# Texts of another program may be compressed.
+_MAX_GROWTH = 50
 # Whole chunks are written: the cache need not hold more than one or two.
 _CACHE_BYTES = 8 << 20
-_MAX_ASSET_BYTES = 1 << 28
 _SYNC_BYTES = 256 << 20
 """So much is written before the disk is given it, while more is written."""
 
@@ -103,6 +105,10 @@ class HDF5Source(Source):
         entry, shards = self.tensors[tensor], self._shards[tensor]
         if len(shards) == 1:
             return self._values(shards[0], entry.dtype)
+        files = {self._folder / shard.file for shard in shards}
+        with _reading(self._master, _dataset(tensor)):
+            if entry.num_bytes > sum(file.stat().st_size for file in files if file.is_file()):
+                raise ValueError(f"its {entry.num_bytes} bytes are more than the files have that it lies in")
         found = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
         for shard in shards:
             found[tuple(slice(*span) for span in shard.box)] = self._values(shard, entry.dtype)
@@ -115,9 +121,11 @@ class HDF5Source(Source):
             file = self._open(self._master.name, FORMAT)
             held = _group(file, _ASSETS)
             for name in sorted(set(held) & set(ASSETS)):
-                dataset = held[name]
-                if not isinstance(held.get(name, getlink=True), h5py.HardLink) or dataset.nbytes > _MAX_ASSET_BYTES:
+                dataset = item_in(held, name)
+                if not is_own(dataset) or dataset.nbytes > MAX_SMALL_BYTES:
                     raise ValueError(f"{name} is no small dataset of this file")
+                if dataset.nbytes:
+                    _check_storage(dataset, dataset.nbytes, self._master.stat().st_size)
                 content = dataset[()].tobytes()
                 if hashlib.sha256(content).hexdigest() != _text(dataset, "sha256"):
                     raise ValueError(f"{name} has another sha256 than was written")
@@ -136,8 +144,9 @@ class HDF5Source(Source):
                 raise CheckpointError(
                     f"{path}: missing; restore it from a copy: h5py would read what it holds as zeros"
                 )
+            try_files([path])
             # Nothing writes here, and not every file system can lock.
-            file = h5py.File(path, "r", locking=False, rdcc_nbytes=_CACHE_BYTES)
+            file = open_hdf5(path, locking=False, rdcc_nbytes=_CACHE_BYTES)
             found = _text(file, "format") if "format" in file.attrs else "none"
             if found != format:
                 file.close()
@@ -151,10 +160,23 @@ class HDF5Source(Source):
 
         def visit(name: str, item: object) -> None:
             if isinstance(item, h5py.Dataset):
+                # First of all: to ask for its shape may open these files.
+                with _reading(self._master, f"/{_WEIGHTS}/{name}"):
+                    self._check_sources(item)
                 found[name.replace("/", ".")] = item
 
         _group(file, _WEIGHTS).visititems(visit)
         return found
+
+    def _check_sources(self, dataset: h5py.Dataset) -> None:
+        """Refuse a virtual dataset over anything but files beside this one."""
+        for source in dataset.virtual_sources() if dataset.is_virtual else ():
+            name = source.file_name
+            # With a percent sign the library counts files up.
+            if Path(name).name != name or name == self._master.name or "%" in name:
+                raise ValueError(f"it lies in {name!r}, expected a file beside it")
+            if (self._folder / name).exists() and not (self._folder / name).is_file():
+                raise ValueError(f"it lies in {name!r}, which is not a regular file")
 
     def _check(self, datasets: Mapping[str, h5py.Dataset]) -> dict[str, TensorEntry]:
         """Check that the tensors are those of the settings."""
@@ -184,8 +206,6 @@ class HDF5Source(Source):
             for source, sha256 in zip(sources, hashes, strict=True):
                 low, high = source.vspace.get_select_bounds()
                 box = tuple((int(start), int(stop) + 1) for start, stop in zip(low, high, strict=True))
-                if Path(source.file_name).name != source.file_name or source.file_name == self._master.name:
-                    raise ValueError(f"it lies in {source.file_name!r}, expected a file beside it")
                 if num_elements(box) != source.vspace.get_select_npoints() or source.dset_name != _dataset(name):
                     raise ValueError(f"it is made of {source.dset_name!r} by another selection than a box")
                 shards.append(_Shard(source.file_name, source.dset_name, box, sha256))
@@ -199,12 +219,13 @@ class HDF5Source(Source):
         path = self._folder / shard.file
         with _reading(path, shard.dataset):
             file = self._open(shard.file, FORMAT if shard.file == self._master.name else _PART_FORMAT)
-            link = file.get(shard.dataset, getlink=True)
-            dataset = file[shard.dataset] if isinstance(link, h5py.HardLink) else None
+            dataset = item_in(file, shard.dataset)
             shape = tuple(stop - start for start, stop in shard.box)
-            if not isinstance(dataset, h5py.Dataset) or dataset.shape != shape or _dtype_of(dataset) != dtype:
+            if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual:
+                raise ValueError("is not a dataset of this file itself")
+            if dataset.shape != shape or _dtype_of(dataset) != dtype:
                 raise ValueError(f"expected a dataset of {dtype} {list(shape)}")
-            _check_storage(dataset, shape, dtype)
+            _check_storage(dataset, TensorEntry(dtype, shape).num_bytes, path.stat().st_size)
             values = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
             try:
                 dataset.id.read(h5py.h5s.ALL, h5py.h5s.ALL, _as_integers(values), mtype=_TYPES[dtype])
@@ -435,13 +456,25 @@ def read_texts(path: Path, name: str) -> list[str]:
     Raises:
         CheckpointError: There is no such dataset, or it cannot be read.
     """
-    with _reading(path, name), h5py.File(path, "r") as file:
-        dataset = file[name] if isinstance(file.get(name, getlink=True), h5py.HardLink) else None
-        if not isinstance(dataset, h5py.Dataset) or h5py.check_string_dtype(dataset.dtype) is None:
-            raise ValueError(f"has no dataset {name!r} of strings")
-        if dataset.ndim != 1 or dataset.is_virtual or dataset.external:
-            raise ValueError(f"dataset {name!r} is not a list of strings in this file")
-        return [str(text) for text in dataset.asstr()[:]]
+    with _reading(path, name):
+        try_files([path])
+    with _reading(path, name), open_hdf5(path) as file:
+        dataset = item_in(file, name)
+        if not is_own(dataset) or dataset.ndim != 1 or h5py.check_string_dtype(dataset.dtype) is None:
+            raise ValueError(f"has no dataset {name!r} of strings in this file")
+        return list(_texts(dataset, path.stat().st_size))
+
+
+def _texts(dataset: h5py.Dataset, file_bytes: int) -> Iterator[str]:
+    """Yield texts. Refuse more than a file of that size can hold, since many of them may be one and the same."""
+    left = file_bytes * _MAX_GROWTH
+    at_once = rows_at_once({"texts": dataset}, file_bytes, file_bytes)
+    for first in range(0, len(dataset), at_once):
+        for text in dataset.asstr()[first : first + at_once]:
+            left -= len(text)
+            if left < 0:
+                raise ValueError(f"its texts have more than {_MAX_GROWTH} times the {file_bytes} bytes of the file")
+            yield str(text)
 
 
 def join_arrays(path: Path, parts: Mapping[str, Mapping[str, int]], dtypes: Mapping[str, Any], form: str) -> None:
@@ -480,13 +513,14 @@ def lengths_of_arrays(path: Path, dtypes: Mapping[str, Any], form: str) -> dict[
     Raises:
         CheckpointError: It is no such file, or is damaged where that can be told without reading the numbers.
     """
-    with _reading(path), h5py.File(path, "r") as file:
+    with _reading(path), open_hdf5(path) as file:
         if _text(file, "format") != form:
             raise ValueError(f"is of the format {_text(file, 'format')}, expected {form}")
         for name, dtype in dtypes.items():
-            array = file.get(name)
-            if not isinstance(array, h5py.Dataset) or array.ndim != 1 or array.dtype != dtype:
-                raise ValueError(f"has no {name} of one dim and type {np.dtype(dtype)}")
+            array = item_in(file, name)
+            if not is_own(array) or array.ndim != 1 or array.dtype != dtype:
+                raise ValueError(f"has no {name} of one dim and type {np.dtype(dtype)} in this file")
+            _check_storage(array, array.nbytes, path.stat().st_size)
         return {name: len(file[name]) for name in dtypes}
 
 
@@ -497,7 +531,7 @@ def read_arrays(path: Path, dtypes: Mapping[str, Any], form: str) -> dict[str, A
         CheckpointError: It is no such file, or is damaged.
     """
     lengths_of_arrays(path, dtypes, form)
-    with _reading(path), h5py.File(path, "r") as file:
+    with _reading(path), open_hdf5(path) as file:
         return {name: file[name][:] for name in dtypes}
 
 
@@ -551,7 +585,7 @@ def _as_integers(tensor: Tensor) -> Any:
 
 
 def _group(file: h5py.File, name: str) -> h5py.Group:
-    group = file[name] if isinstance(file.get(name, getlink=True), h5py.HardLink) else None
+    group = item_in(file, name)
     if not isinstance(group, h5py.Group):
         raise ValueError(f"has no group /{name}")
     return group
@@ -572,17 +606,19 @@ def _dtype_of(dataset: h5py.Dataset) -> DType:
     raise ValueError(f"is of type {dataset.dtype}, expected one of {', '.join(_TYPES)}")
 
 
-def _check_storage(dataset: h5py.Dataset, shape: tuple[int, ...], dtype: DType) -> None:
-    """Refuse storage that we do not write: data in other files, filters but the checksum, holes."""
+def _check_storage(dataset: h5py.Dataset, num_bytes: int, file_bytes: int) -> None:
+    """Refuse storage that we do not write: data in other files, filters but the checksum, holes, and shared chunks."""
     creation = dataset.id.get_create_plist()
     filters = [creation.get_filter(index)[0] for index in range(creation.get_nfilters())]
-    if dataset.is_virtual or creation.get_external_count() or dataset.chunks is None:
+    if not is_own(dataset) or dataset.chunks is None:
         raise ValueError("does not lie in chunks of this file")
     if filters != [h5py.h5z.FILTER_FLETCHER32]:
         raise ValueError(f"has the filters {filters}, expected the checksum fletcher32 alone")
-    num_bytes = TensorEntry(dtype, shape).num_bytes
-    if dataset.id.get_storage_size() < num_bytes:
-        raise ValueError(f"has {dataset.id.get_storage_size()} bytes, expected {num_bytes}")
+    stored = dataset.id.get_storage_size()
+    if not num_bytes <= stored <= file_bytes:
+        raise ValueError(f"has {stored} bytes, expected {num_bytes} of the {file_bytes} of the file")
+    if math.prod(dataset.chunks) * dataset.dtype.itemsize > _MAX_CHUNK_BYTES:
+        raise ValueError(f"has chunks of {dataset.chunks}, expected at most {_MAX_CHUNK_BYTES} bytes")
 
 
 @contextmanager

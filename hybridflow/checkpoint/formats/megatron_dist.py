@@ -488,8 +488,9 @@ def _read_metadata(path: Path) -> dict[str, _Stored]:
     try:
         if not isinstance(found, Inert) or found.global_name != "torch.distributed.checkpoint.metadata.Metadata":
             raise ValueError("holds no Metadata")
+        # Of texts, since the file could choose tuples that all have one hash.
         where = {
-            (index.attributes["fqn"], index.attributes.get("offset")): info.attributes
+            (index.attributes["fqn"], str(index.attributes.get("offset"))): info.attributes
             for index, info in found.attributes["storage_data"].items()
         }
         return {
@@ -503,7 +504,7 @@ def _read_metadata(path: Path) -> dict[str, _Stored]:
         ) from error
 
 
-def _stored(key: str, entry: Inert, where: Mapping[tuple[str, Any], Mapping[str, Any]]) -> _Stored:
+def _stored(key: str, entry: Inert, where: Mapping[tuple[str, str], Mapping[str, Any]]) -> _Stored:
     shape = _sizes(entry.attributes["size"])
     properties = entry.attributes["properties"].state
     dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
@@ -513,7 +514,7 @@ def _stored(key: str, entry: Inert, where: Mapping[tuple[str, Any], Mapping[str,
         box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
         if len(box) != len(shape) or any(stop > size for (_, stop), size in zip(box, shape, strict=True)):
             raise ValueError(f"{key}: chunk {box} is not a box of {list(shape)}")
-        info = where[key, offsets]
+        info = where[key, str(offsets)]
         name, (start, length) = info["relative_path"], _sizes((info["offset"], info["length"]))
         if not isinstance(name, str) or Path(name).name != name:
             raise ValueError(f"{key}: lies in {name!r}, expected a file beside it")
@@ -529,5 +530,5 @@ def _stored(key: str, entry: Inert, where: Mapping[tuple[str, Any], Mapping[str,
 
 def _sizes(values: Any) -> tuple[int, ...]:
     if not isinstance(values, tuple) or any(type(value) is not int or value < 0 for value in values):
-        raise ValueError(f"{values!r} are no sizes")
+        raise ValueError(f"{values!r:.80} are no sizes")
     return values

@@ -26,6 +26,7 @@ from hybridflow.checkpoint.tensor_file import TensorFile, TensorFileWriter
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import ADAPTER_CONFIG, ASSETS, CONFIG, identity_of, parse_json, read_assets
 from hybridflow.families.config_json import Described
+from hybridflow.foreign import read_small
 from hybridflow.reshard.spec import DType
 
 WEIGHTS = "adapter_model.safetensors"
@@ -168,7 +169,7 @@ def _key(factor: Factor) -> str:
 def _settings(path: Path) -> LoraSettings:
     file = path / ADAPTER_CONFIG
     try:
-        content = file.read_bytes()
+        content = read_small(file)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error}; expected a LoRA adapter") from error
     return read_settings(parse_json(content, str(file)), where=str(file))

@@ -32,12 +32,16 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import CheckpointError
+from hybridflow.foreign import open_regular
 
 _MAX_PICKLE_BYTES = 1 << 30
 _MAX_OPCODES = 50_000_000
 # Length with every reference written out, as a multiple of the pickle's; that of real files is below 10.
 _MAX_GROWTH, _FREE_GROWTH_BYTES = 64, 1 << 16
 _MAX_DEPTH = 256
+_MAX_DIMS = 64
+# How often a key may be compared with another one, if the file chose all of them to have one hash.
+_MAX_COMPARISONS = 1 << 28
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _STORAGES = {
     "FloatStorage": torch.float32,
@@ -287,8 +291,9 @@ class TorchArchive:
             if not isinstance(storage, _Storage):
                 raise ValueError("a tensor without a storage")
             numbers = [offset, *shape, *stride]
-            if len(shape) != len(stride) or any(type(number) is not int or number < 0 for number in numbers):
-                raise ValueError(f"a tensor of shape {shape} with strides {stride}")
+            are_sizes = all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
+            if not are_sizes or len(shape) != len(stride) or len(shape) > _MAX_DIMS:
+                raise ValueError(f"a tensor of shape {shape!r:.24} with strides {stride!r:.24}")
             last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
             # No more elements than are stored, else a small file could ask for any amount of memory.
             if 0 not in shape and max(last + 1, math.prod(shape)) > storage.num_elements:
@@ -312,6 +317,8 @@ class TorchArchive:
             place = self._place(info)
             if place + info.file_size > len(self._data):
                 self._refuse(f"{info.filename} reaches beyond the file")
+        if sum(info.file_size for info in infos) > len(self._data):
+            self._refuse("two members share bytes")
         members = {info.filename: info for info in infos}
         if len(members) != len(infos):
             self._refuse("two members have one name")
@@ -347,7 +354,7 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as handle:
+            with open_regular(path) as handle:
                 # Private, since torch wants memory that could be written.
                 self.bytes = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
@@ -380,6 +387,13 @@ class _Reader(io.RawIOBase):
 
     def tell(self) -> int:
         return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        # The base class makes room for whatever a damaged directory says.
+        stop = len(self._data) if size < 0 else min(self._at + size, len(self._data))
+        part = bytes(self._data[self._at : stop])
+        self._at = max(self._at, stop)
+        return part
 
     def readinto(self, buffer: Any) -> int:
         part = self._data[self._at : self._at + len(buffer)]
@@ -420,7 +434,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
-            return collections.OrderedDict
+            return _Function(lambda: collections.OrderedDict())
         if module == "torch" and name in _STORAGES:
             return _Function(lambda: _STORAGES[name])
         if module == "torch" and name in _DTYPES:
@@ -431,7 +445,7 @@ class _Unpickler(pickle.Unpickler):
             if name == "_rebuild_tensor_v2":
                 return _Function(self._storage.tensor)  # type: ignore[attr-defined]
             if name == "_rebuild_parameter":
-                return _Function(lambda data, *_: data)
+                return _Function(_parameter)
         if (module, name) in _INERT or module.split(".")[0] == "megatron":
             if (module, name) not in self._inert:
                 content = {"__slots__": (), "global_name": f"{module}.{name}"}
@@ -454,6 +468,13 @@ def _size(values: Any) -> tuple[Any, ...]:
     return values
 
 
+def _parameter(data: Any, *_: Any) -> StoredTensor:
+    """Return the tensor that a parameter has."""
+    if not isinstance(data, StoredTensor):
+        raise pickle.UnpicklingError(f"a parameter of a {type(data).__name__}, expected a tensor")
+    return data
+
+
 def _member(owner: Any, name: Any) -> Inert:
     """Return a member of an enumeration, which Python 3.11 before 3.11.4 pickles as its attribute."""
     if not isinstance(owner, _Sealed) or not isinstance(name, str):
@@ -468,8 +489,8 @@ def _load(data: bytes | memoryview, where: str, storage: Callable[[Any], _Storag
         return _Unpickler(data, storage).load()
     except Exception as error:  # whatever a hostile pickle makes the library raise
         raise CheckpointError(
-            f"{where}: its pickle is refused: {error}; only weights and arguments as Megatron saves them are read: "
-            "take a file whose origin is known"
+            f"{where}: its pickle is refused: {error!s:.300}; only weights and arguments as Megatron saves them are "
+            "read: take a file whose origin is known"
         ) from error
 
 
@@ -480,12 +501,15 @@ class _Item:
         num_bytes: Its length in the pickle, everything that it refers to written out.
         depth: How deep its contents are nested.
         is_shared: Whether the pickle has referred to it again.
+        has_chosen_hash: Whether the pickle decides its hash, as that of numbers and tuples.
+        num_chosen_keys: How many such keys it has, if it is a dict or a set.
     """
 
-    __slots__ = ("depth", "is_shared", "num_bytes")
+    __slots__ = ("depth", "has_chosen_hash", "is_shared", "num_bytes", "num_chosen_keys")
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, *, has_chosen_hash: bool) -> None:
         self.num_bytes, self.depth, self.is_shared = num_bytes, 0, False
+        self.has_chosen_hash, self.num_chosen_keys = has_chosen_hash, 0
 
 
 class _Costs:
@@ -494,10 +518,14 @@ class _Costs:
     ``x = (x, x)``, 40 times over, is a few bytes of pickle and a tuple that takes years to hash or print. So the length
     with every reference written out is bounded. It counts an object where the pickle refers to the object again, so the
     object may not change afterwards.
+
+    A dict of numbers that all have one hash compares each key with every other one. So the number of comparisons is
+    bounded too, as if all numbers and tuples had one hash.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self._left = _MAX_GROWTH * num_bytes + _FREE_GROWTH_BYTES
+        self._comparisons_left = _MAX_COMPARISONS
         self._stack: list[_Item] = []
         self._marks: list[int] = []
         self._memo: dict[Any, _Item] = {}
@@ -507,7 +535,7 @@ class _Costs:
         name, stack = opcode.name, self._stack
         kind, num_items, has_mark = _KINDS[name]
         if kind == "leaf":
-            stack.append(_Item(num_bytes))
+            stack.append(_Item(num_bytes, has_chosen_hash=name not in _RANDOM_HASHES))
         elif kind == "put":
             self._memo[len(self._memo) if name == "MEMOIZE" else argument] = stack[-1]
         elif kind == "share":
@@ -528,11 +556,14 @@ class _Costs:
             taken = stack[start:]
             del stack[start:]
             if kind != "drop":
-                stack.append(self._made(taken, num_bytes, changes=kind == "change"))
+                made = self._made(name, taken, num_bytes, changes=kind == "change")
+                if name in _KEYS:
+                    self._count_keys(made, taken[_KEYS[name]])
+                stack.append(made)
 
-    def _made(self, taken: list[_Item], num_bytes: int, *, changes: bool) -> _Item:
+    def _made(self, name: str, taken: list[_Item], num_bytes: int, *, changes: bool) -> _Item:
         """Return the object that an opcode makes of others, or the first of them, which it changes."""
-        made = taken[0] if changes else _Item(num_bytes)
+        made = taken[0] if changes else _Item(num_bytes, has_chosen_hash=name not in _RANDOM_HASHES)
         if changes and made.is_shared:
             raise ValueError("it changes an object after it referred to it")
         for item in taken[1:] if changes else taken:
@@ -542,6 +573,13 @@ class _Costs:
         if made.depth > _MAX_DEPTH:
             raise ValueError(f"it nests objects deeper than {_MAX_DEPTH}")
         return made
+
+    def _count_keys(self, made: _Item, keys: list[_Item]) -> None:
+        num_chosen = sum(key.has_chosen_hash for key in keys)
+        self._comparisons_left -= num_chosen * (made.num_chosen_keys + num_chosen)
+        made.num_chosen_keys += num_chosen
+        if self._comparisons_left < 0:
+            raise ValueError("it has too many keys that are neither texts nor objects")
 
 
 def _kind(opcode: pickletools.OpcodeInfo) -> tuple[str, int, bool]:
@@ -563,6 +601,20 @@ def _kind(opcode: pickletools.OpcodeInfo) -> tuple[str, int, bool]:
 
 
 _KINDS = {opcode.name: _kind(opcode) for opcode in pickletools.opcodes}
+# Which of the objects that an opcode takes become keys or members; a dict or set that they go into comes first.
+_KEYS = {
+    "SETITEM": slice(1, None, 2),
+    "SETITEMS": slice(1, None, 2),
+    "ADDITEMS": slice(1, None),
+    "DICT": slice(0, None, 2),
+    "FROZENSET": slice(0, None),
+}
+# Python salts the hashes of texts, and those of our objects follow from where they lie in memory.
+_TEXTS = (pickletools.pyunicode, pickletools.pystring, pickletools.pybytes, pickletools.pybytes_or_str)
+_RANDOM_HASHES = {
+    *("NEWOBJ", "NEWOBJ_EX", "PERSID", "BINPERSID"),
+    *(opcode.name for opcode in pickletools.opcodes if opcode.stack_after and opcode.stack_after[0] in _TEXTS),
+}
 
 
 def _check_opcodes(data: bytes | memoryview) -> None:

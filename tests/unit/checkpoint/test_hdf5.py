@@ -15,12 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.checkpoint.formats.hdf5 import HDF5Source
+from hybridflow.checkpoint.formats.hdf5 import HDF5Source, read_texts
 from hybridflow.checkpoint.formats.registry import open_source
 from hybridflow.errors import CheckpointError, LayoutError
 from hybridflow.layout.parallel_layout import ParallelLayout
 from tests.support.checkpoint_formats import SMALL, MemorySource, assert_same, in_bf16
+from tests.support.complaints import complains_apart
 from tests.support.conversions import convert
+from tests.support.row_files import write_repeated_text
 
 MIXTURE = replace(SMALL, num_experts=4, qkv_bias=False, qk_norm=True, dtype="bf16")
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
@@ -270,3 +272,68 @@ def test_no_room_is_an_error_of_the_file_system(tmp_path):
     sender.close()
     assert receiver.poll(30) and "out.h5" in receiver.recv()
     child.join(30)
+
+
+def make_pipe(path):
+    """A file that nobody writes: who opens it waits."""
+    os.mkfifo(path)
+    return str(path)
+
+
+LINKS = {
+    "external": lambda pipe: h5py.ExternalLink(pipe, "/x"),
+    "soft": lambda pipe: h5py.SoftLink("/elsewhere"),
+}
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("place", ["/assets/config.json", "/assets", QKV_PATH, "/weights/decoder", "/weights"])
+def test_links_are_not_followed(tmp_path, place, link):
+    """A link to a pipe would wait for ever, and one to a file of others would read it."""
+    _, out = written(tmp_path)
+    with h5py.File(out, "r+") as file:
+        file.move(place, "elsewhere")
+        file[place] = LINKS[link](make_pipe(tmp_path / "pipe"))
+    complains_apart(lambda: HDF5Source(out).assets(), ["out.h5", "restore it from a copy"], kind=CheckpointError)
+
+
+@pytest.mark.parametrize("place", [QKV_PATH, "/weights/decoder"])
+def test_links_within_a_part_are_not_followed(tmp_path, place):
+    _, out = written(tmp_path, SMALL, "tp2")
+    with h5py.File(out / "tp00-pp00.h5", "r+") as file:
+        del file[place]
+        file[place] = h5py.ExternalLink(make_pipe(tmp_path / "pipe"), "/x")
+    complains_apart(lambda: open_source(out).read(QKV), ["tp00-pp00.h5", "not a dataset of this file itself"])
+
+
+@pytest.mark.parametrize(("name", "count", "block"), [("pipe.h5", 1, None), ("pipe%b.h5", None, 16)])
+def test_virtual_datasets_over_pipes_are_refused(tmp_path, name, count, block):
+    """Of a dataset without end the library opens the sources when it is asked for the shape."""
+    _, out = written(tmp_path, SMALL, "tp2")
+    make_pipe(out / name.replace("%b", "0"))
+    count, block, rows = (h5py.h5s.UNLIMITED if each is None else each for each in (count, block, block))
+    space, part = (h5py.h5s.create_simple((16, 16), (end, 16)) for end in (h5py.h5s.UNLIMITED, rows))
+    space.select_hyperslab((0, 0), (count, 1), (16, 1), (block, 16))
+    if block != 16:
+        part.select_hyperslab((0, 0), (1, 1), (1, 1), (block, 16))
+    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    creation.set_virtual(space, name.encode(), QKV_PATH.encode(), part)
+    space.select_all()
+    with h5py.File(out / "model.h5", "r+") as file:
+        del file[QKV_PATH]
+        h5py.h5d.create(file.id, QKV_PATH.encode(), h5py.h5t.IEEE_F32LE, space, creation)
+    complains_apart(lambda: open_source(out), ["model.h5", QKV_PATH, f"it lies in '{name}'"])
+
+
+def test_pipes_in_the_place_of_files_are_refused(tmp_path):
+    _, out = written(tmp_path, SMALL, "tp2")
+    (out / "tp01-pp00.h5").unlink()
+    make_pipe(out / "tp01-pp00.h5")
+    complains_apart(lambda: open_source(out), ["model.h5", "it lies in 'tp01-pp00.h5', which is not a regular file"])
+    complains_apart(lambda: read_texts(out / "tp01-pp00.h5", "prompt"), ["tp01-pp00.h5: prompt", "not a regular file"])
+
+
+def test_texts_that_are_all_the_same_one(tmp_path):
+    path = tmp_path / "prompts.h5"
+    write_repeated_text(path, num_rows=4096, num_bytes=1 << 18)
+    complains_apart(lambda: read_texts(path, "prompt"), ["prompts.h5: prompt", "more than 50 times"])

@@ -435,4 +435,4 @@ def test_whatever_latest_is_an_error_names_it(tmp_path: Path) -> None:
         assert message.startswith(f"{latest}: ") and "expected a name such as" in message and len(message) < 600
     latest.unlink()
     os.mkfifo(latest)
-    assert "latest: found 'no regular file'" in damaged(tmp_path)
+    assert "latest: found 'is not a regular file'" in damaged(tmp_path)

@@ -3,6 +3,7 @@
 import argparse
 import builtins
 import collections
+import copy
 import copyreg
 import functools
 import io
@@ -150,7 +151,18 @@ def doubled_from_above(levels):
     return empty + b"0" * levels + b"".join(b"h%c(h%ch%ce0" % (at, at + 1, at + 1) for at in range(levels))
 
 
+def number_of_one_hash(index):
+    """The opcode of a multiple of 2^61 - 1, whose hash is 0."""
+    return b"\x8a\x0a" + (index * (2**61 - 1)).to_bytes(10, "little")
+
+
 PERSISTENT = b"(X\x07\x00\x00\x00storage" + STORAGE
+# The product of these numbers takes minutes.
+HUGE_TENSOR = (
+    *(b"ctorch._utils\n_rebuild_tensor_v2\n(", PERSISTENT, b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x06tQK\x00("),
+    *(b"\x8a\xff" + (2**2030).to_bytes(255, "little"),) * 20_000,
+    *(b"t(", b"K\x00" * 20_000, b"ttR"),
+)
 # A hash or a text of these few bytes takes years or all memory; of the last but one, more stack than there is.
 ENDLESS = {
     "key of a dict": by_hand(b"}", doubled(43), b"Ns"),
@@ -165,6 +177,10 @@ ENDLESS = {
     "arguments": by_hand(NAMESPACE, b")R}", TEXT, doubled(80), b"sb"),
     "tuples in each other": by_hand(b"}", b")" + b"\x85" * 2_000_000, b"Ns"),
     "sizes of a text": by_hand(SIZE, b"X\x00\x00\x10\x00" + b"x" * (1 << 20), b"\x85R"),
+    "keys of one hash": by_hand(b"}(", *(number_of_one_hash(index) + b"N" for index in range(30_000)), b"u"),
+    "keys of one hash one by one": by_hand(b"}", *(number_of_one_hash(index) + b"Ns" for index in range(30_000))),
+    "members of one hash": b"\x80\x04\x8f(" + b"".join(map(number_of_one_hash, range(30_000))) + b"\x90.",
+    "large sizes": by_hand(*HUGE_TENSOR),
 }
 
 
@@ -376,3 +392,23 @@ def test_members_of_enumerations_as_older_pythons_pickle_them(module):
     for chain in (f"(c{name}\nV__class__\ntR(tR.", f"(c{name}\nV__init__\ntR)R."):
         with pytest.raises(CheckpointError):
             read_pickle(f"c{module}\ngetattr\n{chain}".encode(), "here")
+
+
+def test_a_parameter_is_a_tensor(tmp_path):
+    """Else the name would give back a list that was referred to, as one that may change."""
+    path = archive(tmp_path, by_hand(b"ctorch._utils\n_rebuild_parameter\n", b"]\x88}\x87R", b"K\x01a"))
+    with pytest.raises(CheckpointError, match="model.pt: its pickle is refused: a parameter of a list"):
+        TorchArchive(MappedFile(path)).load()
+
+
+def test_members_do_not_share_bytes(tmp_path):
+    """Else a small file would have tensors that take years to read."""
+    path = tmp_path / "model.pt"
+    with zipfile.ZipFile(path, "w") as new:
+        new.writestr("archive/data/0", bytes(1000))
+        for number in range(1, 9):
+            info = copy.copy(new.filelist[0])
+            info.filename = f"archive/data/{number}"
+            new.filelist.append(info)
+    with pytest.raises(CheckpointError, match="model.pt: .*two members share bytes"):
+        TorchArchive(MappedFile(path))

@@ -41,6 +41,10 @@ ENDLESS = "more than 1 s or 512 MiB"
         ("{{ open('/etc/passwd').read() }}", "UndefinedError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("{{ raise_exception('no') }}", "refuses the messages: no"),
+        ("{{ raise_exception('x' * 10**8) }}", "refuses the messages: x{500}$"),
+        ("{{ raise_exception(['x' * 10**8]) }}", "refuses the messages: \\['x{498}$"),
+        ("{{ messages['x' * 10**8].content.content }}", "UndefinedError.{,600}$"),
+        ("{{ '\\ud800' }}", "half of a surrogate pair"),
         ("{{ ", "TemplateSyntaxError"),
     ],
 )

@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.config.data import DataConfig
-from hybridflow.data import readers
+from hybridflow.data import hdf5, readers
+from hybridflow.data.files import find_files
 from hybridflow.errors import DataError
 from tests.e2e.commands import free_port
-from tests.support.row_files import ENDINGS, examples_of_file, read_file, write_rows
+from tests.support.complaints import complains_apart
+from tests.support.row_files import ENDINGS, examples_of_file, read_file, write_repeated_text, write_rows
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("datasets")
@@ -327,3 +329,77 @@ def test_an_object_store_in_the_form_of_s3(tmp_path):
     *found, missing = done.stdout.splitlines()
     assert found == [str([row["answer"] for row in ROWS])] * 3
     assert missing.startswith("DataError s3://rows/none.jsonl: cannot be read: FileNotFoundError"), missing
+
+
+def hollow(path, *, num_rows=1, **column):
+    """A file of a few kB that says of a column what it has no values for."""
+    with h5py.File(path, "w") as file:
+        file.create_dataset("prompt", **{"shape": (num_rows,), "dtype": "S8", **column})
+
+
+HOLLOW = {
+    "long texts": (dict(dtype="S2000000000"), "its rows have 2000000000 bytes, more than data.max_row_bytes="),
+    "long lists": (dict(shape=(1, 1 << 30), dtype="i1"), "its rows have 1073741824 bytes"),
+    "large chunks": (
+        dict(shape=(1 << 12,), dtype="S65536", chunks=(1 << 12,), compression="gzip"),
+        "has chunks of 268435456 bytes; write chunks of 67108864",
+    ),
+    "many rows": (dict(num_rows=10**12), "it has 1000000000000 rows in "),
+    "other filters": (dict(dtype="i4", chunks=(1,), scaleoffset=4), "has the filters [6]; use gzip"),
+}
+
+
+@pytest.mark.parametrize("name", HOLLOW)
+def test_hdf5_takes_no_more_memory_than_its_size_allows(tmp_path, name):
+    column, says = HOLLOW[name]
+    hollow(tmp_path / "rows.h5", **column)
+    complains_apart(lambda: read_file(tmp_path / "rows.h5"), ["rows.h5: cannot be read as rows of HDF5", says])
+
+
+def test_texts_that_lie_in_a_file_once_are_read_a_few_at_a_time(tmp_path):
+    write_repeated_text(tmp_path / "rows.h5", num_rows=2048, num_bytes=1 << 18)
+
+    def read_all():
+        (file,) = find_files(str(tmp_path / "rows.h5"))
+        (piece,) = readers.cut(file, "hdf5", max_row_bytes=1 << 20)
+        assert sum(len(row["prompt"]) for row in readers.read(piece, max_row_bytes=1 << 20)) == 2048 << 18
+        raise DataError("all of it was read")
+
+    complains_apart(read_all, ["all of it was read"])
+
+
+@pytest.mark.parametrize("file_format", ["hdf5", "parquet", "datasets"])
+def test_a_long_row_is_a_bad_row(tmp_path, file_format):
+    rows = [GOOD, {"prompt": "x" * 5000, "answer": "2"}, GOOD]
+    path = write_rows(tmp_path / "rows", rows, file_format)
+    first, (_, second), third = read_file(path, max_row_bytes=4000)
+    assert (first[1], third[1]) == (GOOD, GOOD)
+    assert str(second) == "<here>: longer than data.max_row_bytes=4000; shorten it, or raise the key"
+
+
+def test_parquet_takes_no_more_memory_than_its_size_allows(tmp_path):
+    path = tmp_path / "rows.parquet"
+    for texts, says in (
+        (["x" * (40 << 20)], "a row group has "),
+        (["x" * 1000] * 999 + ["x" * (40 << 20)], "a row group has "),
+        ([os.urandom(3 << 20).hex()], "a row is longer than data.max_row_bytes=1048576"),
+    ):
+        parquet.write_table(columns(prompt=texts), path, compression="zstd", use_dictionary=False)
+        complains_apart(lambda: read_file(path), ["rows.parquet: cannot be read as Parquet", says])
+
+
+def test_pipes_are_no_files_of_rows(tmp_path):
+    for name in ("rows.jsonl", "rows.parquet", "rows.h5"):
+        os.mkfifo(tmp_path / name)
+        complains_apart(lambda name=name: read_file(tmp_path / name), [name, "is not a regular file"])
+
+
+def test_a_file_of_which_the_library_never_ends_is_refused(tmp_path, monkeypatch):
+    """An object of no bytes in the heap of texts: the library looks for the next one where this one is."""
+    monkeypatch.setattr(hdf5, "_CPU_S", 1)
+    path = write_rows(tmp_path / "rows", ROWS, "hdf5")
+    content = bytearray(path.read_bytes())
+    heap = content.index(b"GCOL") + 16
+    content[heap : heap + 16] = bytes(16)
+    path.write_bytes(content)
+    complains_apart(lambda: read_file(path), ["rows.h5: cannot be read as rows of HDF5: the library crashes or needs"])

@@ -7,10 +7,12 @@ import sys
 
 import pytest
 
+from hybridflow.data import trial
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.prompts import Example, prompt_tokens
 from hybridflow.data.tokenizer import check_same_pieces, open_tokenizer, tokenizer_in
 from hybridflow.errors import DataError
+from hybridflow.exit_status import REQUEST, exit_status
 
 transformers = pytest.importorskip("transformers")
 from tests.support.hf_models import END, PAD, START, write_tokenizer  # noqa: E402
@@ -109,3 +111,69 @@ def test_without_the_package_the_extra_is_named(tmp_path):
     code += "from hybridflow.data.tokenizer import open_tokenizer\nopen_tokenizer(sys.argv[1])"
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False)
     assert "DataError" in done.stderr and "pip install 'hybridflow[hf]'" in done.stderr
+
+
+def replacing(pattern, content):
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+CRAFTED = {
+    "panic of a normalizer": ("normalizer", replacing({"String": ""}, "x"), "PanicException"),
+    "panic of a regular expression": ("normalizer", replacing({"Regex": ""}, "x"), "PanicException"),
+    "panic when loaded": ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}, "PanicException"),
+    "texts that double without end": (
+        "normalizer",
+        {"type": "Sequence", "normalizers": [replacing({"String": "a"}, "aa")] * 60},
+        "its trial was stopped, it takes more than",
+    ),
+}
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/hybridflow/tokenizers"
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_crafted_tokenizers_end_in_a_process_of_their_own(tmp_path, cache, monkeypatch, name):
+    key, value, says = CRAFTED[name]
+    monkeypatch.setattr(trial, "_CPU_S", 1)
+    write_tokenizer(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**content, key: value}))
+    with pytest.raises(DataError, match=f"tokenizer .*tokenizer.json: cannot be read: {says}") as caught:
+        open_tokenizer(tmp_path)
+    assert exit_status(caught.value) == REQUEST and not list(cache.iterdir())
+
+
+def test_a_panic_on_a_text_is_an_error(tmp_path, cache, monkeypatch):
+    """The trial cannot try all texts."""
+    write_tokenizer(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["pre_tokenizer"] = {"type": "FixedLength", "length": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    monkeypatch.setattr(trial, "_problem", lambda content: None)
+    with pytest.raises(DataError, match="tokenizer.json: cannot encode a text: PanicException: chunk size"):
+        open_tokenizer(tmp_path)
+
+
+def test_a_trial_is_made_once_and_remembered_where_only_the_user_writes(tmp_path, cache, monkeypatch):
+    write_tokenizer(tmp_path)
+    tried = []
+    monkeypatch.setattr(trial, "_problem", tried.append)
+    open_tokenizer(tmp_path)
+    open_tokenizer(tmp_path)
+    assert len(tried) == 1 and len(list(cache.iterdir())) == 1
+    cache.chmod(0o777)
+    open_tokenizer(tmp_path)
+    assert len(tried) == 2, "another user could have written there"
+
+
+def test_ids_without_tokens_are_no_vocabulary(tmp_path):
+    write_tokenizer(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["vocab"]["5"] = 2**32 - 1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"tokenizer.json: has \d+ tokens with ids up to 4294967295"):
+        open_tokenizer(tmp_path)

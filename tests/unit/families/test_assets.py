@@ -1,0 +1,61 @@
+"""Small files of others: what is no regular file, too large, or a link to another file is refused."""
+
+import os
+
+import pytest
+
+from hybridflow.errors import CheckpointError
+from hybridflow.exit_status import SOURCE, exit_status
+from hybridflow.families.assets import read_assets, read_json
+from hybridflow.foreign import MAX_SMALL_BYTES, open_regular
+from tests.support.complaints import complains_apart
+
+
+def test_links_of_the_cache_of_hugging_face_are_followed(tmp_path):
+    """``snapshots/REVISION/NAME`` leads to ``blobs/HASH``, also from a folder within the revision."""
+    cache = tmp_path / "models--org--name"
+    revision = cache / "snapshots/0a1b"
+    (revision / "original").mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    (cache / "blobs/77").write_bytes(b"{}")
+    (revision / "config.json").symlink_to("../../blobs/77")
+    (revision / "original/config.json").symlink_to("../../../blobs/77")
+    (tmp_path / "model").symlink_to(revision)
+    for folder in (revision, revision / "original", tmp_path / "model"):
+        assert read_assets(folder) == {"config.json": b"{}"}
+
+
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_a_link_to_another_file_is_not_copied(tmp_path, has_cache):
+    private = tmp_path / "private"
+    private.write_text("secret")
+    folder = tmp_path / "name/snapshots/0a1b" if has_cache else tmp_path / "model"
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").symlink_to(private)
+    if has_cache:
+        # What looks like a cache, with a link in the place of the blob.
+        (tmp_path / "name/blobs").mkdir()
+        (tmp_path / "name/blobs/77").symlink_to(private)
+        (folder / "tokenizer.json").unlink()
+        (folder / "tokenizer.json").symlink_to("../../blobs/77")
+    with pytest.raises(
+        CheckpointError, match=r"is a symbolic link to .*put the file itself there.*tokenizer\.json"
+    ) as e:
+        read_assets(folder)
+    assert exit_status(e.value) == SOURCE
+
+
+def test_large_files_are_not_read(tmp_path):
+    with (tmp_path / "merges.txt").open("wb") as file:
+        file.truncate(30 << 30)
+    for call in (lambda: read_assets(tmp_path), lambda: read_json(tmp_path / "merges.txt")):
+        complains_apart(call, ["merges.txt", f"has {30 << 30} bytes, more than {MAX_SMALL_BYTES}"], max_bytes=32 << 20)
+
+
+def test_pipes_and_devices_are_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    assert read_assets(tmp_path) == {}
+    complains_apart(lambda: read_json(tmp_path / "config.json"), ["is not a regular file", "config.json"])
+    for path in ("/dev/zero", "/proc", tmp_path):
+        with pytest.raises(OSError, match="regular file|directory"):
+            open_regular(path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridflow.errors import CheckpointError, DeadlineError, HybridflowError, WriteError
+from hybridflow.errors import CheckpointError, DeadlineError, HybridflowError, StopError, WriteError
 
 DONE = 0
 FAILURE = 1
@@ -21,7 +21,7 @@ DIFFERENT = 5
 """Two checkpoints that were compared are not equal."""
 
 REQUEUE = 75
-"""All is saved, and there is more to do: begin the job again. ``EX_TEMPFAIL`` of ``sysexits.h``."""
+"""All is saved, or nothing was begun, and there is more to do: begin the job again. ``EX_TEMPFAIL``, sysexits.h."""
 
 
 class Ended(BaseException):
@@ -42,6 +42,8 @@ def exit_status(error: BaseException) -> int:
         return 128 + error.signal
     if isinstance(error, WriteError):
         return TARGET
+    if isinstance(error, StopError):
+        return REQUEUE
     # What is written is a WriteError when the file system refuses; any other refusal is of what is read.
     if isinstance(error, (CheckpointError, OSError)):
         return SOURCE

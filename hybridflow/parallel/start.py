@@ -225,8 +225,8 @@ def _from_mpi(env: Mapping[str, str], step: Start | None) -> Start:
         return _checked(step, env)
     try:
         # What Slurm says stays true, and MPI is there besides.
-        place = _from_place(mpi.find_place(), step.size, env)
-        return _checked(replace(step, launcher="mpi", secret=place.secret), env)
+        found = _from_place(mpi.find_place(), step.size, env)
+        return _checked(replace(step, launcher="mpi", secret=found.secret), env)
     except mpi.NoMpiError as error:
         if step.rank == 0:
             print(f"hybridflow: started from Slurm's variables, without MPI: {error}", file=sys.stderr, flush=True)

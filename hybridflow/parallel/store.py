@@ -129,7 +129,7 @@ class KeeperStore(dist.Store):
         """Add to the number under a name, 0 at first, and return the sum."""
         return int(self._ask(b"add", key, str(amount))[0])
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:  # type: ignore[override]
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Put a value in the place of the expected one, and return what is there then."""
         return self._ask(b"compare", key, expected, desired)[0]
 

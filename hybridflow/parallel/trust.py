@@ -24,7 +24,7 @@ _BYTES = 32
 _MAY_EXCHANGE_OBJECTS = ("vllm",)
 """Packages whose process groups are their own affair."""
 
-_unpickle = distributed_c10d._tensor_to_object
+_unpickle: Any = distributed_c10d._tensor_to_object
 
 
 def check_connections(

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -170,7 +171,7 @@ class World:
             self._mpi_links[ranks] = MpiLink(ranks, self.deadline_s)
         return self._mpi_links[ranks]
 
-    def new_store(self, name: str) -> dist.Store:
+    def new_store(self, name: str) -> NamedStore:
         """Open a thread's own connection to the ranks' store: on a shared one, a wait blocks the others.
 
         Args:
@@ -257,7 +258,7 @@ def _open_keeper_store(start: Start, start_deadline_s: float, signals: CaughtSig
     """Start the keeper of the store, on rank 0, and connect with it."""
     key = key_for(find_secret(start.secret), f"store {start.name}")
     port, end_s = start.port, time.monotonic() + start_deadline_s
-    keeper = None
+    keeper: subprocess.Popen[bytes] | None = None
 
     def look() -> None:
         if signals is not None and (came := signals.wait(0)):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import groupby
+from signal import Signals
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -47,6 +48,9 @@ _ASKED = "hybridflow/asked"
 
 _LOOK_S = 1.0
 """So often a rank that waits for others looks whether the job is to stop."""
+
+_TELL_S = 3.0
+"""So much longer a rank that is to stop looks for rank 0, to tell the others of it."""
 
 _CHECK_S = 60.0
 """So long the ranks of a new process group, which all have just connected, have to prove who they are."""
@@ -259,10 +263,13 @@ def _open_keeper_store(start: Start, start_deadline_s: float, signals: CaughtSig
     key = key_for(find_secret(start.secret), f"store {start.name}")
     port, end_s = start.port, time.monotonic() + start_deadline_s
     keeper: subprocess.Popen[bytes] | None = None
+    asked: list[tuple[float, str]] = []
 
     def look() -> None:
         if signals is not None and (came := signals.wait(0)):
-            raise StopError(f"rank {start.rank} on {_host()} received {came[0].name} before it met the others")
+            asked.append((time.monotonic(), f"rank {start.rank} on {_host()} received {came[0].name}"))
+        if asked and time.monotonic() > asked[0][0] + _TELL_S:
+            raise StopError(f"{asked[0][1]} before it met the others")
         if keeper is not None and keeper.poll() is not None:
             raise RuntimeError(f"the process that keeps the store ended with status {keeper.returncode}")
 
@@ -277,7 +284,7 @@ def _open_keeper_store(start: Start, start_deadline_s: float, signals: CaughtSig
         if _missing(agent, [_PORT], start_deadline_s, look):
             raise RuntimeError("rank 0 has not come")
         port = _port(agent.get(_PORT))
-    return KeeperStore(
+    store = KeeperStore(
         start.meets_at,
         port,
         key,
@@ -286,6 +293,9 @@ def _open_keeper_store(start: Start, start_deadline_s: float, signals: CaughtSig
         look=look,
         keeper=keeper,
     )
+    if asked:
+        store.set(_ASKED, asked[0][1])
+    return store
 
 
 def _open_agent_store(start: Start, deadline_s: float) -> dist.Store:
@@ -414,23 +424,34 @@ def wait_for_all(
     names = [f"hybridflow/here/{rank}" for rank in range(start.size)]
     store.set(names[start.rank], json.dumps(_sign(device)))
 
+    came: list[Signals] = []
+
     def look() -> None:
-        _look(store, start, signals)
+        _look(store, start, signals, came)
 
     if start.rank == 0:
-        missing = _missing(store, names, start_deadline_s, look)
+        try:
+            missing = _missing(store, names, start_deadline_s, look)
+        except StopError as error:
+            store.set(_FOUND, json.dumps({"stop": str(error)}))
+            time.sleep(_LOOK_S)  # rank 0 keeps the store, so it leaves last
+            raise
         signatures = [] if missing else [json.loads(each) for each in store.multi_get(names)]
         store.set(_FOUND, json.dumps({"missing": missing, "signatures": signatures}))
     elif _missing(store, [_FOUND], start_deadline_s + _AFTER_RANK_0_S, look):
         missing, signatures = _missing(store, names, 0.0, look) or [0], []
     else:
         found = json.loads(store.get(_FOUND))
+        if "stop" in found:
+            raise StopError(found["stop"])
         missing, signatures = found["missing"], found["signatures"]
     if missing:
         raise DeadlineError(
             f"{len(missing)} of {start.size} ranks did not come within {start_deadline_s:g} s: {start.where(missing)}; "
             "look for what kept them from starting, or raise cluster.start_deadline_s if they are only slow"
         )
+    for each in came:  # too late to stop here: it is the trainer's matter
+        os.kill(os.getpid(), each)
     return tuple(Signature(*each) for each in signatures)
 
 
@@ -441,6 +462,7 @@ def _missing(store: dist.Store, names: Sequence[str], wait_s: float, look: Calla
         look()
         try:
             store.wait(list(names), timedelta(seconds=min(left_s, _LOOK_S)))
+            look()
             return []
         except dist.DistNetworkError:
             break
@@ -449,15 +471,14 @@ def _missing(store: dist.Store, names: Sequence[str], wait_s: float, look: Calla
     return [place for place, name in enumerate(names) if not store.check([name])]
 
 
-def _look(store: dist.Store, start: Start, signals: CaughtSignals | None) -> None:
-    """Raise StopError on every rank that waits, if one of them was sent a stop signal."""
-    if signals is not None and (came := signals.wait(0)):
+def _look(store: dist.Store, start: Start, signals: CaughtSignals | None, came: list[Signals]) -> None:
+    """Note a stop signal of this rank where rank 0 sees it; on rank 0, raise StopError if any rank noted one."""
+    if signals is not None:
+        came += signals.wait(0)
+    if came:
         store.set(_ASKED, f"rank {start.rank} on {_host()} received {came[0].name}")
-    if store.check([_ASKED]):
-        who = store.get(_ASKED).decode()
-        if start.rank == 0:  # who keeps the store leaves last
-            time.sleep(1.5 * _LOOK_S)
-        raise StopError(f"{who} before all ranks had met; nothing was begun")
+    if start.rank == 0 and store.check([_ASKED]):
+        raise StopError(f"{store.get(_ASKED).decode()} before all ranks had met; nothing was begun")
 
 
 def check_nodes(start: Start, hosts: Sequence[str]) -> None:

@@ -355,7 +355,7 @@ def _train(arguments: argparse.Namespace) -> int:
         if start.rank >= recipe.cluster.ranks:
             from hybridflow.parallel.world import stand_by
 
-            stand_by(start, start_deadline_s=recipe.cluster.start_deadline_s)
+            stand_by(start, start_deadline_s=recipe.cluster.start_deadline_s, signals=signals)
             return DONE
         start = start.first(recipe.cluster.ranks)
     return _train_rank(recipe, start, CaughtSignals() if signals is None else signals, resume=arguments.resume)

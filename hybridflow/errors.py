@@ -50,3 +50,7 @@ class WriteError(CheckpointError):
 
 class DeadlineError(HybridflowError):
     """A wait for another rank passed its deadline, or a rank died."""
+
+
+class StopError(HybridflowError):
+    """A signal asked the job to stop before its ranks had met, so that there is nothing to save."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from hybridflow.errors import CheckpointError, DeadlineError, HybridflowError, WriteError
+from hybridflow.errors import CheckpointError, DeadlineError, HybridflowError, StopError, WriteError
 
 DONE = 0
 FAILURE = 1
@@ -23,7 +23,7 @@ DIFFERENT = 5
 """Two checkpoints that were compared are not equal."""
 
 REQUEUE = 75
-"""All is saved, and there is more to do: begin the job again. ``EX_TEMPFAIL`` of ``sysexits.h``."""
+"""All is saved, or nothing was begun, and there is more to do: begin the job again. ``EX_TEMPFAIL``, sysexits.h."""
 
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """What only writing meets: no room, a quota, a limit of a file's size (``ulimit -f``), a read-only file system."""
@@ -47,6 +47,8 @@ def exit_status(error: BaseException) -> int:
         return 128 + error.signal
     if isinstance(error, WriteError) or refuses_writes(error):
         return TARGET
+    if isinstance(error, StopError):
+        return REQUEUE
     # What is written is a WriteError when the file system refuses; any other refusal is of what is read.
     if isinstance(error, (CheckpointError, OSError)):
         return SOURCE

@@ -11,6 +11,8 @@ from tests.support.kafka_broker import is_there, running_broker
 
 # Ranks share few cores; also read by what the tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# So that no test makes a key in the home of who runs it; see parallel/secret.py.
+os.environ.setdefault("HYBRIDFLOW_SECRET", "known to the ranks of a test")
 # As the command does; torch reads it when it is imported, which ranks that are forked from here do not do.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 

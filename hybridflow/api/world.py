@@ -58,8 +58,8 @@ def use_world(world: World | None) -> None:
 def _join(start: Start) -> World:
     # A signal is one thing to a process alone, and another to a job of many.
     signals = CaughtSignals() if start.size > 1 else None
-    store = open_store(start, start_deadline_s=START_DEADLINE_S)
-    world = join_world(start, store, deadline_s=DEADLINE_S, start_deadline_s=START_DEADLINE_S)
+    store = open_store(start, start_deadline_s=START_DEADLINE_S, signals=signals)
+    world = join_world(start, store, deadline_s=DEADLINE_S, start_deadline_s=START_DEADLINE_S, signals=signals)
     if signals is not None:
         world.begin_watch(start, DEAD_AFTER_S, signals)
         sys.excepthook = _fail

@@ -7,11 +7,14 @@ import os
 import resource
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding, format_bytes
+from hybridflow.errors import LayoutError
+from hybridflow.parallel.handshake import own_address
+from hybridflow.parallel.secret import secret_source
 from hybridflow.rewards.sandbox import Bubblewrap, find_bubblewrap, sandbox_problem
 
 AREA, NETWORK = "machine", "network"
@@ -127,10 +130,29 @@ def check_network(*, of_many: bool) -> list[Finding]:
         addresses = ()
     listed = interfaces()
     findings = [name_finding(name, addresses, listed, of_many=of_many), interfaces_finding(listed)]
+    findings += [rendezvous_finding(name), secret_finding()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if os.environ.get(variable):
             findings.append(chosen_finding(variable, os.environ[variable], listed))
     return findings + fabric_findings(Path("/sys/class/infiniband"))
+
+
+def rendezvous_finding(name: str) -> Finding:
+    """Say where rank 0 would listen on this machine for ranks of other nodes."""
+    own = own_address(name)
+    where = "every interface" if own is None else f"{own} alone"
+    return Finding(
+        area=NETWORK, name="rendezvous", value=f"on {where}; for ranks of one machine, on the loopback alone"
+    )
+
+
+def secret_finding() -> Finding:
+    """Say by which secret ranks that are started here know each other."""
+    found = Finding(area=NETWORK, name="secret of a job", value="")
+    try:
+        return replace(found, value=f"{secret_source()}; MPI and hybridflow's launchers bring their own")
+    except LayoutError as error:
+        return replace(found, value="none can be read", verdict=NOTE, remedy=str(error))
 
 
 def interfaces() -> list[Interface]:

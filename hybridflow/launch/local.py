@@ -13,12 +13,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from hybridflow.exit_status import FAILURE, REQUEST, REQUEUE, SOURCE, TARGET
+from hybridflow.parallel.rank import MEETING_VARIABLE
+from hybridflow.parallel.secret import VARIABLE, new_secret
 from hybridflow.parallel.signals import STOP_SIGNALS
 
 _TOLD = (FAILURE, REQUEST, SOURCE, TARGET, REQUEUE)
 """Exit statuses of ranks that have told a person why."""
 
 _POLL_S = 0.05
+_BEFORE_MEETING_S = 1.5
+"""So long the others have to end once a rank has failed before all had met: they do not notice it themselves."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -35,12 +40,12 @@ def run_local(
     """Run a command as ``num_ranks`` processes of this machine, and wait for all of them.
 
     The ranks write to this process's output. When one exits non-zero or is killed, the others see it themselves and
-    end, and what is left after ``end_s`` is killed; one line on standard error says which rank it was, unless its exit
-    status is one of those with which ranks tell their own errors. SIGTERM, SIGUSR1 and SIGUSR2 of this process ask the
-    ranks to save and end, for which they have ``save_s``; SIGINT ends them at once, as a second SIGTERM does. SIGUSR1
-    and SIGUSR2 may come again and again, as from a batch script that cannot know whether the first arrived. The ranks
-    die with this process however it ends. There is no deadline for the whole: a rank's own waits have
-    theirs.
+    end, and what is left after ``end_s`` is killed, or sooner before they have met. One line on standard error says
+    which rank it was, unless its exit status is one of those with which ranks tell their own errors. SIGTERM, SIGUSR1
+    and SIGUSR2 of this process ask the ranks to save and end, for which they have ``save_s``; SIGINT ends them at once,
+    as a second SIGTERM does. SIGUSR1 and SIGUSR2 may come again and again, as from a batch script that cannot know
+    whether the first arrived. The ranks die with this process however it ends. There is no deadline for the whole: a
+    rank's own waits have theirs.
 
     Args:
         argv: Arguments of the program.
@@ -57,11 +62,12 @@ def run_local(
         signal ended that rank, or this process before the ranks could end by themselves.
     """
     with _caught_signals(asks=(signal.SIGINT,) if is_asked_by_interrupt else ()) as received:
-        ranks = _start([*program, *argv], num_ranks, threads_per_rank)
+        ranks, meeting = _start([*program, *argv], num_ranks, threads_per_rank)
         try:
-            return _watch(ranks, received, end_s, save_s)
+            return _watch(ranks, meeting, received, end_s, save_s)
         finally:
             _kill(ranks)
+            os.close(meeting)
 
 
 def local_environment(rank: int, num_ranks: int, threads_per_rank: int, port: int) -> dict[str, str]:
@@ -72,22 +78,25 @@ def local_environment(rank: int, num_ranks: int, threads_per_rank: int, port: in
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(threads_per_rank),
-        # Ranks of one machine speak to each other over the loopback interface, which nobody else can reach.
-        **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform.startswith("linux") else {}),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
     }
 
 
-def _start(command: Sequence[str], num_ranks: int, threads_per_rank: int) -> list[subprocess.Popen[bytes]]:
+def _start(command: Sequence[str], num_ranks: int, threads_per_rank: int) -> tuple[list[subprocess.Popen[bytes]], int]:
+    """Start the ranks. Returns them, and the end of a pipe that is closed at the other once all have met."""
     port = _free_port()
+    meeting, other_end = os.pipe()
+    os.set_blocking(meeting, False)
+    shared = {VARIABLE: new_secret(), MEETING_VARIABLE: str(other_end)}
     die_with_parent = _die_with_parent()
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(num_ranks):
             process = subprocess.Popen(
                 command,
-                env={**os.environ, **local_environment(rank, num_ranks, threads_per_rank, port)},
+                env={**os.environ, **local_environment(rank, num_ranks, threads_per_rank, port), **shared},
+                pass_fds=[other_end],
                 stdin=subprocess.DEVNULL,
                 # A session of its own: Ctrl-C reaches a rank through us, once; what it starts can be killed with it.
                 start_new_session=True,
@@ -96,11 +105,24 @@ def _start(command: Sequence[str], num_ranks: int, threads_per_rank: int) -> lis
             ranks.append(process)
     except OSError:
         _kill(ranks)
+        os.close(meeting)
         raise
-    return ranks
+    finally:
+        os.close(other_end)
+    return ranks, meeting
 
 
-def _watch(ranks: Sequence[subprocess.Popen[bytes]], received: list[int], end_s: float, save_s: float) -> int:
+def _have_met(meeting: int) -> bool:
+    """Return whether no rank has the pipe open any more: all watch each other, or are gone."""
+    try:
+        return os.read(meeting, 1) == b""
+    except BlockingIOError:
+        return False
+
+
+def _watch(
+    ranks: Sequence[subprocess.Popen[bytes]], meeting: int, received: list[int], end_s: float, save_s: float
+) -> int:
     """Wait for every rank; from the first failure or signal on, not for ever."""
     status = 0
     kill_at_s = float("inf")
@@ -117,7 +139,9 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], received: list[int], end_s:
                 rank.send_signal(signal.SIGCONT)
         elif status == 0 and (failed := _first_failure(ranks)) is not None:
             status = _report(failed, ranks[failed].returncode, len(ranks))
-            kill_at_s = min(kill_at_s, time.monotonic() + end_s)
+            kill_at_s = min(
+                kill_at_s, time.monotonic() + (end_s if _have_met(meeting) else min(end_s, _BEFORE_MEETING_S))
+            )
         elif time.monotonic() > kill_at_s:
             return status or 128 + received[0]
         time.sleep(_POLL_S)

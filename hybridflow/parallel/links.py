@@ -1,10 +1,12 @@
-"""Connections between the watches of ranks: lines of JSON that nobody waits for. No torch."""
+"""Connections between the watches of ranks: messages of JSON that nobody waits for. No torch."""
 
 from __future__ import annotations
 
 import json
 import socket
 from typing import Any
+
+from hybridflow.parallel.handshake import Session
 
 Message = dict[str, Any]
 
@@ -15,17 +17,21 @@ _LARGEST_BACKLOG_BYTES = 1 << 22
 class Link:
     """One end of a connection; no method of it blocks.
 
+    Args:
+        connection: From ``handshake.connect``, or let in by a gate.
+        session: This end of it.
+        now_s: Time by the owner's clock.
+
     Attributes:
         is_open: The other end is there, as far as is known.
         heard_s: When something last came, by the owner's clock.
     """
 
-    def __init__(self, connection: socket.socket, now_s: float = 0.0) -> None:
+    def __init__(self, connection: socket.socket, session: Session, now_s: float = 0.0) -> None:
         connection.setblocking(False)
         self.is_open = True
         self.heard_s = now_s
-        self._connection = connection
-        self._incoming = b""
+        self._connection, self._session = connection, session
         self._outgoing = b""
 
     def fileno(self) -> int:
@@ -34,7 +40,7 @@ class Link:
 
     def send(self, message: Message) -> None:
         """Send a message, now or with a later ``flush``; an empty one says only that this rank lives."""
-        self._outgoing += (json.dumps(message) if message else "").encode() + b"\n"
+        self._outgoing += self._session.seal(json.dumps(message).encode() if message else b"")
         self.flush()
 
     def flush(self) -> bool:
@@ -45,6 +51,7 @@ class Link:
             except (BlockingIOError, InterruptedError):
                 if len(self._outgoing) <= _LARGEST_BACKLOG_BYTES:
                     break
+                self.close()  # what is left of a message would be taken for the next one
                 self._outgoing = b""
             except OSError:
                 # What the other end said before it went can still be read; that tells of its end, too.
@@ -54,11 +61,8 @@ class Link:
         return not self._outgoing
 
     def receive(self, now_s: float) -> list[Message]:
-        """Return what has arrived; afterwards ``is_open`` says whether more can arrive.
-
-        Raises:
-            ValueError: The other end speaks something else.
-        """
+        """Return what has arrived; afterwards ``is_open`` says whether more can arrive."""
+        messages: list[bytes] = []
         while self.is_open:
             try:
                 part = self._connection.recv(1 << 16)
@@ -70,32 +74,13 @@ class Link:
                 self.is_open = False
                 break
             self.heard_s = now_s
-            self._incoming += part
-            if len(self._incoming) > _LARGEST_BACKLOG_BYTES:
-                raise ValueError("a line without an end")
-        *lines, self._incoming = self._incoming.split(b"\n")
-        messages = [json.loads(line) for line in lines if line]
-        if not all(isinstance(message, dict) for message in messages):
-            raise ValueError("not an object of JSON")
-        return messages
+            try:
+                messages += self._session.open(part)
+            except ValueError:  # not what the other end sent: nothing more of it counts
+                self.is_open = False
+        return [json.loads(message) for message in messages if message]
 
     def close(self) -> None:
         """Close the connection; what was sent still arrives."""
         self.is_open = False
         self._connection.close()
-
-
-def listen(address: str, num_links: int) -> socket.socket:
-    """Listen at a free port: on this machine alone where ``address`` is local, else on every interface.
-
-    Raises:
-        OSError: There is none.
-    """
-    if address == "127.0.0.1":
-        listener = socket.create_server((address, 0), backlog=num_links)
-    elif socket.has_dualstack_ipv6():
-        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=num_links)
-    else:
-        listener = socket.create_server(("", 0), backlog=num_links)
-    listener.setblocking(False)
-    return listener

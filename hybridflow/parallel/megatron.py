@@ -6,18 +6,23 @@ globals (``parallel_state``) are never initialized. So one process may hold mode
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.parallel.coordinator import GlooMessenger
 from hybridflow.parallel.cpu import use_cpu_for_cuda
 from hybridflow.parallel.world import World
 
 use_cpu_for_cuda()
+
+_CPU = torch.device("cpu")
 
 
 def rank_sets(meshes: Iterable[DeviceMesh], size: int) -> list[tuple[int, ...]]:
@@ -80,22 +85,30 @@ def collection(world: World, mesh: DeviceMesh) -> ProcessGroupCollection:
 
 @contextmanager
 def gathering_within(group: dist.ProcessGroup) -> Iterator[None]:
-    """Make megatron-core gather objects from ``group`` alone, not from the whole job, for the duration.
+    """Make megatron-core gather the keys of parameter groups from ``group`` alone, and as JSON, for the duration.
 
     megatron-core 0.16.1 compares parameter groups over all ranks whenever it makes an optimizer, which would never end
-    where some ranks have no part in the model.
+    where some ranks have no part in the model. It unpickles what other ranks send, which can run any code.
     """
     gather = dist.all_gather_object
+    ranks = tuple(dist.get_process_group_ranks(group))
+    # Each wait of the group itself has the deadline of the job.
+    messenger = GlooMessenger(group, ranks, group._get_backend(_CPU).options._timeout.total_seconds())
 
     def gather_within(objects: list[Any], mine: Any) -> None:
-        objects[:] = [None] * group.size()
-        gather(objects, mine, group=group)
+        told = messenger.gather(json.dumps(mine).encode(), "parameter groups of the optimizer")
+        objects[:] = [[_as_tuples(key) for key in json.loads(each)] for each in told]
 
     dist.all_gather_object = gather_within  # type: ignore[assignment]
     try:
         yield
     finally:
         dist.all_gather_object = gather
+
+
+def _as_tuples(value: Any) -> Any:
+    """Return a value that was sent as JSON with its lists as the tuples that they were."""
+    return tuple(_as_tuples(each) for each in value) if isinstance(value, list) else value
 
 
 def _expert_groups(mesh: DeviceMesh, *axes: str) -> list[tuple[int, ...]]:

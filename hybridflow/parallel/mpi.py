@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hybridflow.errors import DeadlineError, LayoutError
+from hybridflow.parallel.secret import new_secret
 
 _POLL_S = 0.0002
+_MOST_NAME_BYTES = 256
 _START_DEADLINE_S = 300.0
 
 
@@ -29,6 +31,7 @@ class Place(NamedTuple):
     """Where MPI put this process and the others, and the TCP rendezvous that rank 0 offers.
 
     Attributes:
+        secret: What rank 0 made up for this start.
         nodes: Lowest rank on each rank's node, in rank order.
         hosts: Name of each rank's node, in rank order.
     """
@@ -40,10 +43,11 @@ class Place(NamedTuple):
     hosts: tuple[str, ...]
     address: str
     port: int
+    secret: bytes = b""
 
 
 def find_place() -> Place:
-    """Ask MPI for rank, size and nodes, and agree on rank 0's address and a free port.
+    """Ask MPI for rank, size and nodes, and agree on rank 0's address, a free port and a secret.
 
     Collective: all ranks. One that waits for another beyond the deadline, which only MPI itself knows of, ends with a
     stack that names this function.
@@ -57,20 +61,39 @@ def find_place() -> Place:
         mpi = _initialize()
         world = mpi.COMM_WORLD
         node = world.Split_type(mpi.COMM_TYPE_SHARED)
-        offer = None
+        offer = b""
         if world.rank == 0:
             with socket.socket() as probe:
                 probe.bind(("", 0))
                 alone = node.size == world.size
-                offer = json.dumps(["127.0.0.1" if alone else socket.gethostname(), probe.getsockname()[1]])
-        told = world.bcast(offer) if world.size > 1 else offer
-        assert told is not None, "rank 0 makes an offer"
-        address, port = json.loads(told)
-        places = world.allgather((node.bcast(world.rank), socket.gethostname()))
+                host = "127.0.0.1" if alone else socket.gethostname()
+                offer = json.dumps([host, probe.getsockname()[1], new_secret()]).encode()
+        address, port, secret = json.loads(_broadcast(world, offer))
+        first = np.array([world.rank], dtype=np.int64)
+        node.Bcast(first, root=0)
+        nodes = np.empty(world.size, dtype=np.int64)
+        world.Allgather(first, nodes)
+        hosts = np.empty((world.size, _MOST_NAME_BYTES), dtype=np.uint8)
+        world.Allgather(_name(socket.gethostname()), hosts)
     finally:
         faulthandler.cancel_dump_traceback_later()
-    nodes, hosts = zip(*places, strict=True)
-    return Place(world.rank, world.size, node.rank, nodes, hosts, address, port)
+    names = tuple(row.tobytes().rstrip(b"\0").decode() for row in hosts)
+    return Place(world.rank, world.size, node.rank, tuple(nodes.tolist()), names, address, port, secret.encode())
+
+
+def _broadcast(world: Any, payload: bytes) -> bytes:
+    """Return rank 0's bytes on every rank. mpi4py's calls in small letters pickle what they send."""
+    size = np.array([len(payload)], dtype=np.int64)
+    world.Bcast(size, root=0)
+    buffer = np.frombuffer(payload, dtype=np.uint8).copy() if world.rank == 0 else np.empty(size[0], dtype=np.uint8)
+    world.Bcast(buffer, root=0)
+    return buffer.tobytes()
+
+
+def _name(host: str) -> np.ndarray:
+    """Return a node's name, ``[_MOST_NAME_BYTES]`` uint8."""
+    name = host.encode()[:_MOST_NAME_BYTES]
+    return np.frombuffer(name.ljust(_MOST_NAME_BYTES, b"\0"), dtype=np.uint8).copy()
 
 
 def _initialize() -> Any:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from hybridflow.parallel.world import World
 
 
+MEETING_VARIABLE = "HYBRIDFLOW_MEETING"
+"""Number of a file that hybridflow's own launcher leaves open in a rank. It closes it once all watch each other."""
+
+
 def silence_libraries() -> None:
     """Silence what megatron-core and torch say about themselves; our user cannot act on it."""
     warnings.filterwarnings("ignore", module=r"megatron\b|torch\b")
@@ -58,9 +62,10 @@ def run_rank(
     try:
         with lost_contact("the job", tuple(range(start.size)), cluster.deadline_s):
             come_s = cluster.start_deadline_s
-            store = open_store(start, start_deadline_s=come_s)
-            world = join_world(start, store, deadline_s=cluster.deadline_s, start_deadline_s=come_s)
+            store = open_store(start, start_deadline_s=come_s, signals=signals)
+            world = join_world(start, store, deadline_s=cluster.deadline_s, start_deadline_s=come_s, signals=signals)
             watch = world.begin_watch(start, cluster.dead_after_s, signals)
+            _tell_launcher()
             status = work(world)
             with current_activity("the end of the job"):
                 world.close()
@@ -76,3 +81,10 @@ def run_rank(
         # No interpreter shutdown: it could wait for ranks that are gone.
         os._exit(cause.status)
     return status
+
+
+def _tell_launcher() -> None:
+    """Let hybridflow's own launcher know that the ranks notice by themselves from now on when one of them ends."""
+    number = os.environ.pop(MEETING_VARIABLE, None)
+    if number is not None:
+        os.close(int(number))

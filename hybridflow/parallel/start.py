@@ -18,7 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -55,6 +55,7 @@ class Start:
         agent_store: The launcher itself hosts the rendezvous (torchrun).
         name: What this start is called at the rendezvous; ranks of another job that come to the same port by mistake
             do not meet these.
+        secret: What MPI brought of the job's secret; empty: it is found elsewhere.
     """
 
     launcher: str
@@ -67,6 +68,18 @@ class Start:
     port: int = 0
     agent_store: bool = False
     name: str = ""
+    secret: bytes = field(default=b"", repr=False)
+
+    @property
+    def meets_at(self) -> str:
+        """Return where rank 0 listens: the loopback where all ranks are known to be on its machine."""
+        is_local = self.agent_store and self.ranks_per_node == self.size
+        return "127.0.0.1" if is_local or self.address == "localhost" else self.address
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether all ranks reach rank 0 by the loopback, so that all are on its machine."""
+        return self.meets_at == "127.0.0.1"
 
     def first(self, num_ranks: int) -> Start:
         """Return this rank in a job of only the first ``num_ranks`` ranks; the others must not join it."""
@@ -212,8 +225,8 @@ def _from_mpi(env: Mapping[str, str], step: Start | None) -> Start:
         return _checked(step, env)
     try:
         # What Slurm says stays true, and MPI is there besides.
-        _from_place(mpi.find_place(), step.size, env)
-        return _checked(replace(step, launcher="mpi"), env)
+        found = _from_place(mpi.find_place(), step.size, env)
+        return _checked(replace(step, launcher="mpi", secret=found.secret), env)
     except mpi.NoMpiError as error:
         if step.rank == 0:
             print(f"hybridflow: started from Slurm's variables, without MPI: {error}", file=sys.stderr, flush=True)
@@ -239,6 +252,7 @@ def _from_place(place: Place, expected: int, env: Mapping[str, str]) -> Start:
         address=env.get("MASTER_ADDR", place.address),
         port=_number(env, "MASTER_PORT", place.port),
         name="mpi",
+        secret=place.secret,
     )
 
 

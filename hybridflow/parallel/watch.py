@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import select
 import socket
 import sys
@@ -45,8 +44,9 @@ from hybridflow.parallel.cause import (
     tell_cause,
     tell_places,
 )
+from hybridflow.parallel.handshake import Gate, StrangerError, connect, listen
 from hybridflow.parallel.hub import SETTLE_S, Hub
-from hybridflow.parallel.links import Link, Message, listen
+from hybridflow.parallel.links import Link, Message
 from hybridflow.parallel.process import Process, is_running, kill, own_process
 from hybridflow.parallel.signals import CaughtSignals
 
@@ -56,10 +56,7 @@ _BEATS_PER_S = 256
 
 _GATHER_S = 0.05
 
-_CONNECT_S = 30.0
-
-_MOST_STRANGERS = 64
-"""So many who know no secret may be heard at one time, so that a port scan does not take all of a process's files."""
+_CONNECT_S = 60.0
 
 _LEAVE_S = 1.0
 """Where the hub is gone, so long the ranks that say nothing leave later than the one that tells of it."""
@@ -72,13 +69,16 @@ _NOTE_S = 1.0
 
 
 class MeetingPlace(Protocol):
-    """Methods that are needed of torch's stores."""
+    """Methods that are needed of ``store.NamedStore``."""
 
     def set(self, key: str, value: str) -> None:
         """Let all ranks know a value."""
 
     def get(self, key: str) -> bytes:
         """Return a value, once it is there."""
+
+    def rank_0_runs(self) -> bool:
+        """Return whether rank 0's process runs."""
 
 
 class Watch:
@@ -91,6 +91,7 @@ class Watch:
         rank: This rank.
         size: Ranks of the job.
         address: Address of rank 0's machine.
+        key: Key of the connections.
         dead_after_s: A rank that is silent for so long is lost, in seconds.
         signals: The signals that this process catches; None: it catches none.
 
@@ -110,6 +111,7 @@ class Watch:
         rank: int,
         size: int,
         address: str,
+        key: bytes,
         dead_after_s: float,
         signals: CaughtSignals | None = None,
     ) -> None:
@@ -125,9 +127,9 @@ class Watch:
         self._clock_s = self._beat_at_s = 0.0
         self._activity = ""
         self._links: dict[int, Link] = {}
-        self._strangers: list[Link] = []
+        self._guests: list[Link] = []
         self._ready: set[int] = set()
-        self._listener: socket.socket | None = None
+        self._gate: Gate | None = None
         self._process = own_process()
         self._hub: Hub | None = None
         if rank == 0:
@@ -150,7 +152,7 @@ class Watch:
         self._failed_at: Place | None = None
         self._leave_at_s = self._goodbye_s = float("inf")
         self._is_over = False
-        self._meet(store, address)
+        self._meet(store, address, key)
         note(f"rank {rank} of {size} on {self._host}, process {os.getpid()}: the watch begins")
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -182,25 +184,25 @@ class Watch:
         with contextlib.suppress(OSError):
             self._mouth.send(b"!")
 
-    def _meet(self, store: MeetingPlace, address: str) -> None:
+    def _meet(self, store: MeetingPlace, address: str, key: bytes) -> None:
         if self._size == 1:
             return
         if self._hub is not None:
-            self._secret = secrets.token_hex(16)
-            self._listener = listen(address, self._size)
-            store.set("hub", f"{self._listener.getsockname()[1]} {self._secret}")
+            listener = listen(address)
+            self._gate = Gate(listener, key, self._size)
+            store.set("hub", str(listener.getsockname()[1]))
             return
-        port, self._secret = store.get("hub").decode().split()
+        port = int(store.get("hub"))
         try:
-            connection = socket.create_connection((address, int(port)), timeout=_CONNECT_S)
-        except OSError as error:
+            connection, session = connect(address, port, key, limit_s=_CONNECT_S)
+        except (OSError, StrangerError) as error:
+            why = "another program listens there" if isinstance(error, StrangerError) else error
             raise DeadlineError(
-                f"rank {self._rank} on {self._host} cannot reach the watch of rank 0 at {address}:{port}: {error}; the "
+                f"rank {self._rank} on {self._host} cannot reach the watch of rank 0 at {address}:{port}: {why}; the "
                 "nodes of a job must be able to connect to any port of each other"
             ) from error
-        self._links[0] = Link(connection)
-        hello = {"hello": self._rank, "secret": self._secret, "host": self._host, "process": self._process}
-        self._links[0].send(hello)
+        self._links[0] = Link(connection, session)
+        self._links[0].send({"hello": self._rank, "host": self._host, "process": self._process})
 
     def _run(self) -> None:
         """Run the thread."""
@@ -228,8 +230,8 @@ class Watch:
         """Wait until something comes, or for a moment; then take the signals that have come."""
         began_s = time.monotonic()
         poll = select.poll()
-        links = [link for link in (*self._links.values(), *self._strangers) if link.is_open]
-        for reader in (self._ear, self._listener, self._signals, *links):
+        links = [link for link in (*self._links.values(), *self._guests) if link.is_open]
+        for reader in (self._ear, self._gate, self._signals, *links):
             if reader is not None:
                 poll.register(reader, select.POLLIN)
         poll.poll(min(_POLL_S, self._beat_s) * 1000)
@@ -284,29 +286,21 @@ class Watch:
                     self._hub.heard(rank, self._clock_s)
                 if not link.is_open:
                     self._hub.closed(rank, self._clock_s)
-        if self._listener is not None:
-            self._meet_strangers(self._listener)
+        if self._gate is not None:
+            self._guests += [Link(*admitted, self._clock_s) for admitted in self._gate.admit(self._clock_s)]
+            self._welcome_guests()
 
-    def _meet_strangers(self, listener: socket.socket) -> None:
-        """Let in who knows the secret; whoever else can reach this port is sent away."""
+    def _welcome_guests(self) -> None:
+        """Take those who know the key for the ranks that they say they are."""
         assert self._hub is not None
-        # None that is there yet, or no file left for it: then it waits outside, as do more than the ranks could be.
-        with contextlib.suppress(OSError):
-            while len(self._strangers) < self._size + _MOST_STRANGERS:
-                self._strangers.append(Link(listener.accept()[0], self._clock_s))
-        for link in self._strangers[:]:
-            messages: list[Message] = []
-            try:
-                messages = link.receive(self._clock_s)
-            except (ValueError, RecursionError):
-                link.close()
+        for link in self._guests[:]:
+            messages = link.receive(self._clock_s)
             if not messages and link.is_open and self._clock_s < link.heard_s + _CONNECT_S:
                 continue
-            self._strangers.remove(link)
+            self._guests.remove(link)
             hello = messages[0] if messages else {}
-            rank = hello.get("hello")
-            is_known = hello.get("secret") == self._secret
-            if not is_known or not isinstance(rank, int) or not 0 < rank < self._size or rank in self._links:
+            rank = hello.get("hello", 0)
+            if not 0 < rank < self._size or rank in self._links:
                 link.close()
                 continue
             self._links[rank] = link
@@ -386,7 +380,7 @@ class Watch:
         self._leave(cause)
 
     def _look_at_hub(self, link: Link) -> None:
-        """Check a silent rank 0 by its process or the store, which answer even while a long call holds its Python."""
+        """Check a silent rank 0 by its process, on its node or through the store: a long call may hold its Python."""
         is_quiet = self._clock_s >= link.heard_s + self._dead_after_s / 2
         if not is_quiet or self._clock_s < self._looked_s + self._dead_after_s / 8:
             return
@@ -400,8 +394,8 @@ class Watch:
 
     def _ask_store(self, link: Link) -> None:
         with contextlib.suppress(RuntimeError):
-            self._store.get("hub")
-            link.heard_s = self._clock_s
+            if self._store.rank_0_runs():
+                link.heard_s = self._clock_s
 
     def _place(self) -> Place:
         return self._failed_at or own_place(self._host)

@@ -6,19 +6,28 @@ import contextlib
 import errno
 import json
 import os
+import re
 import socket
-from collections.abc import Iterable, Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import groupby
+from signal import Signals
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from hybridflow.errors import DeadlineError, LayoutError
+from hybridflow.errors import DeadlineError, LayoutError, StopError
 from hybridflow.parallel.coordinator import Coordinator, GlooMessenger, Messenger
+from hybridflow.parallel.handshake import StrangerError, key_for, listen
+from hybridflow.parallel.secret import VARIABLE, find_secret
 from hybridflow.parallel.start import Start
+from hybridflow.parallel.store import KeeperStore, NamedStore, begin_keeper
+from hybridflow.parallel.trust import check_connections, refuse_objects
 
 if TYPE_CHECKING:
     from hybridflow.parallel.mpi import MpiLink
@@ -30,6 +39,21 @@ _FOUND = "hybridflow/found"
 
 _AFTER_RANK_0_S = 10.0
 """So much longer than its own deadline a rank waits for what rank 0 says about the ranks that did not come."""
+
+_PORT = "port"
+"""Key of the port of rank 0's keeper, in torchrun's own store."""
+
+_ASKED = "hybridflow/asked"
+"""Key of who was asked to stop while the ranks were meeting."""
+
+_LOOK_S = 1.0
+"""So often a rank that waits for others looks whether the job is to stop."""
+
+_TELL_S = 3.0
+"""So much longer a rank that is to stop looks for rank 0, to tell the others of it."""
+
+_CHECK_S = 60.0
+"""So long the ranks of a new process group, which all have just connected, have to prove who they are."""
 
 _INTERFACES = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface where nodes have several"
 
@@ -57,6 +81,7 @@ class World:
         device: Where this rank's models live.
         deadline_s: Longest wait for another rank, in seconds.
         store: Where the ranks meet.
+        secret: The job's secret; empty: these ranks were joined by somebody else, who answers for them.
         uses_mpi: MPI started the job.
         watch: The watch over all ranks; None: nobody watches.
     """
@@ -67,6 +92,7 @@ class World:
     device: torch.device
     deadline_s: float
     store: dist.Store
+    secret: bytes = field(default=b"", repr=False)
     uses_mpi: bool = False
     watch: Watch | None = None
     _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
@@ -74,6 +100,8 @@ class World:
     _mpi_links: dict[tuple[int, ...], MpiLink] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if dist.is_initialized():  # by the user's program
+            return
         timeout = timedelta(seconds=self.deadline_s)
         backend = f"cpu:gloo,cuda:{'gloo' if shares_gpu() else 'nccl'}" if self.device.type == "cuda" else "gloo"
         store = dist.PrefixStore("torch", self.store)
@@ -84,6 +112,11 @@ class World:
                 f"all {self.size} ranks have met, but rank {self.rank} on {_host()} has no connection with some of "
                 f"them after {self.deadline_s:g} s: {_first_line(error)}; {_INTERFACES}"
             ) from error
+        if self.secret:
+            refuse_objects()
+            everyone = dist.group.WORLD
+            assert everyone is not None, "it was just made"
+            self._check(everyone, tuple(range(self.size)))
 
     def make_groups(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
         """Create the process groups over these sets of ranks, once each.
@@ -102,7 +135,13 @@ class World:
         # Ranks within a group are in mesh order, so that group ranks are coordinates.
         unsorted: dict[str, Any] = {"sort_ranks": False} if list(ranks) != sorted(ranks) else {}
         group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timedelta(seconds=self.deadline_s), **unsorted)
+        if self.secret and self.rank in ranks:
+            self._check(group, ranks)
         return group
+
+    def _check(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
+        if len(ranks) > 1:
+            check_connections(group, ranks, self.rank, self.secret, min(self.deadline_s, _CHECK_S))
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """Return the process group over these ranks, made before by ``make_groups``."""
@@ -136,13 +175,13 @@ class World:
             self._mpi_links[ranks] = MpiLink(ranks, self.deadline_s)
         return self._mpi_links[ranks]
 
-    def new_store(self, name: str) -> dist.Store:
+    def new_store(self, name: str) -> NamedStore:
         """Open a thread's own connection to the ranks' store: on a shared one, a wait blocks the others.
 
         Args:
             name: Equal names see equal keys.
         """
-        return dist.PrefixStore(f"hybridflow/{name}", self.store.clone())  # type: ignore[attr-defined]
+        return NamedStore(f"hybridflow/{name}", self.store.clone())  # type: ignore[attr-defined]
 
     def begin_watch(self, start: Start, dead_after_s: float, signals: CaughtSignals | None) -> Watch:
         """Begin the watch over all ranks, see ``watch.Watch``. Collective: all ranks."""
@@ -152,7 +191,8 @@ class World:
             self.new_store("watch"),
             rank=self.rank,
             size=self.size,
-            address=start.address,
+            address=start.meets_at,
+            key=key_for(self.secret, f"watch {start.name}"),
             dead_after_s=dead_after_s,
             signals=signals,
         )
@@ -181,32 +221,31 @@ def shares_gpu() -> bool:
     return os.environ.get(_SHARE_GPU) == "1"
 
 
-def open_store(start: Start, *, start_deadline_s: float) -> dist.Store:
-    """Open the store where the ranks meet; rank 0 or the launcher keeps it.
+def open_store(start: Start, *, start_deadline_s: float, signals: CaughtSignals | None = None) -> dist.Store:
+    """Open the store where the ranks meet; a process of rank 0 keeps it, for those who know the job's secret.
 
     Args:
         start: Which rank this is, from ``find_start``.
         start_deadline_s: Longest wait for it, in seconds.
+        signals: The signals that this process catches; a stop signal ends the wait.
 
     Raises:
         DeadlineError: It cannot be reached, or another program has its port.
+        LayoutError: The job's secret cannot be read.
+        StopError: A stop signal came.
     """
     if start.launcher == "alone":
         return dist.HashStore()
-    is_keeper = start.rank == 0 and not start.agent_store
     try:
-        store = dist.TCPStore(
-            start.address,
-            start.port,
-            start.size,
-            is_master=is_keeper,
-            timeout=timedelta(seconds=start_deadline_s),
-            wait_for_workers=False,
-            # Left to itself the store listens on every interface of the machine.
-            master_listen_fd=_listen(start) if is_keeper and start.address == "127.0.0.1" else None,
-        )
+        return _open_keeper_store(start, start_deadline_s, signals)
+    except StrangerError as error:
+        raise DeadlineError(
+            f"what listens at {error} is not rank 0 of this job for rank {start.rank} on {_host()}: it "
+            f"is another program, or rank 0 has another secret; if so, export {VARIABLE} with the same random value "
+            f"for all ranks. {start.where([0])} must run there"
+        ) from error
     except (OSError, RuntimeError) as error:
-        if is_keeper and ("EADDRINUSE" in str(error) or isinstance(error, OSError) and error.errno == errno.EADDRINUSE):
+        if start.rank == 0 and isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise DeadlineError(
                 f"port {start.port}, where the ranks are to meet, is in use by another program on {_host()}; export "
                 "MASTER_PORT with a free port, the same for all ranks, before they are started"
@@ -217,10 +256,63 @@ def open_store(start: Start, *, start_deadline_s: float) -> dist.Store:
             "cluster.start_deadline_s; if it came, export MASTER_ADDR with its address on a network that all nodes "
             f"share, or MASTER_PORT with a port that is open between them; {_INTERFACES}"
         ) from error
-    return dist.PrefixStore(start.name, store)
 
 
-def stand_by(start: Start, *, start_deadline_s: float) -> None:
+def _open_keeper_store(start: Start, start_deadline_s: float, signals: CaughtSignals | None) -> KeeperStore:
+    """Start the keeper of the store, on rank 0, and connect with it."""
+    key = key_for(find_secret(start.secret), f"store {start.name}")
+    port, end_s = start.port, time.monotonic() + start_deadline_s
+    keeper: subprocess.Popen[bytes] | None = None
+    asked: list[tuple[float, str]] = []
+
+    def look() -> None:
+        if signals is not None and (came := signals.wait(0)):
+            asked.append((time.monotonic(), f"rank {start.rank} on {_host()} received {came[0].name}"))
+        if asked and time.monotonic() > asked[0][0] + _TELL_S:
+            raise StopError(f"{asked[0][1]} before it met the others")
+        if keeper is not None and keeper.poll() is not None:
+            raise RuntimeError(f"the process that keeps the store ended with status {keeper.returncode}")
+
+    agent = _open_agent_store(start, start_deadline_s) if start.agent_store else None
+    if start.rank == 0:
+        listener = listen(start.meets_at, 0 if agent is not None else start.port)
+        port = listener.getsockname()[1]
+        keeper = begin_keeper(listener, key, start.size)
+        if agent is not None:
+            agent.set(_PORT, str(port))
+    elif agent is not None:
+        if _missing(agent, [_PORT], start_deadline_s, look):
+            raise RuntimeError("rank 0 has not come")
+        port = _port(agent.get(_PORT))
+    store = KeeperStore(
+        start.meets_at,
+        port,
+        key,
+        timeout_s=start_deadline_s,
+        connect_s=max(0.0, end_s - time.monotonic()),
+        look=look,
+        keeper=keeper,
+    )
+    if asked:
+        store.set(_ASKED, asked[0][1])
+    return store
+
+
+def _open_agent_store(start: Start, deadline_s: float) -> dist.Store:
+    """Open torchrun's own store. Everyone who reaches it can write to it, so it is asked for a port alone."""
+    store = dist.TCPStore(
+        start.address, start.port, start.size, timeout=timedelta(seconds=deadline_s), wait_for_workers=False
+    )
+    return dist.PrefixStore(f"hybridflow/{start.name}", store)
+
+
+def _port(said: bytes) -> int:
+    if not re.fullmatch(rb"\d{1,5}", said):
+        raise RuntimeError(f"torchrun's store has {said[:40]!r} in the place of rank 0's port")
+    return int(said)
+
+
+def stand_by(start: Start, *, start_deadline_s: float, signals: CaughtSignals | None = None) -> None:
     """Return when the job is over, on a rank that it does not use.
 
     A launcher may end all ranks some time after the first has left, as ``srun --wait`` does.
@@ -228,26 +320,19 @@ def stand_by(start: Start, *, start_deadline_s: float) -> None:
     Args:
         start: Which rank this is, from ``find_start``.
         start_deadline_s: Longest wait for where the others meet, in seconds.
+        signals: The signals that this process catches; a stop signal ends the wait for where the others meet.
 
     Raises:
         DeadlineError: It cannot be reached.
+        StopError: A stop signal came.
     """
-    if start.agent_store:  # torchrun waits for all, and keeps its store meanwhile
+    if start.agent_store:  # torchrun waits for all
         return
-    store = open_store(start, start_deadline_s=start_deadline_s)
+    store = open_store(start, start_deadline_s=start_deadline_s, signals=signals)
     with contextlib.suppress(dist.DistNetworkError):  # rank 0 has left
         while True:
             with contextlib.suppress(dist.DistStoreError):
                 store.wait(["hybridflow/nobody sets this"], timedelta(hours=1))
-
-
-def _listen(start: Start) -> int:
-    """Return a socket that only this machine can reach, for the store to take over."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((start.address, start.port))
-        listener.listen(start.size)
-        return listener.detach()
 
 
 def _host() -> str:
@@ -259,7 +344,14 @@ def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0].rstrip(".")
 
 
-def join_world(start: Start, store: dist.Store, *, deadline_s: float, start_deadline_s: float) -> World:
+def join_world(
+    start: Start,
+    store: dist.Store,
+    *,
+    deadline_s: float,
+    start_deadline_s: float,
+    signals: CaughtSignals | None = None,
+) -> World:
     """Meet the other ranks.
 
     Args:
@@ -267,15 +359,20 @@ def join_world(start: Start, store: dist.Store, *, deadline_s: float, start_dead
         store: Where they meet, from ``open_store``.
         deadline_s: Longest later wait for another rank, in seconds.
         start_deadline_s: Longest wait for the ranks to come, in seconds.
+        signals: The signals that this process catches; a stop signal ends the wait on all ranks.
 
     Raises:
         DeadlineError: Not all ranks came; names those that did not, and their nodes.
         LayoutError: The ranks do not fill one node after the other, or two have the same GPU.
+        StopError: A stop signal came.
     """
     device = find_device(start.local_rank)
-    signatures = wait_for_all(store, start, start_deadline_s, device)
+    signatures = wait_for_all(store, start, start_deadline_s, device, signals)
     check_nodes(start, [each.host for each in signatures])
     check_gpus(signatures)
+    if start.is_local and sys.platform.startswith("linux"):
+        # Who is on one machine needs no network, and nobody outside needs to reach it.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return World(
         rank=start.rank,
         size=start.size,
@@ -283,6 +380,7 @@ def join_world(start: Start, store: dist.Store, *, deadline_s: float, start_dead
         device=device,
         deadline_s=deadline_s,
         store=store,
+        secret=b"" if start.launcher == "alone" else find_secret(start.secret),
         uses_mpi=start.launcher == "mpi",
     )
 
@@ -308,7 +406,11 @@ def _sign(device: torch.device) -> Signature:
 
 
 def wait_for_all(
-    store: dist.Store, start: Start, start_deadline_s: float, device: torch.device
+    store: dist.Store,
+    start: Start,
+    start_deadline_s: float,
+    device: torch.device,
+    signals: CaughtSignals | None = None,
 ) -> tuple[Signature, ...]:
     """Return where each rank runs, once every rank has signed in with its device.
 
@@ -317,33 +419,66 @@ def wait_for_all(
 
     Raises:
         DeadlineError: Names the ranks that did not come, alike on all that came.
+        StopError: This rank or another that came was sent a stop signal meanwhile.
     """
     names = [f"hybridflow/here/{rank}" for rank in range(start.size)]
     store.set(names[start.rank], json.dumps(_sign(device)))
+
+    came: list[Signals] = []
+
+    def look() -> None:
+        _look(store, start, signals, came)
+
     if start.rank == 0:
-        missing = _missing(store, names, start_deadline_s)
+        try:
+            missing = _missing(store, names, start_deadline_s, look)
+        except StopError as error:
+            store.set(_FOUND, json.dumps({"stop": str(error)}))
+            time.sleep(_LOOK_S)  # rank 0 keeps the store, so it leaves last
+            raise
         signatures = [] if missing else [json.loads(each) for each in store.multi_get(names)]
         store.set(_FOUND, json.dumps({"missing": missing, "signatures": signatures}))
-    elif _missing(store, [_FOUND], start_deadline_s + _AFTER_RANK_0_S):
-        missing, signatures = _missing(store, names, 0.0) or [0], []
+    elif _missing(store, [_FOUND], start_deadline_s + _AFTER_RANK_0_S, look):
+        missing, signatures = _missing(store, names, 0.0, look) or [0], []
     else:
         found = json.loads(store.get(_FOUND))
+        if "stop" in found:
+            raise StopError(found["stop"])
         missing, signatures = found["missing"], found["signatures"]
     if missing:
         raise DeadlineError(
             f"{len(missing)} of {start.size} ranks did not come within {start_deadline_s:g} s: {start.where(missing)}; "
             "look for what kept them from starting, or raise cluster.start_deadline_s if they are only slow"
         )
+    for each in came:  # too late to stop here: it is the trainer's matter
+        os.kill(os.getpid(), each)
     return tuple(Signature(*each) for each in signatures)
 
 
-def _missing(store: dist.Store, names: Sequence[str], wait_s: float) -> list[int]:
+def _missing(store: dist.Store, names: Sequence[str], wait_s: float, look: Callable[[], None]) -> list[int]:
     """Return which of these names, by their places, are not in the store after so many seconds."""
-    with contextlib.suppress(RuntimeError):
-        if wait_s > 0:
-            store.wait(list(names), timedelta(seconds=wait_s))
+    end_s = time.monotonic() + wait_s
+    while (left_s := end_s - time.monotonic()) > 0:
+        look()
+        try:
+            store.wait(list(names), timedelta(seconds=min(left_s, _LOOK_S)))
+            look()
             return []
+        except dist.DistNetworkError:
+            break
+        except RuntimeError:  # not in time
+            continue
     return [place for place, name in enumerate(names) if not store.check([name])]
+
+
+def _look(store: dist.Store, start: Start, signals: CaughtSignals | None, came: list[Signals]) -> None:
+    """Note a stop signal of this rank where rank 0 sees it; on rank 0, raise StopError if any rank noted one."""
+    if signals is not None:
+        came += signals.wait(0)
+    if came:
+        store.set(_ASKED, f"rank {start.rank} on {_host()} received {came[0].name}")
+    if start.rank == 0 and store.check([_ASKED]):
+        raise StopError(f"{store.get(_ASKED).decode()} before all ranks had met; nothing was begun")
 
 
 def check_nodes(start: Start, hosts: Sequence[str]) -> None:

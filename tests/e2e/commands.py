@@ -193,7 +193,7 @@ def _fork_rank(argv: list[str], folder: Path, rank: int, num_ranks: int, port: i
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         size = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        os.environ.update({**size, **place})
+        os.environ.update({**size, **place, "HYBRIDFLOW_SECRET": "known to the ranks of a test"})
         from hybridflow.cli import main
         from tests.support.forked import begin_rank
 

@@ -66,7 +66,11 @@ def start(folder: Path, *arguments: str, num_ranks: int = 1) -> list[subprocess.
         environ = dict(os.environ)
         if num_ranks > 1:
             environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
-            environ |= {"MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+            environ |= {
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": "1",
+                "HYBRIDFLOW_SECRET": "known to the ranks of a test",
+            }
         command = [sys.executable, "program.py", *arguments]
         pipe = subprocess.PIPE
         children.append(subprocess.Popen(command, cwd=folder, env=environ, stdout=pipe, stderr=pipe, text=True))

@@ -78,4 +78,5 @@ def test_under_mpirun_messages_go_over_mpi(plain, tmp_path):
     for rank in (0, 1):
         counts = json.loads((tmp_path / f"counts-{rank}").read_text())
         assert counts["MpiMessenger.gather"] > 4 and counts["MpiMessenger.exchange"] > 0
-        assert not any(name.startswith("Gloo") for name in counts)
+        # Once for each optimizer: megatron-core compares its parameter groups in a process group.
+        assert counts.pop("GlooMessenger.gather") <= 2 and not any(name.startswith("Gloo") for name in counts)

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.errors import LayoutError
-from hybridflow.parallel import world as world_module
+from hybridflow.parallel.signals import CaughtSignals
 from hybridflow.parallel.start import Start
 from hybridflow.parallel.world import (
     Signature,
@@ -37,31 +38,42 @@ def make_starts(hosts, *, per_node, port=None, **changes):
     """What each of some ranks on one machine would know as tasks of a step on these nodes."""
     size = len(hosts)
     start = Start(
-        launcher="slurm", size=size, ranks_per_node=per_node, hosts=tuple(hosts), address="127.0.0.1", name="job 1"
+        launcher="slurm",
+        size=size,
+        ranks_per_node=per_node,
+        hosts=tuple(hosts),
+        address="127.0.0.1",
+        name="job 1",
+        secret=b"of a test",
     )
     port = free_port() if port is None else port
     return [replace(start, rank=rank, port=port, **changes) for rank in range(size)]
 
 
-def begin(starts, nodes=None, delays=None):
+def begin(starts, nodes=None, delays=None, asked=None):
     """Fork a process for each start; its node's name is the launcher's word unless ``nodes`` has another."""
     context = multiprocessing.get_context("fork")
     ranks = []
     for place, start in enumerate(starts):
         node = nodes[place] if nodes else start.hosts[start.rank]
         receiver, sender = context.Pipe(duplex=False)
-        child = context.Process(target=be_a_rank, args=(start, node, (delays or {}).get(start.rank, 0.0), sender))
+        child = context.Process(
+            target=be_a_rank, args=(start, node, (delays or {}).get(start.rank, 0.0), asked, sender)
+        )
         child.start()
         ranks.append((child, receiver))
     return ranks
 
 
-def be_a_rank(start, node, delay_s, sender):
+def be_a_rank(start, node, delay_s, asked, sender):
+    signals = CaughtSignals()
     os.environ["SLURMD_NODENAME"] = node
     time.sleep(delay_s)
     try:
-        store = open_store(start, start_deadline_s=DEADLINE_S)
-        world = join_world(start, store, deadline_s=60, start_deadline_s=DEADLINE_S)
+        store = open_store(start, start_deadline_s=DEADLINE_S, signals=signals)
+        if start.rank == asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+        world = join_world(start, store, deadline_s=60, start_deadline_s=DEADLINE_S, signals=signals)
         sender.send(JOINED)
         world.coordinator(tuple(range(start.size))).barrier("end")
     except Exception as error:
@@ -105,6 +117,17 @@ def test_who_did_not_come_is_told_alike_by_all_that_came():
     )
 
 
+def test_a_stop_signal_to_one_rank_ends_all_that_wait():
+    said = run(make_starts("aab", per_node=1)[:2], asked=1)
+    assert said == ["StopError: rank 1 on a received SIGTERM before all ranks had met; nothing was begun"] * 2
+
+
+def test_a_rank_with_another_secret_is_told_so():
+    ours, theirs = make_starts("ab", per_node=1)
+    said = run([ours, replace(theirs, secret=b"of another home")])
+    assert "rank 0 has another secret; if so, export HYBRIDFLOW_SECRET with the same random value" in said[1], said
+
+
 @pytest.mark.slow
 def test_a_rank_that_is_slow_is_waited_for():
     assert run(make_starts("ab", per_node=1), delays={0: 1.5}) == [JOINED] * 2
@@ -121,12 +144,11 @@ def test_rank_0_that_did_not_come_is_told_with_its_node_and_port():
 
 
 @pytest.mark.slow
-def test_rank_0_that_did_not_come_to_the_launchers_own_rendezvous(monkeypatch):
-    monkeypatch.setattr(world_module, "_AFTER_RANK_0_S", 1.0)
+def test_rank_0_that_did_not_come_to_the_launchers_own_rendezvous():
     keeper = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     starts = make_starts("aabb", per_node=2, port=keeper.port, agent_store=True)
     said = run([starts[1], starts[3]])
-    assert len(set(said)) == 1 and "2 of 4 ranks did not come within 3 s: rank 0 on a, rank 2 on b" in said[0], said
+    assert all("rank 0 has not come; rank 0 on a must run there" in each for each in said), said
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])

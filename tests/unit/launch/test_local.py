@@ -83,6 +83,28 @@ def test_others_have_time_to_end_by_themselves(none_left, capfd):
     assert sorted(capfd.readouterr().out.splitlines()) == ["said by 0", "said by 2"]
 
 
+def test_ranks_that_have_not_met_are_ended_soon(none_left, capfd):
+    start = time.monotonic()
+    code = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
+    assert run(code, end_s=50.0) == 137
+    assert time.monotonic() - start < 30 and "rank 1 was killed by SIGKILL" in capfd.readouterr().err
+
+
+def test_ranks_that_have_met_have_longer_to_end(none_left, capfd):
+    code = "os.close(int(os.environ['HYBRIDFLOW_MEETING']))\nopen(f'met{rank}', 'w')\n"
+    code += "while not all(os.path.exists(f'met{each}') for each in range(3)): time.sleep(0.01)\n"
+    assert run(code + "if rank == 1: sys.exit(3)\ntime.sleep(2.5); print('said by', rank)", end_s=50.0) == 3
+    assert sorted(capfd.readouterr().out.splitlines()) == ["said by 0", "said by 2"]
+
+
+def test_each_start_has_a_secret_of_its_own(tmp_path):
+    code = "open(f'{sys.argv[1]}-{rank}', 'w').write(os.environ['HYBRIDFLOW_SECRET'])"
+    for name in ("first", "second"):
+        assert run(code, num_ranks=2, argv=[name]) == 0
+    first, again, second = ((tmp_path / name).read_text() for name in ("first-0", "first-1", "second-0"))
+    assert first == again != second and len(first) == 64
+
+
 def test_rank_that_does_not_end_is_killed(none_left):
     code = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(f'deaf{rank}', 'w')\n"
     code += "while rank == 0 and not os.path.exists('deaf1'): time.sleep(0.01)\n"

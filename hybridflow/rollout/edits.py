@@ -132,6 +132,29 @@ def forbidden(
     )
 
 
+def rules_of(slots: np.ndarray, biases: Entries, bad_ids: Entries) -> tuple[np.ndarray, np.ndarray]:
+    """Return biases and forbidden sequences of some slots as rules of one shape, which kernels read.
+
+    Returns:
+        Tokens, ``[slots, rules, widest]`` int32, filled with -1: the first gets the amount if the others stand before
+        it, the last first. Amounts, ``[slots, rules]`` fp32: a bias, or minus infinity.
+    """
+    bias_rows, pairs = biases.of(slots)
+    bad_rows, sequences = bad_ids.of(slots)
+    owners = np.concatenate([bias_rows, bad_rows])
+    tokens = np.full((len(owners), sequences.shape[1]), -1.0)
+    tokens[: len(bias_rows), 0] = pairs[:, 0]
+    tokens[len(bias_rows) :] = sequences
+    counts = np.bincount(owners, minlength=len(slots))
+    order = owners.argsort(kind="stable")
+    at = owners[order], np.arange(len(owners)) - np.repeat(counts.cumsum() - counts, counts)
+    found = np.full((len(slots), counts.max(), tokens.shape[1]), -1, np.int32)
+    amounts = np.zeros(found.shape[:2], np.float32)
+    found[at] = tokens[order]
+    amounts[at] = np.concatenate([pairs[:, -1], np.full(len(bad_rows), -np.inf)])[order]
+    return found, amounts
+
+
 def edited(
     logits: Tensor, rows: Rows, biases: Entries, never: tuple[np.ndarray, np.ndarray], columns: Columns
 ) -> Tensor:

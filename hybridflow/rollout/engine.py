@@ -281,6 +281,11 @@ class MegatronEngine:
         """Return whether such a call knows top k, top p and min p."""
         return self._runner.can_cut
 
+    @property
+    def can_edit(self) -> bool:
+        """Return whether such a call knows penalties, biases and forbidden tokens."""
+        return self._runner.can_edit
+
     def send_tokens(self, tokens: Tensor) -> TakeTokens:
         """Begin to bring tokens from the last stage to the host memory of all stages; what ends it gives them.
 
@@ -585,16 +590,15 @@ class Session:
     def _reserve(self, lane: _Lane, step: Step, most: int) -> int:
         """Return how many steps one call can do, including this one."""
         is_one_token_each = len(step.rows) == len(step.tokens) and not len(step.copies) + len(step.scored)
-        is_plain = (
-            lane.sampler.is_plain(step.slots, with_cuts=self._engine.can_cut) and not lane.is_watched[step.slots].any()
-        )
+        known = {"with_cuts": self._engine.can_cut, "with_edits": self._engine.can_edit}
+        is_plain = lane.sampler.is_plain(step.slots, **known) and not lane.is_watched[step.slots].any()
         if most > 1 and self._engine.can_decode and is_one_token_each and is_plain:
             return lane.scheduler.reserve(most)
         return 1
 
     def _decode(self, lane: _Lane, slots: np.ndarray, num_steps: int) -> list[tuple[Request, Response]]:
         """Sample several tokens of each running sequence; return what ended."""
-        arrays = {**lane.scheduler.arrays(), **lane.sampler.arrays(), **lane.records.arrays()}
+        arrays = {**lane.scheduler.arrays(), **lane.sampler.arrays(slots), **lane.records.arrays()}
         begin = slots[lane.scheduler.lengths[slots] == lane.num_prompt[slots]]
         failures = self._engine.decode(self._cache, lane.scheduler.tables, slots, num_steps, **arrays)[slots]
         self._note_first_tokens(lane, begin)

@@ -38,6 +38,10 @@ class Runner(Protocol):
     def can_cut(self) -> bool:
         """Return whether ``decode`` knows top k, top p and min p."""
 
+    @property
+    def can_edit(self) -> bool:
+        """Return whether ``decode`` knows penalties, biases and forbidden tokens."""
+
     def prepare(self) -> None:
         """Derive from the weights what is not there."""
 
@@ -82,6 +86,11 @@ class PlainRunner:
 
     @property
     def can_cut(self) -> bool:
+        """See ``Runner``."""
+        return False
+
+    @property
+    def can_edit(self) -> bool:
         """See ``Runner``."""
         return False
 

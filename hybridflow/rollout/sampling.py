@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hybridflow.models.log_probs import Columns, uses_kernels
 from hybridflow.rollout.cpu.kernels import load_kernels
-from hybridflow.rollout.edits import Entries, Rows, edited, floors, forbidden, gather_over, penalized
+from hybridflow.rollout.edits import Entries, Rows, edited, floors, forbidden, gather_over, penalized, rules_of
 from hybridflow.rollout.request import PURPOSES, SamplingParams
 
 NOT_FINITE, NOTHING_LEFT, BAD_TEXT = -1, -2, -3
@@ -93,7 +93,10 @@ _SLOT = np.dtype(
     [
         *((name, np.int64) for name in ("key", "top_k", "num_prompt", "no_stop_before")),
         *((name, np.float32) for name in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")),
-        *((name, np.uint8) for name in ("is_greedy", "is_penalized", "is_edited", "is_special", "has_bad_texts")),
+        *(
+            (name, np.uint8)
+            for name in ("is_greedy", "is_penalized", "is_edited", "is_cut", "is_special", "has_bad_texts")
+        ),
     ]
 )
 
@@ -129,21 +132,37 @@ class Sampler:
             *(key, params.top_k, num_prompt, num_prompt + params.min_new_tokens),
             *(params.temperature, params.top_p, params.min_p),
             *(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
-            *(params.greedy, is_penalized, is_edited, is_cut or is_edited, bool(params.bad)),
+            *(params.greedy, is_penalized, is_edited, is_cut, is_cut or is_edited, bool(params.bad)),
         )
         self._biases.put(slot, params.logit_bias)
         self._stop_ids.put(slot, [(token,) for token in params.stop_ids] if must_go_on else [])
         self._bad_ids.put(slot, [ids[::-1] for ids in params.bad_ids])
 
-    def is_plain(self, slots: np.ndarray, *, with_cuts: bool = False) -> bool:
-        """Return whether some slots need only a temperature, or the likeliest token; or, with cuts, these too."""
-        return not self._slots["is_edited" if with_cuts else "is_special"][slots].any()
+    def is_plain(self, slots: np.ndarray, *, with_cuts: bool = False, with_edits: bool = False) -> bool:
+        """Return whether some slots need only a temperature, or the likeliest token.
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays of plain slots that decoding several tokens reads."""
+        Args:
+            slots: Slots.
+            with_cuts: They may have top k, top p and min p too.
+            with_edits: They may have penalties, biases and forbidden tokens too, but no bad texts.
+        """
+        known = {"is_cut": with_cuts, "is_edited": with_edits, "has_bad_texts": False}
+        return not any(self._slots[name][slots].any() for name, is_known in known.items() if not is_known)
+
+    def arrays(self, slots: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the arrays of all slots that decoding several tokens of some slots reads.
+
+        If one of these has edits: their penalties too, and what ``rollout.edits.rules_of`` returns of these slots.
+        """
         names = {"keys": "key", "temperatures": "temperature", "greedy": "is_greedy"}
-        names |= {name: name for name in ("top_k", "top_p", "min_p")}
-        return {name: np.ascontiguousarray(self._slots[field]) for name, field in names.items()}
+        names |= {name: name for name in ("top_k", "top_p", "min_p", "num_prompt")}
+        is_edited = self._slots["is_edited"][slots].any()
+        if is_edited:
+            names |= {name: name for name in ("repetition", "presence", "frequency")}
+        found = {name: np.ascontiguousarray(self._slots[field]) for name, field in names.items()}
+        if is_edited:
+            found["rules"], found["amounts"] = rules_of(slots, self._biases, self._bad_ids)
+        return found
 
     def sample(
         self,

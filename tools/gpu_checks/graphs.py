@@ -8,7 +8,7 @@ from gpu_checks.common import build, fill, make_world, result, run, shape
 
 
 def main(argument: str, is_dry: bool) -> dict[str, Any]:
-    """Generate with graphs and without, twice: the weights change in between."""
+    """Generate with graphs and without, twice: the weights change in between, and penalties come with the last."""
     import torch
 
     from hybridflow.rollout.engine import MegatronEngine
@@ -18,14 +18,7 @@ def main(argument: str, is_dry: bool) -> dict[str, Any]:
     built, _, groups = build(world, model)
     fill(built)
     generator = torch.Generator().manual_seed(0)
-    requests = [
-        Request(
-            prompt=torch.randint(0, model.vocab_size, (5 + 11 * index,), generator=generator),
-            params=SamplingParams(max_new_tokens=16 + 5 * index),
-            prompt_index=index,
-        )
-        for index in range(20)
-    ]
+    prompts = [torch.randint(0, model.vocab_size, (5 + 11 * index,), generator=generator) for index in range(20)]
     engines = [MegatronEngine(built, groups, vocab_size=model.vocab_size, seed=1, max_concurrent=16) for _ in range(2)]
     decoder = getattr(engines[1]._runner, "_decoder", None)
     if decoder is not None:
@@ -37,6 +30,14 @@ def main(argument: str, is_dry: bool) -> dict[str, Any]:
             fill(built, seed=1)
             for engine in engines:
                 engine.weights_changed()
+        requests = [
+            Request(
+                prompt=prompt,
+                params=SamplingParams(max_new_tokens=16 + 5 * index, presence_penalty=float(turn and index > 15)),
+                prompt_index=index,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
         for ours, theirs in zip(*(engine.generate(requests) for engine in engines), strict=True):
             wrong += ours.tokens.tolist() != theirs.tokens.tolist()
             if len(ours.tokens) == len(theirs.tokens):
@@ -45,7 +46,7 @@ def main(argument: str, is_dry: bool) -> dict[str, Any]:
     bounds: dict[str, tuple[float, str, float]] = {"other texts": (wrong, "<=", 0), "difference": (gap, "<=", 1e-4)}
     if world.device.type == "cuda":
         bounds["graphs"] = (num_graphs, ">=", 2)
-    text = f"{2 * len(requests)} texts with {num_graphs} graphs: {wrong} differ from those of single steps"
+    text = f"{2 * len(prompts)} texts with {num_graphs} graphs: {wrong} differ from those of single steps"
     return result(text, bounds, {"wrong": wrong, "log_prob_gap": gap, "num_graphs": num_graphs})
 
 

@@ -25,7 +25,7 @@ def main(argument: str, is_dry: bool) -> dict[str, Any]:
     else:
         sizes = dict(dtype=torch.bfloat16, rows=64, hidden=3584, ffn=18944, groups=4, sharers=7, head=128, vocab=152064)
     apart: dict[str, tuple[float, float]] = {}
-    for check in (_check_layer, _check_attention, _check_log_probs):
+    for check in (_check_layer, _check_experts, _check_attention, _check_log_probs):
         try:
             apart |= check(SimpleNamespace(**sizes, context=40 if is_dry else 2000))
         except Exception:  # the others tell more
@@ -69,6 +69,41 @@ def _check_layer(sizes: Any) -> dict[str, tuple[float, float]]:
         "sum": (relative_gap(hidden, total), _BF16),
         "norm": (relative_gap(normed, _norm(total, weight, 1e-6)), _BF16),
         "gate": (relative_gap(inner, silu(gate) * up), _BF16),
+    }
+
+
+def _check_experts(sizes: Any) -> dict[str, tuple[float, float]]:
+    """Two of eight experts for each row, and the products with their matrices."""
+    import torch
+    from torch.nn.functional import silu
+
+    from hybridflow.rollout.gpu import ops
+
+    num_experts, num_chosen, device = 8, 2, find_device()
+    given, logits = _random(sizes, sizes.rows, sizes.hidden), _random(sizes, sizes.rows, num_experts)
+    first = _random(sizes, num_experts, 2 * sizes.ffn, sizes.hidden) / math.sqrt(sizes.hidden)
+    second = _random(sizes, num_experts, sizes.hidden, sizes.ffn) / math.sqrt(sizes.ffn)
+    chosen = torch.zeros(sizes.rows, num_chosen, dtype=torch.int32, device=device)
+    shares = torch.zeros(sizes.rows, num_chosen, device=device)
+    ops.route(chosen, shares, logits, True)
+    experts, order = chosen.flatten().sort(stable=True)
+    pairs = order, torch.searchsorted(experts, torch.arange(num_experts + 1, dtype=torch.int32, device=device))
+    where = torch.tensor([[each.data_ptr() for each in weights] for weights in (first, second)], device=device)
+    inner = given.new_empty(len(order), sizes.ffn)
+    ops.expert_product(inner, given, where[0], *pairs, shares, num_chosen, False)
+    output = given.new_empty(len(order), sizes.hidden)
+    ops.expert_product(output, inner, where[1], *pairs, None, num_chosen, False)
+    wanted_inner, wanted = torch.empty_like(inner, dtype=torch.float32), torch.empty_like(output, dtype=torch.float32)
+    for expert in range(num_experts):
+        row = (chosen.flatten() == expert).nonzero()[:, 0]
+        gate, up = (given[row // num_chosen].float() @ first[expert].float().T).chunk(2, dim=1)
+        wanted_inner[row] = silu(gate) * up * shares.flatten()[row, None]
+        wanted[row] = inner[row].float() @ second[expert].float().T
+    largest = logits.float().topk(num_chosen).values.softmax(-1)
+    return {
+        "experts' shares": (relative_gap(shares, largest), _BF16),
+        "experts' gates": (relative_gap(inner, wanted_inner), _BF16),
+        "experts": (relative_gap(output, wanted), _BF16),
     }
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from gpu_checks.common import find_device, make_world, result, run, runs_kernels
 
-_SPECIAL = ({"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.05}, {"repetition_penalty": 1.3, "frequency_penalty": 0.2})
+_SPECIAL = (
+    {"top_k": 40},
+    {"top_p": 0.9},
+    {"min_p": 0.05},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.2},
+    {"logit_bias": ((1, 4.0), (7, -2.0)), "bad_ids": ((2,), (3, 4)), "presence_penalty": 0.5},
+)
 _PLACE = 40
 """Of the sampled token in its sequence."""
 
 
 def main(argument: str, is_dry: bool) -> dict[str, Any]:
-    """Sample for 10,000 rows, every eighth of which is cut or penalized."""
+    """Sample for 10,000 rows, every eighth of which is cut or edited."""
     import numpy as np
     import torch
 
@@ -28,7 +33,7 @@ def main(argument: str, is_dry: bool) -> dict[str, Any]:
     gap, has_kernels = 0.0, runs_kernels()
     for first in range(0, num_rows, chunk):
         logits = 3 * torch.randn(chunk, vocab, generator=generator)
-        known = torch.randint(0, vocab, (chunk, 64), generator=generator).numpy()
+        known = torch.randint(0, vocab, (chunk, 64), generator=generator).numpy().astype(np.int32)
         keys = [sequence_key(1, "rollout", first + row, 0) for row in range(chunk)]
         params = [
             SamplingParams(max_new_tokens=1, temperature=0.5 + row % 7 / 5, greedy=row % 8 == 1)
@@ -42,13 +47,11 @@ def main(argument: str, is_dry: bool) -> dict[str, Any]:
             for row in range(chunk):
                 sampler.seat(row, params[row], keys[row], num_prompt=8)
             places = torch.full((chunk,), _PLACE)
-            found.append(sampler.sample(logits.to(where), torch.arange(chunk), places, known.astype(np.int32)))
+            found.append(sampler.sample(logits.to(where), torch.arange(chunk), places, known))
         wrong["sampler"] += int((found[0].tokens != found[1].tokens.cpu()).sum())
         gap = max(gap, float((found[0].log_probs - found[1].log_probs.cpu()).abs().max()))
         if has_kernels:
-            tokens = _choose(logits.to(device), keys, params, group)
-            is_known = torch.tensor([each.repetition_penalty == 1 for each in params])
-            wrong["captured"] += int((found[0].tokens != tokens)[is_known].sum())
+            wrong["captured"] += int((found[0].tokens != _choose(logits.to(device), sampler, known, group)).sum())
     # Two candidates may be within rounding of a tie.
     bounds = {f"other tokens by {name}": (number, "<=", num_rows // 5000) for name, number in wrong.items()}
     bounds["difference of log-probabilities"] = (gap, "<=", 1e-4)
@@ -57,24 +60,30 @@ def main(argument: str, is_dry: bool) -> dict[str, Any]:
     return result(text, bounds, {**wrong, "log_prob_gap": gap})
 
 
-def _choose(logits: Any, keys: list[int], params: list[Any], group: Any) -> Any:
-    """Return the tokens that a captured step chooses."""
+def _choose(logits: Any, sampler: Any, known: Any, group: Any) -> Any:
+    """Return the tokens that a captured step chooses for all slots of a sampler."""
+    import numpy as np
     import torch
 
+    from hybridflow.models.log_probs import Columns
     from hybridflow.rollout.gpu.choose import choose
+    from hybridflow.rollout.gpu.edits import GpuEdits
 
-    def column(values: Iterable[float], dtype: Any) -> Any:
-        return torch.tensor(list(values), dtype=dtype, device=logits.device)
+    (rows, vocab), device = logits.shape, logits.device
+    arrays = {**sampler.arrays(np.arange(rows)), "tokens": known, "lengths": np.full(rows, _PLACE)}
+    given = {name: torch.from_numpy(each).to(device) for name, each in arrays.items()}
 
-    cuts = (
-        column((each.top_k for each in params), torch.int64),
-        column((each.top_p for each in params), torch.float32),
-        column((each.min_p for each in params), torch.float32),
-    )
-    temperatures = column((each.temperature for each in params), torch.float32)
-    is_quiet = column((each.greedy for each in params), torch.uint8)
-    noise = column(keys, torch.int64), torch.full((len(keys),), _PLACE, device=logits.device)
-    return choose(logits, *noise, temperatures, is_quiet, group, logits.shape[1], 0.0, cuts)[0].cpu()
+    def pair(*shape: int, dtype: Any) -> tuple[Any, Any]:
+        return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype)
+
+    edits = GpuEdits(rows, vocab, Columns(vocab, group, vocab), known.shape[1], pair)
+    edits.widen(*arrays["rules"].shape[1:])
+    edits.fill(np.arange(rows), given["lengths"], given["num_prompt"], arrays)
+    no_stops = torch.full((rows, 1), -1, dtype=torch.int32, device=device)
+    edited = edits.apply(logits, given["lengths"], torch.zeros_like(given["lengths"]), no_stops, 0.0)
+    noise = (given[name] for name in ("keys", "lengths", "temperatures", "greedy"))
+    cuts = given["top_k"], given["top_p"], given["min_p"]
+    return choose(logits, *noise, group, vocab, 0.0, cuts, edited)[0].cpu()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from torch import Tensor
 from hybridflow.models.log_probs import Columns
 from hybridflow.rollout.edits import gather_over
 from hybridflow.rollout.gpu import ops
+from hybridflow.rollout.gpu.sampling_kernels import NUM_EDITED_TERMS, NUM_TERMS
 
 
 def _parts(
@@ -18,16 +19,18 @@ def _parts(
     temperatures: Tensor,
     is_quiet: Tensor,
     columns: Columns,
+    edited: Tensor | None = None,
     floors: Tensor | None = None,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return each part's terms, ``[5, rows, parts]`` fp32, and candidate, ``[rows, parts]`` int32."""
+    """Return each part's terms, ``[terms, rows, parts]`` fp32, and candidate, ``[rows, parts]`` int32."""
     rows, parts = len(logits), ops.num_parts(logits.shape[1])
-    terms = logits.new_empty(5, rows, parts, dtype=torch.float32)
+    num_terms = NUM_TERMS if edited is None else NUM_EDITED_TERMS
+    terms = logits.new_empty(num_terms, rows, parts, dtype=torch.float32)
     ids = logits.new_empty(rows, parts, dtype=torch.int32)
     if rows:
         where = columns.first, columns.num_real, softcap
-        ops.sample_part(terms, ids, logits, keys, lengths, temperatures, is_quiet, floors, *where)
+        ops.sample_part(terms, ids, logits, edited, keys, lengths, temperatures, is_quiet, floors, *where)
     return terms, ids
 
 
@@ -41,6 +44,7 @@ def choose(
     vocab_size: int,
     softcap: float,
     cuts: tuple[Tensor, Tensor, Tensor] | None = None,
+    edited: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose one token for each row, without asking the host; 2 launches on one rank, 3 with cuts.
 
@@ -56,6 +60,7 @@ def choose(
         vocab_size: True vocabulary.
         softcap: Cap on the logits; 0: none.
         cuts: Top k, top p and min p, ``[rows]`` each, where this rank has all columns; None: nothing is cut.
+        edited: What is sampled from instead of the logits, capped, ``[rows, padded_vocab/tp]`` fp32; None: the logits.
 
     Returns:
         As ``rollout.sampling.Sampled``: tokens, log-probabilities, and those of the distribution sampled from.
@@ -65,8 +70,9 @@ def choose(
     if cuts is not None:
         assert group.size() == 1, "edges are found among all columns"
         floors = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-        ops.find_floors(floors, logits, temperatures, *cuts, columns.num_real, softcap)
-    terms, ids = _parts(logits, keys, lengths, temperatures, is_quiet, columns, floors, softcap)
+        source, cap = (logits, softcap) if edited is None else (edited, 0.0)
+        ops.find_floors(floors, source, temperatures, *cuts, columns.num_real, cap)
+    terms, ids = _parts(logits, keys, lengths, temperatures, is_quiet, columns, edited, floors, softcap)
     if group.size() > 1:
         terms = gather_over(group, terms).permute(1, 2, 0, 3).flatten(2).contiguous()
         ids = gather_over(group, ids).transpose(0, 1).flatten(1).contiguous()

@@ -13,13 +13,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.models.log_probs import Columns
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.gpu import ops
 from hybridflow.rollout.gpu.cache import GpuAttention, GpuCache, splits_for
 from hybridflow.rollout.gpu.choose import choose
+from hybridflow.rollout.gpu.edits import GpuEdits
 from hybridflow.rollout.gpu.transformer import GpuTransformer
 
-_WHOLE = ("tokens", "lengths", "positions", "keys", "ends", "no_stop_before", "top_k", "counts", "failures")
+_WHOLE = (
+    "tokens",
+    "lengths",
+    "positions",
+    "keys",
+    "ends",
+    "no_stop_before",
+    "num_prompt",
+    "top_k",
+    "counts",
+    "failures",
+)
 """The int64 numbers of each row: the state of its sequence, and what is counted while it is decoded."""
 
 
@@ -58,11 +71,13 @@ class Decoder:
         self._buckets = buckets(max_rows)
         self._is_cuda = device.type == "cuda"
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if self._is_cuda else 1
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._captured_at: tuple[object, ...] = ()
         self._device = device
+        self._context = context
         table_width = -(-context // BLOCK_TOKENS)
         self._state = _State(max_rows, max_steps, table_width, len(transformer.layers), device)
+        self._edits: GpuEdits | None = None
 
     def decode(
         self, cache: GpuCache, tables: np.ndarray, chosen: np.ndarray, most: int, version: int, **arrays: np.ndarray
@@ -72,18 +87,40 @@ class Decoder:
         Collective: tp.
         """
         rows = self._buckets[bisect_left(self._buckets, len(chosen))]
+        most = min(most, int((arrays["ends"] - arrays["lengths"])[chosen].max()))
         self._state.widen_stops(arrays["stops"].shape[1])
-        graph = self._graph(rows) if self._is_cuda else None
+        edits = self._edits_for(arrays["rules"]) if "rules" in arrays else None
+        graph = self._graph(rows, edits) if self._is_cuda else None
         self._state.fill(cache, tables, chosen, rows, arrays)
+        if edits is not None:
+            lengths, num_prompt = (self._state.whole[name][: len(chosen)] for name in ("lengths", "num_prompt"))
+            edits.fill(chosen, lengths, num_prompt, arrays)
         for _ in range(most):
             if graph is None:
-                self.step(rows)
+                self.step(rows, edits)
             else:
                 graph.replay()
         return self._state.collect(chosen, len(tables), version, arrays)
 
-    def step(self, rows: int) -> None:
-        """Compute one token of each of the first rows, on the device alone. Collective: tp."""
+    def _edits_for(self, rules: np.ndarray) -> GpuEdits:
+        """Return what holds the edits of the rows, made when the first request asks for some."""
+        if self._edits is None:
+            num_columns = self._transformer.num_columns
+            columns = Columns(num_columns, self._group, self._transformer.vocab_size)
+            self._edits = GpuEdits(self._buckets[-1], num_columns, columns, self._context, self._state.pair)
+        if self._edits.widen(*rules.shape[1:]):
+            self._graphs = {key: graph for key, graph in self._graphs.items() if not key[1]}
+        return self._edits
+
+    def step(self, rows: int, edits: GpuEdits | None = None) -> None:
+        """Compute one token of each of the first rows, on the device alone.
+
+        Collective: tp.
+
+        Args:
+            rows: How many.
+            edits: What requests ask to be changed about logits; None: nothing.
+        """
         state = self._state
         where = state.addresses, state.tables[:rows], state.sequences[:rows], state.whole["positions"][:rows]
         groups = self._transformer.num_groups
@@ -93,21 +130,26 @@ class Decoder:
         settings = state.temperatures[:rows], state.is_quiet[:rows]
         model = self._transformer.vocab_size, self._transformer.softcap
         cuts = (state.whole["top_k"][:rows], *state.shares[:, :rows]) if self._group.size() == 1 else None
-        tokens, log_probs, sampled = choose(logits, *noise, *settings, self._group, *model, cuts)
+        stopping = state.whole["no_stop_before"][:rows], state.stops[:rows]
+        edited = None if edits is None else edits.apply(logits, noise[1], *stopping, model[1])
+        tokens, log_probs, sampled = choose(logits, *noise, *settings, self._group, *model, cuts, edited)
+        if edits is not None:
+            edits.remember(tokens, noise[1], where[-1])
         names = "tokens", "lengths", "positions", "counts", "failures"
         ops.advance(
             *(*(state.whole[name][:rows] for name in names), state.history, *state.log_probs),
             *(tokens, log_probs, sampled),
-            *(*(state.whole[name][:rows] for name in ("ends", "no_stop_before")), state.stops[:rows]),
+            *(state.whole["ends"][:rows], *stopping),
         )
 
-    def _graph(self, rows: int) -> torch.cuda.CUDAGraph:
+    def _graph(self, rows: int, edits: GpuEdits | None) -> torch.cuda.CUDAGraph:
         """Return the captured step; capture it where there is none, or the weights have moved. Collective: tp."""
-        captured_at = (*self._transformer.addresses(), self._state.stops.data_ptr())
+        captured_at = (*self._transformer.locate(), self._state.stops.data_ptr())
         if captured_at != self._captured_at:
             self._graphs.clear()
             self._captured_at = captured_at
-        if rows not in self._graphs:
+        key = rows, edits is not None
+        if key not in self._graphs:
             # Rows that have ended: they read and write no cache.
             self._state.whole["positions"].fill_(-1)
             side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -115,15 +157,15 @@ class Decoder:
             with torch.cuda.stream(side):
                 # Compiles the kernels, and makes what libraries make at their first call.
                 for _ in range(2):
-                    self.step(rows)
+                    self.step(rows, edits)
             torch.cuda.current_stream(self._device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             pool = next(iter(self._graphs.values())).pool() if self._graphs else None
             # Other threads of this process, such as NCCL's, may call CUDA meanwhile.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self.step(rows)
-            self._graphs[rows] = graph
-        return self._graphs[rows]
+                self.step(rows, edits)
+            self._graphs[key] = graph
+        return self._graphs[key]
 
 
 def wait_for(device: torch.device) -> None:
@@ -150,21 +192,21 @@ class _State:
 
     def __init__(self, rows: int, steps: int, table_width: int, layers: int, device: torch.device) -> None:
         self._device = device
-        self._whole, self._host_whole = self._pair(len(_WHOLE), rows, dtype=torch.int64)
+        self._whole, self._host_whole = self.pair(len(_WHOLE), rows, dtype=torch.int64)
         self.whole = dict(zip(_WHOLE, self._whole, strict=True))
-        self.temperatures, self._host_temperatures = self._pair(rows, dtype=torch.float32)
-        self.shares, self._host_shares = self._pair(2, rows, dtype=torch.float32)
-        self.is_quiet, self._host_is_quiet = self._pair(rows, dtype=torch.uint8)
-        self.stops, self._host_stops = self._pair(rows, 4, dtype=torch.int32)
-        self.tables, self._host_tables = self._pair(rows, table_width, dtype=torch.int32)
-        self.history, self._host_history = self._pair(steps, rows, dtype=torch.int64)
-        self.log_probs, self._host_log_probs = self._pair(2, steps, rows, dtype=torch.float32)
+        self.temperatures, self._host_temperatures = self.pair(rows, dtype=torch.float32)
+        self.shares, self._host_shares = self.pair(2, rows, dtype=torch.float32)
+        self.is_quiet, self._host_is_quiet = self.pair(rows, dtype=torch.uint8)
+        self.stops, self._host_stops = self.pair(rows, 4, dtype=torch.int32)
+        self.tables, self._host_tables = self.pair(rows, table_width, dtype=torch.int32)
+        self.history, self._host_history = self.pair(steps, rows, dtype=torch.int64)
+        self.log_probs, self._host_log_probs = self.pair(2, steps, rows, dtype=torch.float32)
         self.sequences = torch.arange(rows, device=device)
         self.addresses = torch.zeros(layers, 2, dtype=torch.int64, device=device)
         self.temperatures.fill_(1)
         self.shares[0].fill_(1)
 
-    def _pair(self, *shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def pair(self, *shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return a tensor of zeros on the device, and one in host memory."""
         host = torch.zeros(shape, dtype=dtype, pin_memory=self._device.type == "cuda")
         return torch.zeros(shape, dtype=dtype, device=self._device), host
@@ -172,7 +214,7 @@ class _State:
     def widen_stops(self, num_stops: int) -> None:
         """Make room for so many stop tokens of each row."""
         if num_stops > self.stops.shape[1]:
-            self.stops, self._host_stops = self._pair(len(self.stops), num_stops, dtype=torch.int32)
+            self.stops, self._host_stops = self.pair(len(self.stops), num_stops, dtype=torch.int32)
 
     def fill(
         self, cache: GpuCache, tables: np.ndarray, chosen: np.ndarray, rows: int, arrays: dict[str, np.ndarray]
@@ -185,7 +227,7 @@ class _State:
         whole["positions"][num:rows] = -1
         whole["tokens"][:num] = arrays["tokens"][chosen, lengths - 1]
         whole["lengths"][:num], whole["positions"][:num] = lengths, lengths - 1
-        for name in ("keys", "ends", "no_stop_before", "top_k"):
+        for name in ("keys", "ends", "no_stop_before", "num_prompt", "top_k"):
             whole[name][:num] = arrays[name][chosen]
         self._host_temperatures.numpy()[:num] = arrays["temperatures"][chosen]
         self._host_shares.numpy()[:, num:rows] = [[1], [0]]

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from hybridflow.rollout.blocks import BLOCK_TOKENS
-from hybridflow.rollout.gpu import kernels, sampling_kernels
+from hybridflow.rollout.gpu import edit_kernels, expert_kernels, kernels, sampling_kernels
 
 PART_COLUMNS = 4096
 """Columns of the logits that a program reads."""
@@ -145,6 +145,44 @@ def gate(result: Tensor, mixed: Tensor, is_gelu: bool) -> None:
     kernels.gate[(rows, triton.cdiv(inner, 1024))](result, mixed, inner, IS_GELU=is_gelu, BLOCK=1024)
 
 
+@_operator(mutates=("chosen", "shares"))
+def route(chosen: Tensor, shares: Tensor, logits: Tensor, is_normalized: bool) -> None:
+    rows, num_experts = logits.shape
+    expert_kernels.route[(rows,)](
+        *(chosen, shares, logits, num_experts),
+        NUM_CHOSEN=chosen.shape[1],
+        SLOTS=_power(chosen.shape[1]),
+        IS_NORMALIZED=is_normalized,
+        BLOCK=_power(num_experts),
+        num_warps=1,
+    )
+
+
+@_operator(mutates=("result",))
+def expert_product(
+    result: Tensor,
+    source: Tensor,
+    matrices: Tensor,
+    order: Tensor,
+    bounds: Tensor,
+    shares: Tensor | None,
+    num_chosen: int,
+    is_gelu: bool,
+) -> None:
+    (pairs, outputs), inputs, columns = result.shape, source.shape[1], 64
+    expert_kernels.expert_product[(len(matrices), triton.cdiv(outputs, columns))](
+        *(result, source, matrices, order, bounds, result if shares is None else shares, inputs, outputs, num_chosen),
+        IS_GATED=shares is not None,
+        IS_GELU=is_gelu,
+        # As many as an expert has if all have equally many.
+        ROWS=min(_power(triton.cdiv(pairs, len(matrices)), 16), 32),
+        COLUMNS=columns,
+        DEPTH=64 if source.dtype.itemsize == 2 else 16,
+        num_warps=8,
+        num_stages=3,
+    )
+
+
 @_operator(mutates=("floors",))
 def find_floors(
     floors: Tensor,
@@ -170,6 +208,7 @@ def sample_part(
     terms: Tensor,
     ids: Tensor,
     logits: Tensor,
+    edited: Tensor | None,
     keys: Tensor,
     lengths: Tensor | None,
     temperatures: Tensor,
@@ -181,14 +220,16 @@ def sample_part(
 ) -> None:
     rows, parts = ids.shape
     sampling_kernels.sample_part[(rows, parts)](
-        *(terms, ids, logits, keys, keys if lengths is None else lengths, temperatures, is_quiet),
-        *(is_quiet if floors is None else floors, first_id, num_real, logits.shape[1], softcap),
+        *(terms, ids, logits, logits if edited is None else edited, keys, keys if lengths is None else lengths),
+        *(temperatures, is_quiet, is_quiet if floors is None else floors, first_id, num_real, logits.shape[1], softcap),
         PARTS=parts,
         HAS_CAP=softcap > 0,
         HAS_LENGTHS=lengths is not None,
         HAS_FLOORS=floors is not None,
+        HAS_EDITS=edited is not None,
         BLOCK=PART_COLUMNS,
-        num_warps=8,
+        # With edits, registers of 8 warps do not suffice on sm_100.
+        num_warps=8 if edited is None else 16,
     )
 
 
@@ -196,7 +237,72 @@ def sample_part(
 def settle(tokens: Tensor, log_probs: Tensor, sampled: Tensor, terms: Tensor, ids: Tensor, is_quiet: Tensor) -> None:
     rows, parts = ids.shape
     sampling_kernels.settle[(rows,)](
-        *(tokens, log_probs, sampled, terms, ids, is_quiet), PARTS=parts, BLOCK=_power(parts), num_warps=2
+        *(tokens, log_probs, sampled, terms, ids, is_quiet),
+        PARTS=parts,
+        HAS_EDITS=len(terms) == sampling_kernels.NUM_EDITED_TERMS,
+        BLOCK=_power(parts),
+        num_warps=2,
+    )
+
+
+@_operator(mutates=("seen",))
+def count(
+    seen: Tensor, known: Tensor, lengths: Tensor, num_prompt: Tensor, longest: int, first_id: int, num_real: int
+) -> None:
+    edit_kernels.count[(len(seen), triton.cdiv(longest, 1024))](
+        *(seen, known, lengths, num_prompt, first_id, num_real, seen.shape[1], known.shape[1]), BLOCK=1024
+    )
+
+
+@_operator(mutates=("edited",))
+def penalize(
+    edited: Tensor,
+    logits: Tensor,
+    seen: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    num_real: int,
+    softcap: float,
+) -> None:
+    rows, columns = logits.shape
+    edit_kernels.penalize[(rows, triton.cdiv(columns, 1024))](
+        *(edited, logits, seen, repetition, presence, frequency, num_real, columns, softcap),
+        HAS_CAP=softcap > 0,
+        BLOCK=1024,
+        # Rounded after each operation, as the reference does.
+        enable_fp_fusion=False,
+    )
+
+
+@_operator(mutates=("edited",))
+def add_rules(
+    edited: Tensor,
+    rules: Tensor,
+    amounts: Tensor,
+    known: Tensor,
+    lengths: Tensor,
+    no_stop_before: Tensor,
+    stops: Tensor,
+    first_id: int,
+    num_real: int,
+) -> None:
+    rows, columns = edited.shape
+    edit_kernels.add_rules[(rows,)](
+        *(edited, rules, amounts, known, lengths, no_stop_before, stops, first_id, num_real, columns),
+        *(*rules.shape[1:], known.shape[1]),
+        STOPS=stops.shape[1],
+        STOPS_BLOCK=_power(stops.shape[1]),
+        BLOCK=128,
+    )
+
+
+@_operator(mutates=("seen", "known"))
+def remember(
+    seen: Tensor, known: Tensor, tokens: Tensor, lengths: Tensor, positions: Tensor, first_id: int, num_real: int
+) -> None:
+    edit_kernels.remember[(len(tokens),)](
+        *(seen, known, tokens, lengths, positions, first_id, num_real, seen.shape[1], known.shape[1]), num_warps=1
     )
 
 

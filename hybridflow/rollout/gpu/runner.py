@@ -66,8 +66,14 @@ class GpuRunner:
         """Return whether this rank has all columns of the logits, among which the edges are found."""
         return bool(self._groups.tp.size() == 1)
 
+    @property
+    def can_edit(self) -> bool:
+        """See ``Runner``."""
+        return True
+
     def prepare(self) -> None:
-        """Merge adapters anew after a change of weights; all else is read in place."""
+        """Find the weights, which may have moved, and merge adapters anew after a change; all else is read in place."""
+        self._transformer.locate()
         if self._is_stale:
             self._transformer.merge_adapters()
             self._is_stale = False

@@ -5,9 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NUM_TERMS: tl.constexpr = tl.constexpr(5)
+NUM_TERMS, NUM_EDITED_TERMS = 5, 7
 """Terms of a part: best score, its scaled logit, largest scaled logit, sum of exponentials below that, and the same sum
-over what may be sampled."""
+over what may be sampled. With edits two more: the edited scaled logit of the best, and the largest of them, below which
+that last sum then is."""
 
 
 @triton.jit
@@ -64,12 +65,18 @@ def _order(value):
 
 
 @triton.jit
-def _scaled(row_logits, column, num_real, temperature, softcap, HAS_CAP: tl.constexpr):
-    """Return some columns of a row, capped and over the temperature, in fp32; minus infinity from ``num_real`` on."""
+def value_of(row_logits, column, num_real, softcap, HAS_CAP: tl.constexpr):
+    """Return some columns of a row, capped, in fp32; minus infinity from ``num_real`` on."""
     value = tl.load(row_logits + column, mask=column < num_real, other=-float("inf")).to(tl.float32)
     if HAS_CAP:
         value = tl.where(column < num_real, softcap * (2.0 * tl.sigmoid(2.0 * value / softcap) - 1.0), -float("inf"))
-    return tl.div_rn(value, temperature)
+    return value
+
+
+@triton.jit
+def _scaled(row_logits, column, num_real, temperature, softcap, HAS_CAP: tl.constexpr):
+    """Return ``value_of`` some columns over the temperature."""
+    return tl.div_rn(value_of(row_logits, column, num_real, softcap, HAS_CAP), temperature)
 
 
 @triton.jit
@@ -143,17 +150,18 @@ def find_floors(floors, logits, temperatures, top_k, top_p, min_p, num_real, str
 
 
 @triton.jit
-def sample_part(terms, ids, logits, keys, lengths, temperatures, is_quiet, floors, first_id, num_real, stride,
+def sample_part(terms, ids, logits, edited, keys, lengths, temperatures, is_quiet, floors, first_id, num_real, stride,
                 softcap, PARTS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-                HAS_FLOORS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                HAS_FLOORS: tl.constexpr, HAS_EDITS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Find the best candidate of a part of a row, and the terms of its log-probability.
 
     One program for each row and part of ``BLOCK`` columns.
 
     Args:
-        terms: Takes ``NUM_TERMS`` numbers for each part, ``[NUM_TERMS, rows, parts]`` fp32.
+        terms: Takes ``NUM_TERMS`` or ``NUM_EDITED_TERMS`` numbers for each part, ``[terms, rows, parts]`` fp32.
         ids: Takes the candidate's id, ``[rows, parts]`` int32.
         logits: This rank's columns, ``[rows, stride]``.
+        edited: What is sampled from instead, capped, ``[rows, stride]`` fp32, with ``HAS_EDITS``.
         keys: Key of each row's sequence, or without ``HAS_LENGTHS`` of its token, ``[rows]`` int64.
         lengths: Place of the token to be chosen in its sequence, ``[rows]`` int64.
         temperatures: ``[rows]`` fp32.
@@ -167,6 +175,7 @@ def sample_part(terms, ids, logits, keys, lengths, temperatures, is_quiet, floor
         HAS_CAP: Whether logits are capped.
         HAS_LENGTHS: Whether the token's key is still to be made.
         HAS_FLOORS: Whether some columns may not be sampled.
+        HAS_EDITS: Whether logits are edited.
         BLOCK: Columns of a part; a power of 2.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -175,11 +184,17 @@ def sample_part(terms, ids, logits, keys, lengths, temperatures, is_quiet, floor
     largest = tl.max(scaled, 0)
     shares = tl.exp(scaled - tl.maximum(largest, -3.4028234663852886e38))
     total = tl.sum(shares, 0)
-    kept, scores = total, scaled
+    kept, wanted = total, scaled
+    if HAS_EDITS:
+        wanted = _scaled(edited + row * stride, column, num_real, tl.load(temperatures + row), 0.0, False)
+        top = tl.max(wanted, 0)
+        shares = tl.exp(wanted - tl.maximum(top, -3.4028234663852886e38))
+        kept = tl.sum(shares, 0)
+    scores = wanted
     if HAS_FLOORS:
-        is_kept = _order(scaled) >= tl.load(floors + row)
+        is_kept = _order(wanted) >= tl.load(floors + row)
         kept = tl.sum(tl.where(is_kept, shares, 0.0), 0)
-        scores = tl.where(is_kept, scaled, -float("inf"))
+        scores = tl.where(is_kept, wanted, -float("inf"))
     if tl.load(is_quiet + row) == 0:
         key = tl.load(keys + row).to(tl.uint64)
         if HAS_LENGTHS:
@@ -195,21 +210,26 @@ def sample_part(terms, ids, logits, keys, lengths, temperatures, is_quiet, floor
     tl.store(terms + 2 * num + mine, largest)
     tl.store(terms + 3 * num + mine, total)
     tl.store(terms + 4 * num + mine, kept)
+    if HAS_EDITS:
+        tl.store(terms + 5 * num + mine, tl.max(tl.where(tl.arange(0, BLOCK) == place, wanted, -float("inf")), 0))
+        tl.store(terms + 6 * num + mine, top)
     tl.store(ids + mine, (first_id + part * BLOCK + place).to(tl.int32))
 
 
 @triton.jit
-def settle(tokens, log_probs, sampled, terms, ids, is_quiet, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def settle(tokens, log_probs, sampled, terms, ids, is_quiet, PARTS: tl.constexpr, HAS_EDITS: tl.constexpr,
+           BLOCK: tl.constexpr):  # fmt: skip
     """Pick the best of a row's parts; one program for each row.
 
     Args:
         tokens: Takes the token, ``[rows]`` int64; -1: the logits are not finite, -2: no token is left.
         log_probs: Takes its log-probability under ``softmax(logits / temperature)``, ``[rows]`` fp32.
         sampled: The same under what was sampled from; 0 for the likeliest token, ``[rows]`` fp32.
-        terms: As ``sample_part`` leaves it, of all ranks, ``[NUM_TERMS, rows, parts]``.
+        terms: As ``sample_part`` leaves it, of all ranks, ``[terms, rows, parts]``.
         ids: As ``sample_part`` leaves it, ``[rows, parts]``.
         is_quiet: Rows without noise, ``[rows]`` uint8.
         PARTS: Parts of a row.
+        HAS_EDITS: As for ``sample_part``.
         BLOCK: Power of 2, at least ``PARTS``.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -230,7 +250,13 @@ def settle(tokens, log_probs, sampled, terms, ids, is_quiet, PARTS: tl.constexpr
     is_finite = (whole > 0.0) & (whole < float("inf")) & (top > -float("inf")) & (top < float("inf"))
     logit = tl.max(tl.where(is_winner, chosen, -float("inf")), 0)
     log_prob = logit - (top + _log(tl.where(is_finite, whole, 1.0)))
-    left = tl.sum(tl.where(total == 0.0, 0.0, kept * shares), 0)
+    if HAS_EDITS:
+        edited = tl.load(terms + 5 * num + mine, mask=is_there, other=-float("inf"))
+        logit = tl.max(tl.where(is_winner, edited, -float("inf")), 0)
+        largest = tl.load(terms + 6 * num + mine, mask=is_there, other=-float("inf"))
+        top = tl.max(largest, 0)
+        shares = tl.where(kept == 0.0, 0.0, tl.exp(largest - top))
+    left = tl.sum(tl.where(kept == 0.0, 0.0, kept * shares), 0)
     of_kept = logit - (top + _log(tl.where(is_finite & (left > 0.0), left, 1.0)))
     token = tl.max(tl.where(is_winner, tl.load(ids + mine, mask=is_there, other=0), -1), 0).to(tl.int64)
     token = tl.where(tl.max(best, 0) == -float("inf"), -2, token)

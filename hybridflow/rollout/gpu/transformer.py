@@ -23,6 +23,7 @@ from hybridflow.models.rotary import rotary_table
 from hybridflow.models.scoring import Scoring
 from hybridflow.rollout.gpu import ops
 from hybridflow.rollout.gpu.cache import GpuAttention
+from hybridflow.rollout.gpu.experts import GpuExperts
 from hybridflow.rollout.paged import cache_shape
 
 
@@ -33,7 +34,7 @@ class _Layer:
     Attributes:
         qkv: Module of the fused projection.
         projection: Module of the projection after attention.
-        mlp: Module of the feed-forward block.
+        mlp: Module of the feed-forward block, or its experts.
         input_norm: Weight of the norm before attention.
         mlp_norm: Weight of the norm before the feed-forward block.
         head_norms: Weights of the norms of queries and keys; None: there are none.
@@ -65,8 +66,9 @@ class GpuTransformer:
         layers: Tensors and settings of each layer.
         num_groups: Query groups on this rank.
         sharers: Queries of a group.
+        num_columns: Columns of the logits on this rank, padding included; 0 on a stage that has none.
         softcap: Cap on the logits; 0: none.
-        is_capturable: Whether a step needs nothing of the host: no mixture of experts.
+        is_capturable: Whether a step needs nothing of the host: no experts on other ranks.
     """
 
     def __init__(self, model: Transformer, group: dist.ProcessGroup, vocab_size: int) -> None:
@@ -80,7 +82,8 @@ class GpuTransformer:
         self._centre = 1.0 if config.layernorm_zero_centered_gamma else 0.0
         self._is_gelu = config.activation_func.__name__ == "_gelu_tanh"
         self._rotary = rotary_table(model.rotary_pos_emb.inv_freq, model.max_sequence_length)
-        self.layers = [_layer(each) for each in model.decoder.layers]
+        self.layers = [_layer(each, self._is_gelu) for each in model.decoder.layers]
+        self._weights = list(model.parameters())
         self._merged: dict[int, Tensor] = {}
         self._factor: Tensor | None = None
         if model.has_scaled_embeddings:
@@ -88,6 +91,7 @@ class GpuTransformer:
             norm = self.layers[0].input_norm
             self._factor = torch.full((), config.hidden_size**0.5, dtype=config.params_dtype, device=norm.device)
         self.vocab_size = vocab_size
+        self.num_columns = len(self._output_weight()) if model.post_process else 0
         self.softcap = model.logit_softcap or 0.0
         self.is_capturable = not any(isinstance(each.mlp, ExpertLayer) for each in self.layers)
         self.merge_adapters()
@@ -100,9 +104,12 @@ class GpuTransformer:
                 merged = merged_weight(module)
                 self._merged.setdefault(id(module), merged).copy_(merged)
 
-    def addresses(self) -> tuple[int, ...]:
-        """Return where the weights are: a captured graph holds as long as they are there."""
-        return tuple(each.data_ptr() for each in (*self._model.parameters(), *self._merged.values()))
+    def locate(self) -> tuple[int, ...]:
+        """Take note of where the weights are, and return it: a captured graph holds as long as they are there."""
+        for layer in self.layers:
+            if isinstance(layer.mlp, GpuExperts):
+                layer.mlp.locate()
+        return tuple(each.data_ptr() for each in (*self._weights, *self._merged.values()))
 
     def __call__(self, tokens: Tensor, attention: GpuAttention, rows: Tensor | None) -> Tensor:
         """Compute as ``Transformer.forward``; logits are not capped if ``rows`` is None.
@@ -117,11 +124,15 @@ class GpuTransformer:
         normed = torch.empty_like(hidden)
         norm = model.decoder.final_layernorm.weight
         ops.add_norm(hidden, normed, product, post, norm, self._eps, self._centre)
-        shared = model.share_embeddings_and_output_weights
-        weight = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
-        logits = linear(normed if rows is None else normed[rows], weight)
+        logits = linear(normed if rows is None else normed[rows], self._output_weight())
         cap = model.logit_softcap
         return logits if cap is None or rows is None else cap * torch.tanh(logits / cap)
+
+    def _output_weight(self) -> Tensor:
+        model = self._model
+        shared = model.share_embeddings_and_output_weights
+        weight: Tensor = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
+        return weight
 
     def _through_layers(self, hidden: Tensor, attention: GpuAttention) -> tuple[Tensor | None, Tensor | None]:
         """Run the layers; return the last product, which is still to be added to ``hidden``, and its norm's weight."""
@@ -140,6 +151,8 @@ class GpuTransformer:
         return product, post
 
     def _feed_forward(self, layer: _Layer, normed: Tensor) -> Tensor:
+        if isinstance(layer.mlp, GpuExperts):
+            return self._over_group(layer.mlp(normed))
         if isinstance(layer.mlp, ExpertLayer):
             # Without the hook that normalizes what it returns.
             output: Tensor = layer.mlp.forward(normed[:, None])[0][:, 0]
@@ -184,22 +197,23 @@ class GpuTransformer:
         found = []
         for layer in self.layers:
             found += [layer.qkv, layer.projection]
-            if not isinstance(layer.mlp, ExpertLayer):
+            if not isinstance(layer.mlp, ExpertLayer | GpuExperts):
                 found += [layer.mlp.linear_fc1, layer.mlp.linear_fc2]
         return found
 
 
-def _layer(layer: TransformerLayer) -> _Layer:
+def _layer(layer: TransformerLayer, is_gelu: bool) -> _Layer:
     attention, mlp = layer.self_attention, layer.mlp
     first = None if isinstance(mlp, ExpertLayer) else mlp.linear_fc1
     query_norm, key_norm = _norm(attention.q_layernorm), _norm(attention.k_layernorm)
     input_norm = _norm(layer.input_layernorm, attention.linear_qkv)
     mlp_norm = _norm(layer.pre_mlp_layernorm, first)
     assert input_norm is not None and mlp_norm is not None, "every layer normalizes its input twice"
+    has_all_experts = isinstance(mlp, ExpertLayer) and mlp.config.expert_model_parallel_size == 1
     return _Layer(
         qkv=attention.linear_qkv,
         projection=attention.linear_proj,
-        mlp=mlp,
+        mlp=GpuExperts(mlp, is_gelu=is_gelu) if has_all_experts else mlp,
         input_norm=input_norm,
         mlp_norm=mlp_norm,
         head_norms=None if query_norm is None or key_norm is None else (query_norm, key_norm),

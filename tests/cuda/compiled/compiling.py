@@ -26,7 +26,7 @@ _TYPES = {
     torch.int32: "*i32",
     torch.uint8: "*u8",
 }
-_OPTIONS = ("num_warps", "num_stages")
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,13 +58,37 @@ def around_attention(dtype, shape, vocabulary):
     terms, ids, quiet = torch.zeros(5, rows, parts), ints(rows, parts), torch.zeros(rows, dtype=torch.uint8)
     floors, shares = ints(rows), torch.zeros(rows)
     ops.find_floors(floors, logits, shares, longs(rows), shares, shares, vocabulary, 30.0)
-    ops.sample_part(terms, ids, logits, longs(rows), longs(rows), torch.zeros(rows), quiet, floors, 0, vocabulary, 30.0)
-    ops.settle(longs(rows), torch.zeros(rows), torch.zeros(rows), terms, ids, quiet)
+    chosen, noise = (longs(rows), torch.zeros(rows), torch.zeros(rows)), (longs(rows), longs(rows), torch.zeros(rows))
+    ops.sample_part(terms, ids, logits, None, *noise, quiet, floors, 0, vocabulary, 30.0)
+    ops.settle(*chosen, terms, ids, quiet)
     floats = torch.zeros(16, rows), torch.zeros(16, rows)
-    chosen = longs(rows), torch.zeros(rows), torch.zeros(rows)
     ops.advance(
         *(longs(rows) for _ in range(5)), longs(16, rows), *floats, *chosen, longs(rows), longs(rows), ints(rows, 4)
     )
+
+
+def experts(dtype, tokens, *, is_gelu=False):
+    """Launch the kernels of 128 experts, of which each token has 8."""
+    pairs = 8 * tokens
+    logits, given, inner = (torch.zeros(rows, 128, dtype=dtype) for rows in (tokens, tokens, pairs))
+    ops.route(ints(tokens, 8), torch.zeros(tokens, 8), logits, True)
+    where = longs(128), longs(pairs), longs(129)
+    ops.expert_product(inner, given, *where, torch.zeros(tokens, 8), 8, is_gelu)
+    ops.expert_product(torch.zeros(pairs, 128, dtype=dtype), inner, *where, None, 8, False)
+
+
+def edited(dtype, vocabulary):
+    """Launch the kernels that change logits, and those that sample from them."""
+    rows, parts = 4, ops.num_parts(vocabulary)
+    logits, floats, quiet = torch.zeros(rows, vocabulary, dtype=dtype), torch.zeros(rows), ints(rows).byte()
+    seen, known, found = ints(rows, vocabulary), ints(rows, 16), torch.zeros(rows, vocabulary)
+    ops.count(seen, known, longs(rows), longs(rows), 16, 0, vocabulary)
+    ops.penalize(found, logits, seen, floats, floats, floats, vocabulary, 30.0)
+    ops.add_rules(found, ints(rows, 4, 3), torch.zeros(rows, 4), known, longs(rows), longs(rows), ints(rows, 4), 0, 9)
+    ops.remember(seen, known, longs(rows), longs(rows), longs(rows), 0, vocabulary)
+    terms, ids = torch.zeros(7, rows, parts), ints(rows, parts)
+    ops.sample_part(terms, ids, logits, found, longs(rows), longs(rows), floats, quiet, ints(rows), 0, vocabulary, 30.0)
+    ops.settle(longs(rows), torch.zeros(rows), torch.zeros(rows), terms, ids, quiet)
 
 
 def log_probs(dtype, vocabulary):
@@ -88,6 +112,9 @@ CASES = {
     "Gemma 2, a step with split keys": lambda: attend_in_cache(BF16, GEMMA2_9B, has_tiles=False, splits=8),
     "Gemma 2, a prefill": lambda: attend_in_cache(BF16, GEMMA2_9B, has_tiles=True),
     "Gemma 2, around attention": lambda: around_attention(BF16, GEMMA2_9B, 256000),
+    "Gemma 2, edited logits": lambda: edited(BF16, 256000),
+    "experts, a step": lambda: experts(BF16, 64),
+    "experts, a prefill": lambda: experts(BF16, 2048),
     "log-probabilities": lambda: log_probs(BF16, 152064),
     "Gemma 2, training": lambda: train(BF16, GEMMA2_9B),
 }
@@ -98,6 +125,8 @@ MORE = {
     "1B, a prefill": lambda: attend_in_cache(BF16, LLAMA3_1B, has_tiles=True),
     "7B in fp32, a prefill": lambda: attend_in_cache(FP32, QWEN2_7B, has_tiles=True),
     "Gemma 2 in fp32, a step": lambda: attend_in_cache(FP32, GEMMA2_9B, has_tiles=False),
+    "experts with GELU, a small prefill": lambda: experts(BF16, 512, is_gelu=True),
+    "experts in fp32, a prefill": lambda: experts(FP32, 2048),
     "7B, training": lambda: train(BF16, QWEN2_7B),
     "Gemma 2 in fp32, training": lambda: train(FP32, GEMMA2_9B),
 }
@@ -111,6 +140,6 @@ def test_kernels_spill_nothing_and_fit_shared_memory(monkeypatch, tmp_path_facto
     with recording(monkeypatch) as launches:
         (CASES | MORE)[name]()
     assert launches
-    used = {each.name: compiled(each, capability, tmp_path_factory.getbasetemp()) for each in launches}
-    assert not {kernel: use for kernel, use in used.items() if use.stack_bytes or use.local_bytes}
-    assert not {kernel: use for kernel, use in used.items() if use.shared_bytes > SHARED_BYTES}
+    used = [(each.name, compiled(each, capability, tmp_path_factory.getbasetemp())) for each in launches]
+    assert not [(kernel, use) for kernel, use in used if use.stack_bytes or use.local_bytes]
+    assert not [(kernel, use) for kernel, use in used if use.shared_bytes > SHARED_BYTES]

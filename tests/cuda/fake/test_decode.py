@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +25,22 @@ QWEN2_7B = ModelConfig(
     qkv_bias=True,
     dtype="bf16",
 )
+QWEN3_30B = ModelConfig(
+    # Of 48 layers.
+    num_layers=4,
+    hidden_size=2048,
+    ffn_hidden_size=768,
+    num_attention_heads=32,
+    num_query_groups=4,
+    head_dim=128,
+    max_context=4096,
+    vocab_size=151936,
+    rotary_base=1e6,
+    qk_norm=True,
+    num_experts=128,
+    experts_per_token=8,
+    dtype="bf16",
+)
 LLAMA3_70B = ModelConfig(
     num_layers=80,
     hidden_size=8192,
@@ -38,17 +55,21 @@ LLAMA3_70B = ModelConfig(
 
 
 @pytest.mark.parametrize(
-    ("model", "tp", "rows"),
+    ("model", "tp", "rows", "launches_per_layer", "is_edited"),
     [
-        pytest.param(QWEN2_7B, 1, 64, id="7B, batch 64"),
-        pytest.param(QWEN2_7B, 1, 8, id="7B, batch 8, keys split"),
-        pytest.param(LLAMA3_70B, 8, 64, id="70B, one rank of tp8"),
+        pytest.param(QWEN2_7B, 1, 64, 12, False, id="7B, batch 64"),
+        pytest.param(QWEN2_7B, 1, 8, 12, True, id="7B, batch 8, keys split, edited logits"),
+        pytest.param(LLAMA3_70B, 8, 64, 12, False, id="70B, one rank of tp8"),
+        pytest.param(QWEN3_30B, 1, 64, 14, False, id="30B of 128 experts"),
+        pytest.param(QWEN3_30B, 2, 8, 16, True, id="30B of 128 experts, one rank of tp2, edited logits"),
     ],
 )
-def test_a_step_asks_nothing_of_the_host_and_starts_few_kernels(monkeypatch, model, tp, rows):
+def test_a_step_asks_nothing_of_the_host_and_starts_few_kernels(
+    monkeypatch, model, tp, rows, launches_per_layer, is_edited
+):
     monkeypatch.setattr(
         decode._State,
-        "_pair",
+        "pair",
         lambda self, *shape, dtype: (torch.zeros(shape, dtype=dtype, device=DEVICE), torch.zeros(shape, dtype=dtype)),
     )
     with fake_cuda(monkeypatch, size=tp) as world, torch.inference_mode():
@@ -59,12 +80,16 @@ def test_a_step_asks_nothing_of_the_host_and_starts_few_kernels(monkeypatch, mod
         decoder = decode.Decoder(
             transformer, groups.tp, max_rows=rows, max_steps=16, context=model.max_context, device=DEVICE
         )
+        edits = decoder._edits_for(np.zeros((rows, 3, 2))) if is_edited else None
         with Launches() as launches:
             # A host synchronization would raise here.
-            decoder.step(rows)
+            decoder.step(rows, edits)
     # Beside the layers: the embedding, the output layer and sampling.
-    assert sum(launches.names.values()) <= 12 * model.num_layers + 20, launches.names
-    # The cache is read by address, and not counted: a program for each query group reads each key and value once.
-    weights = sum(each.numel() * each.element_size() for each in built.parameters())
+    assert sum(launches.names.values()) <= launches_per_layer * model.num_layers + 20, launches.names
+    # The cache is read by address, and not counted: a program for each query group reads each key and value once. Nor
+    # are experts: a program for each expert and some columns reads these once.
+    weights = sum(each.nbytes for name, each in built.named_parameters() if ".experts." not in name)
     assert launches.num_bytes <= 1.15 * weights, launches.num_bytes / weights
     assert launches.names["sample_part"] == 1 and launches.names["settle"] == 1
+    for name in ("penalize", "add_rules", "remember"):
+        assert launches.names[name] == is_edited

@@ -1,7 +1,4 @@
-"""Resharding and snapshots on a fake GPU: what is copied is on the right device, and as much as planned.
-
-Offload is shown elsewhere: storages of fake tensors do not know their device.
-"""
+"""Resharding, snapshots and offload on a fake GPU: what is copied is on the right device, and as much as planned."""
 
 from __future__ import annotations
 
@@ -21,9 +18,10 @@ from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.parallel.megatron import collection, rank_sets
 from hybridflow.reshard.execute import Resharder
 from hybridflow.reshard.holdings import WeightHoldings
+from hybridflow.reshard.memory import HostOffload
 from hybridflow.reshard.plan import held_bytes, participants, plan, received_limit
 from hybridflow.reshard.views import local_sizes
-from tests.cuda.fake.machine import DEVICE, Launches, fake_cuda
+from tests.cuda.fake.machine import DEVICE, Launches, fake_cuda, place
 from tests.cuda.fake.shapes import family_model
 
 SIZE = 8
@@ -41,6 +39,25 @@ def note_pinned(monkeypatch) -> list[int]:
         return made
 
     monkeypatch.setattr(torch, "empty", plain)
+    return found
+
+
+def tell_devices(monkeypatch, on_device) -> None:
+    """From here on let these storages say that they are on the GPU, and all others on the host: torch says meta."""
+    where = property(lambda self: DEVICE if self._cdata in on_device else torch.device("cpu"))
+    monkeypatch.setattr(torch.UntypedStorage, "device", where, raising=False)
+
+
+def note_copies(monkeypatch) -> list[tuple[tuple[str, str], int]]:
+    """From here on note which way tensors are copied, and how many bytes; nobody may wait for a copy."""
+    copy, found = torch.Tensor.copy_, []
+
+    def noted(target, source, non_blocking=False):
+        assert non_blocking
+        found.append(((source.device.type, target.device.type), target.nbytes))
+        return copy(target, source)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", noted)
     return found
 
 
@@ -132,3 +149,30 @@ def test_a_snapshot_is_pinned_host_memory_of_a_rank_s_own_part(monkeypatch):
     # In slabs of powers of two; the second snapshot overwrites the first.
     assert len(pinned) < len(copies[0]) and all(size.bit_count() == 1 for size in pinned)
     assert num_bytes <= sum(pinned) <= 1.25 * num_bytes
+
+
+def test_offloaded_weights_are_in_pinned_memory_and_come_back(monkeypatch):
+    with fake_cuda(monkeypatch) as world:
+        model = family_model("qwen3_moe")
+        mesh, groups = place(world, ParallelLayout())
+        built = build_transformer(model, ParallelLayout(), groups, DEVICE, vocab_size=model.vocab_size)
+        weights = [each.detach() for each in built.parameters()]
+        sizes = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in weights}
+        tell_devices(monkeypatch, sizes)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+        pinned, copied = note_pinned(monkeypatch), note_copies(monkeypatch)
+        offload = HostOffload(weights, owner="rank 0: weights")
+        for _ in range(2):
+            assert offload.offload() == sum(sizes.values())
+            assert not any(each.untyped_storage().nbytes() for each in weights)
+            assert {way for way, _ in copied} == {("cuda", "cpu")}
+            assert sum(num_bytes for _, num_bytes in copied) == sum(sizes.values())
+            copied.clear()
+            offload.restore()
+            assert {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in weights} == sizes
+            assert {way for way, _ in copied} == {("cpu", "cuda")}
+            copied.clear()
+    # Once for both turns, in few blocks.
+    assert sum(sizes.values()) <= sum(pinned) < sum(sizes.values()) + 2**20 and len(pinned) < 20
+    tensors = model_spec(shape_of(model, model.vocab_size))
+    assert sum(sizes.values()) == held_bytes(tensors, WeightHoldings(tensors, mesh), 0)

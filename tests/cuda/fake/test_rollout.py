@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.gpt import build_transformer
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.gpu import decode
@@ -17,15 +16,6 @@ from tests.cuda.fake.machine import DEVICE, Launches, fake_cuda, place
 from tests.cuda.fake.shapes import FAMILIES, family_model
 
 ROWS = 64
-DENSE = [name for name in FAMILIES if family_model(name).num_experts is None]
-
-
-@pytest.fixture(autouse=True)
-def experts_left_out(monkeypatch):
-    """Leave out mixtures of experts, whose tokens are dealt by counts that the host reads."""
-    monkeypatch.setattr(
-        ExpertLayer, "forward", lambda self, hidden, padding_mask=None: (torch.zeros_like(hidden), None)
-    )
 
 
 def prefill_attention(tokens: int, dtype: torch.dtype, sharers: int, context: int) -> GpuAttention:
@@ -43,7 +33,7 @@ def test_prefill_and_a_step_ask_nothing_of_the_device(monkeypatch, name):
     model = family_model(name)
     monkeypatch.setattr(
         decode._State,
-        "_pair",
+        "pair",
         lambda self, *shape, dtype: (torch.zeros(shape, dtype=dtype, device=DEVICE), torch.zeros(shape, dtype=dtype)),
     )
     with fake_cuda(monkeypatch) as world, torch.inference_mode():
@@ -61,7 +51,7 @@ def test_prefill_and_a_step_ask_nothing_of_the_device(monkeypatch, name):
         )
         with Launches() as step:
             decoder.step(ROWS)
-    assert transformer.is_capturable == (name in DENSE)
+    assert transformer.is_capturable
     assert prefill.names["attend"] == step.names["attend"] == model.num_layers
     for launches in (prefill, step):
         assert sum(launches.names.values()) <= 12 * model.num_layers + 20, launches.names

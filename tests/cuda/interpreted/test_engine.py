@@ -18,6 +18,7 @@ from tests.multi.models import CAPPED, MIXTURE, TINY, VOCAB, make_model
 
 SMALL = replace(TINY, num_layers=2, num_attention_heads=6, hidden_size=48, head_dim=16, num_query_groups=2)
 NORMED = replace(SMALL, qkv_bias=False, qk_norm=True)
+BEHIND = replace(CAPPED, num_layers=2, window_layers=(0,))
 KINDS = [
     {"stop_ids": tuple(range(0, VOCAB, 5))},
     {"greedy": True},
@@ -25,7 +26,11 @@ KINDS = [
     {"temperature": 1.4},
 ]
 CUTS = [{"temperature": 1.4, "top_k": 5}, {"top_p": 0.8, "top_k": 9}, {"min_p": 0.1}, {"top_p": 0.5, "min_p": 0.2}]
-PENALTY = {"temperature": 1.4, "top_k": 5, "repetition_penalty": 1.2}
+EDITS = [
+    {"temperature": 1.4, "top_k": 5, "repetition_penalty": 1.2},
+    {"presence_penalty": 1.0, "frequency_penalty": 0.5, "stop_ids": (3, 4), "min_new_tokens": 5},
+    {"logit_bias": ((1, 5.0), (2, 4.5)), "bad_ids": ((1, 2), (5,))},
+]
 
 
 @pytest.fixture(scope="module")
@@ -75,17 +80,16 @@ def both(world: World, shape, asked: list[Request]):
 @pytest.mark.parametrize(
     ("shape", "kinds"),
     [
-        pytest.param(SMALL, KINDS, id="bias"),
-        pytest.param(NORMED, [*KINDS, PENALTY], id="normalized heads, and a penalty that the host applies"),
-        pytest.param(SMALL, [KINDS[0], *CUTS], id="cuts"),
-        pytest.param(CAPPED, KINDS, id="caps, windows, norms behind, 12 dims a head"),
-        pytest.param(replace(MIXTURE, num_layers=2), KINDS[:2], id="mixture of experts, step by step"),
+        pytest.param(SMALL, [*KINDS, *CUTS], id="bias, and cuts"),
+        pytest.param(NORMED, [*KINDS, *EDITS], id="normalized heads, and edits"),
+        pytest.param(BEHIND, KINDS, id="caps, windows, norms behind, 12 dims a head"),
+        pytest.param(replace(MIXTURE, num_layers=2), KINDS, id="mixture of experts"),
     ],
 )
 def test_texts_are_those_of_the_cpu_engine(world, shape, kinds):
-    ours, theirs, gap = both(world, shape, requests(10, kinds))
+    ours, theirs, gap = both(world, shape, requests(len(kinds) + 1, kinds))
     assert ours == theirs and gap < 1e-5
-    assert {row[1] for row in ours} == {"stop", "length"} or len(kinds) != len(KINDS)
+    assert {row[1] for row in ours} == {"stop", "length"} or kinds is KINDS
 
 
 def test_texts_are_the_same_where_the_keys_are_split(world, monkeypatch):
@@ -134,3 +138,19 @@ def test_graphs_are_captured_for_few_numbers_of_rows():
         sizes = decode.buckets(most)
         assert sizes[-1] == most and sorted(set(sizes)) == sizes and len(sizes) <= 40
         assert all(large <= max(8, small * 1.5 + 8) for small, large in zip(sizes, sizes[1:], strict=False))
+
+
+def test_edits_need_no_step_through_the_host(world, monkeypatch):
+    model, _, groups, _ = make_model(world, ParallelLayout(), model=SMALL)
+    engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=7, max_concurrent=8)
+    engine._runner = GpuRunner(model, groups, VOCAB, max_rows=8, max_steps=16)
+    run, rows = engine.run, []
+
+    def noted(tokens, attention, wanted):
+        rows.append(len(wanted))
+        return run(tokens, attention, wanted)
+
+    monkeypatch.setattr(engine, "run", noted)
+    engine.generate([replace(each, params=replace(each.params, max_new_tokens=8)) for each in requests(3, EDITS)])
+    # Only the first tokens, behind the prompts.
+    assert sum(rows) == 3

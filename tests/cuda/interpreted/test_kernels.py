@@ -65,6 +65,48 @@ def test_gates(is_gelu, rows, inner, dtype):
     close(result, active.to(dtype).float() * others, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_normalized", [False, True])
+def test_experts_are_chosen_by_their_shares(is_normalized, dtype):
+    logits = random(5, 11, dtype=dtype)
+    chosen, shares = torch.empty(5, 3, dtype=torch.int32), torch.empty(5, 3)
+    ops.route(chosen, shares, logits, is_normalized)
+    expected, experts = logits.float().softmax(-1).topk(3)
+    assert chosen.tolist() == experts.tolist()
+    close(shares, expected / expected.sum(-1, keepdim=True) if is_normalized else expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "num_chosen", "hidden", "ffn", "is_gelu"),
+    [
+        pytest.param(1, 4, 2, 16, 24, False, id="one token"),
+        pytest.param(7, 5, 2, 70, 100, True, id="an expert without tokens, odd widths"),
+        pytest.param(45, 2, 2, 33, 65, False, id="more tokens than a block"),
+    ],
+)
+def test_pairs_meet_the_matrices_of_their_experts(tokens, experts, num_chosen, hidden, ffn, is_gelu, dtype):
+    first = [random(2 * ffn, hidden, dtype=dtype, seed=each) / hidden**0.5 for each in range(experts)]
+    second = [random(hidden, ffn, dtype=dtype, seed=9 + each) / ffn**0.5 for each in range(experts)]
+    matrices = torch.tensor([[each.data_ptr() for each in weights] for weights in (first, second)])
+    given, shares = random(tokens, hidden, dtype=dtype), random(tokens, num_chosen).abs() + 0.5
+    # All but the last expert, where there are more than are chosen.
+    chosen = random(tokens, max(experts - 1, num_chosen), seed=5).argsort(1)[:, :num_chosen]
+    found, order = chosen.flatten().sort(stable=True)
+    pairs = order, torch.searchsorted(found, torch.arange(experts + 1))
+    inner = torch.full((tokens * num_chosen, ffn), torch.nan, dtype=dtype)
+    ops.expert_product(inner, given, matrices[0], *pairs, shares, num_chosen, is_gelu)
+    output = torch.full((tokens * num_chosen, hidden), torch.nan, dtype=dtype)
+    ops.expert_product(output, inner, matrices[1], *pairs, None, num_chosen, False)
+    for token in range(tokens):
+        for place, expert in enumerate(chosen[token].tolist()):
+            gates, others = (given[token].float() @ first[expert].float().T).chunk(2)
+            active = gelu(gates, approximate="tanh") if is_gelu else silu(gates)
+            pair = token * num_chosen + place
+            close(inner[pair], active * others * shares[token, place], dtype, steps=8)
+            close(output[pair], inner[pair].float() @ second[expert].float().T, dtype, steps=8)
+
+
 @dataclass
 class Paged:
     """A cache of two layers whose memory held NaN, of sequences with so many tokens in scattered blocks."""
@@ -197,7 +239,7 @@ def test_rows_are_cut_into_tiles_of_one_sequence():
 def sampled(logits: Tensor, keys: Tensor, lengths: Tensor | None, temperatures: Tensor, quiet: Tensor, num_real: int):
     rows, parts = len(logits), ops.num_parts(logits.shape[1])
     terms, ids = torch.empty(5, rows, parts), torch.empty(rows, parts, dtype=torch.int32)
-    ops.sample_part(terms, ids, logits, keys, lengths, temperatures, quiet, None, 0, num_real, 0.0)
+    ops.sample_part(terms, ids, logits, None, keys, lengths, temperatures, quiet, None, 0, num_real, 0.0)
     found = torch.empty(rows, dtype=torch.int64), torch.empty(rows), torch.empty(rows)
     ops.settle(*found, terms, ids, quiet)
     return found

@@ -1,0 +1,99 @@
+"""Triton kernels of a mixture of experts: who gets which token, and products with a matrix for each expert."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hybridflow.rollout.gpu.kernels import activated
+
+
+@triton.jit
+def route(chosen, shares, logits, num_experts, NUM_CHOSEN: tl.constexpr, SLOTS: tl.constexpr,
+          IS_NORMALIZED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Choose the experts of each token; one program for each.
+
+    Args:
+        chosen: Takes the experts, the likeliest first, ``[tokens, NUM_CHOSEN]`` int32.
+        shares: Takes their shares, ``[tokens, NUM_CHOSEN]`` fp32, rounded to the format of the logits.
+        logits: Of the router, ``[tokens, num_experts]``.
+        num_experts: Experts.
+        NUM_CHOSEN: Experts of each token.
+        SLOTS: Power of 2, at least ``NUM_CHOSEN``.
+        IS_NORMALIZED: Whether the shares of the chosen add up to 1; else those of all experts do.
+        BLOCK: Power of 2, at least ``num_experts``.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    at, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
+    left = tl.load(logits + row * num_experts + at, mask=at < num_experts, other=-float("inf")).to(tl.float32)
+    largest = tl.max(left, 0)
+    total = tl.sum(tl.exp(left - largest), 0)
+    expert, share = tl.zeros([SLOTS], tl.int32), tl.zeros([SLOTS], tl.float32)
+    for each in range(NUM_CHOSEN):
+        place = tl.argmax(left, 0)
+        expert = tl.where(slot == each, place, expert)
+        share = tl.where(slot == each, tl.exp(tl.max(left, 0) - largest), share)
+        left = tl.where(at == place, -float("inf"), left)
+    if IS_NORMALIZED:
+        total = tl.sum(share, 0)
+    share = (share / total).to(logits.dtype.element_ty).to(tl.float32)
+    tl.store(chosen + row * NUM_CHOSEN + slot, expert, mask=slot < NUM_CHOSEN)
+    tl.store(shares + row * NUM_CHOSEN + slot, share, mask=slot < NUM_CHOSEN)
+
+
+@triton.jit
+def expert_product(result, source, matrices, order, bounds, shares, inputs, outputs, num_chosen,
+                   IS_GATED: tl.constexpr, IS_GELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                   DEPTH: tl.constexpr):  # fmt: skip
+    """Multiply the rows of each expert with its matrix; a program for each expert and ``COLUMNS`` outputs.
+
+    A pair is a token and one of its experts. An expert without pairs reads nothing.
+
+    Args:
+        result: Takes a row for each pair, ``[pairs, outputs]``.
+        source: A row for each token with ``IS_GATED``, for each pair otherwise, ``[rows, inputs]``.
+        matrices: Addresses of ``[outputs, inputs]``, with ``IS_GATED`` of two, gate and other half, ``[experts]``
+            int64.
+        order: Pairs by expert, ``[pairs]`` int64.
+        bounds: Where the pairs of each expert begin, and the last one's end, ``[experts + 1]`` int64.
+        shares: By which the gated product of a pair is multiplied, ``[pairs]`` fp32.
+        inputs: Width of a row of the source.
+        outputs: Width of a row of the result.
+        num_chosen: Pairs of each token.
+        IS_GATED: Whether there are two products, of which the activated first one multiplies the second.
+        IS_GELU: As for ``gate``.
+        ROWS: Pairs at a time; a power of 2, at least 16.
+        COLUMNS: Outputs at a time; a power of 2, at least 16.
+        DEPTH: Inputs at a time; a power of 2, at least 16.
+    """
+    expert = tl.program_id(0)
+    begin, end = tl.load(bounds + expert), tl.load(bounds + expert + 1)
+    element = source.dtype.element_ty
+    matrix = tl.load(matrices + expert).to(tl.pointer_type(element))
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = column < outputs
+    for start in range(begin, end, ROWS):
+        place = start + tl.arange(0, ROWS)
+        is_row = place < end
+        pair = tl.load(order + place, mask=is_row, other=0)
+        row = pair
+        if IS_GATED:
+            row = pair // num_chosen
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        other = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for depth in range(0, inputs, DEPTH):
+            at = depth + tl.arange(0, DEPTH)
+            is_at = at < inputs
+            given = tl.load(
+                source + row[:, None] * inputs + at[None, :], mask=is_row[:, None] & is_at[None, :], other=0.0
+            )
+            weights = matrix + column[None, :] * inputs + at[:, None]
+            is_weight = is_column[None, :] & is_at[:, None]
+            total += tl.dot(given, tl.load(weights, mask=is_weight, other=0.0), input_precision="ieee")
+            if IS_GATED:
+                upper = tl.load(weights + outputs * inputs, mask=is_weight, other=0.0)
+                other += tl.dot(given, upper, input_precision="ieee")
+        if IS_GATED:
+            total = activated(total, IS_GELU) * other * tl.load(shares + pair, mask=is_row, other=0.0)[:, None]
+        is_result = is_row[:, None] & is_column[None, :]
+        tl.store(result + pair[:, None] * outputs + column[None, :], total.to(element), mask=is_result)

@@ -1,0 +1,56 @@
+"""A mixture of experts on the device alone: how many tokens each expert gets is not asked for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from hybridflow.models.experts import ExpertLayer
+from hybridflow.rollout.gpu import ops
+
+
+class GpuExperts:
+    """Computes an ``ExpertLayer`` whose experts are all here, but for the sum over tensor-parallel ranks.
+
+    The kernels read the experts' weights where they are, by addresses in a table on the device.
+
+    Args:
+        layer: The layer.
+        is_gelu: Whether the gate is activated by GELU, approximated with tanh; else by SiLU.
+    """
+
+    def __init__(self, layer: ExpertLayer, *, is_gelu: bool) -> None:
+        experts = layer.experts.local_experts
+        self._router: Tensor = layer.router.weight
+        self._num_chosen: int = layer.router.topk
+        self._is_normalized = not layer.config.moe_router_pre_softmax
+        self._is_gelu = is_gelu
+        self._weights = [[each.linear_fc1.weight for each in experts], [each.linear_fc2.weight for each in experts]]
+        assert all(weight.is_contiguous() for weights in self._weights for weight in weights), "kernels read rows"
+        device = self._router.device
+        self._found: list[list[int]] = []
+        self._addresses = torch.zeros(2, len(experts), dtype=torch.int64, device=device)
+        self._numbers = torch.arange(len(experts) + 1, dtype=torch.int32, device=device)
+
+    def locate(self) -> None:
+        """Write down where the weights are."""
+        found = [[weight.data_ptr() for weight in weights] for weights in self._weights]
+        if found != self._found:
+            self._found = found
+            self._addresses.copy_(torch.tensor(found))
+
+    def __call__(self, normed: Tensor) -> Tensor:
+        """Map ``[tokens, hidden]`` to the same shape."""
+        num_chosen, (first, second) = self._num_chosen, self._addresses
+        chosen = self._numbers.new_empty(len(normed), num_chosen)
+        shares = normed.new_empty(len(normed), num_chosen, dtype=torch.float32)
+        ops.route(chosen, shares, linear(normed, self._router), self._is_normalized)
+        expert, order = chosen.flatten().sort(stable=True)
+        pairs = order, torch.searchsorted(expert, self._numbers)
+        inner = normed.new_empty(len(order), len(self._weights[0][0]) // 2)
+        ops.expert_product(inner, normed, first, *pairs, shares, num_chosen, self._is_gelu)
+        output = normed.new_empty(len(order), normed.shape[1])
+        ops.expert_product(output, inner, second, *pairs, None, num_chosen, False)
+        # All have equally many experts, so that the sum has one order.
+        return output.view(len(normed), num_chosen, normed.shape[1]).sum(1)

@@ -13,8 +13,10 @@ import functools
 import json
 import math
 import os
+import resource
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import h5py
@@ -30,7 +32,7 @@ _LEAST_ROWS, _MOST_ROWS = 8, 1024
 # A block of rows takes about so much, or 8 times the file.
 _BLOCK_BYTES = 1 << 26
 _MAX_CHUNK_BYTES = 1 << 26
-_MEMORY_BYTES = 4 << 30
+_MEMORY_BYTES, _FREE_BYTES, _MEMORY_PER_BYTE = 4 << 30, 200 << 20, 10
 _CPU_S, _BYTES_PER_S = 5, 8 << 20
 # The process waits for a processor where the machine is busy, which is no fault of the file.
 _WAITS = 20
@@ -66,7 +68,7 @@ def _try(path: str, device: int, inode: int, num_bytes: int, changed_ns: int) ->
     except (OSError, EOFError) as error:
         process.close()
         raise OSError(
-            f"the library crashes or needs over {cpu_s} s or {_MEMORY_BYTES >> 20} MiB to look through it; {error}"
+            f"the library crashes or needs over {cpu_s} s or much memory to look through it; {error}"
         ) from error
 
 
@@ -77,14 +79,17 @@ def _process(owner: int) -> LimitedProcess:
 
 
 def main() -> int:
-    """Look through files until the input ends."""
+    """Look through files until the input ends, or one takes too much."""
     limit_process(int(sys.argv[1]))
+    begin_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for line in sys.stdin.buffer:
         path, cpu_s = json.loads(line)
+        num_bytes = os.stat(path).st_size
         limit_cpu(cpu_s)
-        # Who reads the file meets what is an error of the library, and names it.
-        with contextlib.suppress(Exception), open_hdf5(path, locking=False) as file:
-            num_bytes = os.stat(path).st_size
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        wanted = begin_bytes + _FREE_BYTES + _MEMORY_PER_BYTE * num_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (min(wanted, most), most))
+        with _unless_lacking(), open_hdf5(path, locking=False) as file:
             _look(file, num_bytes)
             file.visititems(lambda _, item, num_bytes=num_bytes: _look(item, num_bytes))
         print("{}", flush=True)
@@ -93,17 +98,28 @@ def main() -> int:
 
 def _look(item: Any, num_bytes: int) -> None:
     """Read what the library keeps in trees and heaps: attributes, the places of chunks, texts of variable length."""
-    with contextlib.suppress(Exception):
+    with _unless_lacking():
         for name in item.attrs:
-            with contextlib.suppress(Exception):
+            with _unless_lacking():
                 item.attrs[name]
-    with contextlib.suppress(Exception):
+    with _unless_lacking():
         if is_own(item) and item.chunks is not None:
             item.id.chunk_iter(lambda _: None)
         if is_own(item) and item.dtype.hasobject:
             at_once = rows_at_once({"": item}, num_bytes, num_bytes)
             for first in range(0, len(item), at_once):
                 item[first : first + at_once]
+
+
+@contextlib.contextmanager
+def _unless_lacking() -> Iterator[None]:
+    """Suppress errors, which who reads the file meets and names; end this process if it lacks memory."""
+    try:
+        yield
+    except Exception as error:
+        # The library has no error of its own for that.
+        if isinstance(error, MemoryError) or "allocat" in str(error):
+            sys.exit(1)
 
 
 def item_in(file: h5py.Group, path: str) -> Any:

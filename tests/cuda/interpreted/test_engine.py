@@ -94,13 +94,13 @@ def test_texts_are_those_of_the_cpu_engine(world, shape, kinds):
 
 def test_texts_are_the_same_where_the_keys_are_split(world, monkeypatch):
     monkeypatch.setattr(decode, "splits_for", lambda rows, groups, processors: 3)
-    ours, theirs, gap = both(world, SMALL, requests(5, KINDS))
+    ours, theirs, gap = both(world, SMALL, requests(3, KINDS))
     assert ours == theirs and gap < 1e-5
 
 
 def test_logits_that_are_not_finite_fail_and_harm_no_other(world):
     model, _, groups, _ = make_model(world, ParallelLayout(), model=SMALL)
-    asked = requests(8, KINDS)
+    asked = requests(6, KINDS)
     found = []
     for is_damaged in (False, True):
         if is_damaged:
@@ -108,9 +108,9 @@ def test_logits_that_are_not_finite_fail_and_harm_no_other(world):
         engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=7, max_concurrent=8)
         engine._runner = GpuRunner(model, groups, VOCAB, max_rows=8, max_steps=16)
         found.append(generated(engine, asked))
-    failed = [row for row in range(8) if found[1][row][1] == "failed"]
-    assert 1 <= len(failed) < 8
-    for row in range(8):
+    failed = [row for row in range(6) if found[1][row][1] == "failed"]
+    assert 1 <= len(failed) < 6
+    for row in range(6):
         if row in failed:
             assert "its logits are not finite" in found[1][row][2]
         else:

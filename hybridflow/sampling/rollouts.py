@@ -19,7 +19,7 @@ from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.schedule import Move
 from hybridflow.errors import EngineError
 from hybridflow.models.flops import model_flops, sampling_flops
-from hybridflow.observe.console import print_out
+from hybridflow.observe.rank_log import say
 from hybridflow.observe.work import add_work
 from hybridflow.placement.job import Job
 from hybridflow.placement.user_objects import user_class_of
@@ -373,7 +373,7 @@ class Rollouts:
         """Measure how long conversations were, and how many failed. Collective: the rollout mesh."""
         mesh, errors = self._mesh, [each.error for each in found if each.error is not None]
         if errors and self._place.tp == self._place.pp == 0:
-            print_out(f"environment: failed in {len(errors)} of {len(found)} samples; one: {errors[0]}")
+            say(f"environment: failed in {len(errors)} of {len(found)} samples; one: {errors[0]}")
         share = [len(found), sum(each.num_turns for each in found), len(errors)]
         # Each replica has its own samples, and its first rank tells of them.
         shares = self._job.world.coordinator(mesh.ranks).gather(share, "conversations")

@@ -2,10 +2,13 @@
 
 Read as JSON on standard input: ``argv``, ``files`` (name → text, in its folder), ``stdin``, ``environ``, ``readable``
 (directories and files that it sees, for reading, and in a link's place what it leads to), ``is_protected``,
-``bubblewrap`` (the path of its program; None: without it), and the limits ``wall_s``, ``cpu_s``, ``memory_bytes``,
-``processes``, ``files_bytes``, ``output_bytes``. Written as JSON: ``error``, why it could not be run; or ``status``
-(negative: a signal's number; None: it was stopped), ``stopped`` (by which limit), ``cpu_s`` (what all its processes
-used of cores), ``stdout`` and ``stderr``.
+``bubblewrap`` (the path of its program; None: without it), the limits ``wall_s``, ``cpu_s``, ``memory_bytes``,
+``processes``, ``files_bytes``, ``output_bytes``, and ``socket_bytes``, the memory behind a socket.
+
+Written as lines of JSON: ``begun``, as soon as the program is; at the end ``error``, why it could not be begun; or
+``status`` (negative: a signal's number; None: it was stopped), ``stopped`` (by which limit), ``cpu_s`` (what all its
+processes used of cores), ``stdout`` and ``stderr``. From ``begun`` on nothing is an ``error``: a program that could
+break its sandbox, and be excused for that, would do so.
 
 Three processes. This one, the keeper, goes into namespaces of its own (users, processes, network, IPC, host name),
 looks after time, memory and output, and kills. The first is process 1 of them: it builds a root directory in which
@@ -47,6 +50,7 @@ _SELF = "/confine.py"
 """Where bubblewrap shows this script to process 1."""
 _MOST_FILES = 10000
 """Files are memory of the kernel's, even empty ones."""
+_MOST_OPEN = 256
 _LOOK_S = 0.05
 _BEGIN_S = 10.0
 """So long after its keeper a program is begun, or the machine is at fault and not the program."""
@@ -59,6 +63,9 @@ _KEPT = {1: 1, 2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 _SET_DEATH_SIGNAL, _DROP_BOUND, _NO_NEW_PRIVILEGES, _BE_SUBREAPER = 1, 24, 38, 36
 _CAPABILITY_VERSION = 0x20080522
 _SET_SECCOMP, _SECCOMP_FILTER, _JOIN_SESSION_KEYRING = 22, 2, 1
+# Memory of a process in its status: pages, swapped ones, huge ones, and tables of pages. A page of zeros that is only
+# read counts for nobody, but its tables may take twice as much.
+_HELD = re.compile(rb"^(?:VmRSS|VmSwap|HugetlbPages|VmPTE):\s*(\d+) kB$", re.MULTILINE)
 # Not "zero": a shared mapping of it is memory that is of no process.
 _DEVICES = ("null", "full", "random", "urandom")
 
@@ -70,6 +77,22 @@ _NUMBERS = {
     "shmget": (29, 194),
     "msgget": (68, 186),
     "semget": (64, 190),
+    # More such memory: queues of events and calls, rules, policies, buffers of sockets, large pages of which a pipe
+    # holds one byte.
+    "inotify_init": (253, 26),
+    "inotify_init1": (294, 26),
+    "fanotify_init": (300, 262),
+    "landlock_create_ruleset": (444, 444),
+    "io_setup": (206, 0),
+    "mbind": (237, 235),
+    "setsockopt": (54, 208),
+    "splice": (275, 76),
+    "tee": (276, 77),
+    "vmsplice": (278, 75),
+    # Sockets of any family but for pairs, see below; open files that are on their way, where nobody counts them.
+    "socket": (41, 198),
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
     # Keys of the user who runs the job.
     "add_key": (248, 217),
     "request_key": (249, 218),
@@ -88,13 +111,18 @@ _NUMBERS = {
     "fsmount": (432, 432),
     "fspick": (433, 433),
     "mount_setattr": (442, 442),
-    "open_tree_attr": (467, 467),
+    "open_by_handle_at": (304, 265),
     # Other processes, such as the one that holds the tests.
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "pidfd_getfd": (438, 438),
+    "process_madvise": (440, 440),
+    "kcmp": (312, 272),
+    "move_pages": (279, 239),
+    "migrate_pages": (256, 238),
     # Much of the kernel, for what no program needs.
+    "syslog": (103, 116),
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
@@ -102,15 +130,52 @@ _NUMBERS = {
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
 }
-_CLONE, _CLONE3, _MMAP, _X32 = (56, 220), (435, 435), (9, 222), 0x40000000
+_CLONE3 = (435, 435)
+_TOO_NEW = 457
+"""Calls from this number on came with Linux 6.8 or later, and no program needs them. Those of x32 are among them."""
 _NEW_ANY = _NEWNS | _NEWUTS | _NEWIPC | _NEWUSER | _NEWPID | _NEWNET | 0x2000000
 _SHARED_ANONYMOUS = 0x21
+_THREAD, _THREAD_AND_FILES = 0x10000, 0x10400
+_UNIX, _STREAM, _OF_TYPE = 1, 1, 0xF
+_RECORD_LOCKS = (6, 7, 37, 38)
+_SET_LEASE, _SET_PIPE_SIZE = 1024, 1031
+_ALL_BITS = 0xFFFFFFFF
 # Of each machine: its column above, and what the kernel calls it where it tells of a call.
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7), "riscv64": (1, 0xC00000F3)}
-# Of the small programs that look at a call: its number, its machine, the lower halves of its arguments 0 and 3.
-_AT_NUMBER, _AT_MACHINE, _AT_FIRST, _AT_FOURTH = 0, 4, 16, 40
-_LOAD, _AND, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
+# Of the small programs that look at a call: its number, its machine, the lower half of its first argument.
+_AT_NUMBER, _AT_MACHINE, _AT_FIRST = 0, 4, 16
+_LOAD, _AND, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 _KILL, _FAIL, _ALLOW = 0x80000000, 0x50000, 0x7FFF0000
+_REFUSED, _NO_SUCH, _DONE = _FAIL | errno.EPERM, _FAIL | errno.ENOSYS, _FAIL
+"""``_DONE`` tells the program that a call was made, which was not."""
+# Calls that depend on an argument: its place, its bits that count, a value, whether it must equal that, what then.
+_DEPENDS = {
+    "clone": (
+        (56, 220),
+        [
+            (0, _NEW_ANY, 0, False, _REFUSED),
+            # A thread with open files of its own has them where they are not counted.
+            (0, _THREAD_AND_FILES, _THREAD, True, _REFUSED),
+        ],
+    ),
+    # Of what is shared and of no file, pages that a process lets go stay, and count for nobody.
+    "mmap": ((9, 222), [(3, _SHARED_ANONYMOUS, _SHARED_ANONYMOUS, True, _REFUSED)]),
+    # What asyncio needs; other types can send to those that have a name.
+    "socketpair": (
+        (53, 199),
+        [(0, _ALL_BITS, _UNIX, False, _REFUSED), (1, _OF_TYPE, _STREAM, False, _REFUSED)],
+    ),
+    "prlimit64": ((302, 261), [(0, _ALL_BITS, 0, False, _REFUSED)]),
+    # Locks of records are memory without a limit, and locks of files outside hold up others. A database works without.
+    "flock": ((73, 32), [(0, 0, 0, True, _DONE)]),
+    "fcntl": (
+        (72, 25),
+        [
+            *((1, _ALL_BITS, each, True, _DONE) for each in _RECORD_LOCKS),
+            *((1, _ALL_BITS, each, True, _REFUSED) for each in (_SET_LEASE, _SET_PIPE_SIZE)),
+        ],
+    ),
+}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -128,6 +193,9 @@ def main() -> int:
         os.set_inheritable(spec["report"], False)
         _be_first(spec, FOLDER, {"report": spec["report"], "stdout": 1, "stderr": 2}, [])
     _leave_keys()
+    # A node that runs out of memory ends a program, and its keeper, before a rank of the job.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
     try:
         if spec["bubblewrap"] is not None:
             if os.geteuid() == 0:
@@ -151,7 +219,7 @@ def main() -> int:
                 outcome = _keep(spec, folder)
     except (Refused, OSError) as error:
         outcome = {"error": str(error)}
-    sys.stdout.write(json.dumps(outcome))
+    print(json.dumps(outcome), flush=True)
     return 0
 
 
@@ -219,9 +287,13 @@ def _keep(spec: dict[str, Any], folder: str | None) -> dict[str, Any]:
     for _, writer in pipes.values():
         os.close(writer)
     watched = _Watched({name: ends[0] for name, ends in pipes.items()}, spec["output_bytes"])
+    stopped, cpu_s, problem = None, 0.0, "the sandbox ended before its program was begun"
     try:
         stopped = _look_after(first, watched, spec)
         cpu_s = _cpu_s()
+    except OSError as error:
+        # A program that cannot be looked after is ended, like one that passes a limit.
+        problem = str(error)
     finally:
         _kill_all(first, is_alone=folder is None)
     watched.read_rest()
@@ -234,7 +306,7 @@ def _keep(spec: dict[str, Any], folder: str | None) -> dict[str, Any]:
     texts = {name: watched.texts[name].decode("utf-8", "replace") for name in ("stdout", "stderr")}
     if "begun" not in report:
         # Nobody but bubblewrap, and the Python that it starts, has written there yet.
-        return {"error": texts["stderr"].strip()[-300:] or "the sandbox ended before its program was begun"}
+        return {"error": texts["stderr"].strip()[-300:] or problem}
     status = report.get("status") if stopped is None else None
     return {"error": None, "status": status, "stopped": stopped, "cpu_s": cpu_s, **texts}
 
@@ -249,8 +321,9 @@ def _look_after(first: int, watched: _Watched, spec: dict[str, Any]) -> str | No
     stopped = None
     while "report" in watched.open and stopped is None:
         watched.read(min(_LOOK_S, max(end_s - time.monotonic(), 0.0)))
-        if not is_begun and watched.texts["report"]:
+        if not is_begun and b"begun" in watched.texts["report"]:
             is_begun, end_s = True, time.monotonic() + spec["wall_s"]
+            print(json.dumps({"begun": True}), flush=True)
         if time.monotonic() > end_s and not is_begun:
             raise Refused(f"the program was not begun within {_BEGIN_S:g} s; is the machine overloaded?")
         stopped = watched.excess or ("wall_s" if time.monotonic() > end_s else None)
@@ -273,7 +346,8 @@ class _Watched:
         self.texts = dict.fromkeys(readers, b"")
         self.excess: str | None = None
         self._most_bytes = most_bytes
-        self._selector = selectors.DefaultSelector()
+        # Of epoll a user has so much, which programs may use up.
+        self._selector = selectors.PollSelector()
         for name, reader in readers.items():
             os.set_blocking(reader, False)
             self._selector.register(reader, selectors.EVENT_READ, name)
@@ -308,14 +382,45 @@ def _excess(first: int, spec: dict[str, Any]) -> str | None:
             return "files_mib"
     if len(pids) > spec["processes"]:
         return "processes"
-    used = 0
-    for pid in pids:
-        try:
-            with open(f"/proc/{pid}/statm") as file:
-                used += int(file.read().split()[1]) * resource.getpagesize()
-        except (OSError, IndexError):
-            continue
+    used = sum(_held_bytes(pid, spec["socket_bytes"]) for pid in pids)
     return "memory_mib" if used > spec["memory_bytes"] else None
+
+
+def _held_bytes(pid: int, socket_bytes: int) -> int:
+    """Return the memory of a process, with what the sockets that it has open may hold."""
+    for thread in _listed(f"/proc/{pid}/task"):
+        folder = f"/proc/{pid}/task/{thread}"
+        # Before the memory, which is what a process that ends lets go first.
+        sockets = _sockets(folder)
+        # A process may have any name, also one that is no text.
+        with contextlib.suppress(OSError), open(f"{folder}/status", "rb") as file:
+            held = [int(kib) << 10 for kib in _HELD.findall(file.read())]
+            # A thread that has ended, such as the first, holds nothing.
+            if held:
+                return sum(held) + sockets * socket_bytes
+    return 0
+
+
+def _sockets(folder: str) -> int:
+    """Count the open sockets of a process. One that hides them has as many as it may."""
+    try:
+        names = os.listdir(f"{folder}/fd")
+    except PermissionError:
+        return _MOST_OPEN
+    except OSError:
+        return 0
+    count = 0
+    for name in names:
+        with contextlib.suppress(OSError):
+            count += os.readlink(f"{folder}/fd/{name}").startswith("socket:")
+    return count
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def _files(pid: int) -> int:
@@ -331,9 +436,9 @@ def _cpu_s() -> float:
     """Return the CPU seconds of all processes, including those that ended and were waited for."""
     ticks = 0
     for pid in _descendants(os.getpid()):
-        with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
-            # Behind the name, which may have anything in it: from the state on, so that field 14 is number 11.
-            ticks += sum(map(int, file.read().rpartition(")")[2].split()[11:15]))
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+            # Behind the name, which may have any bytes in it: from the state on, so that field 14 is number 11.
+            ticks += sum(map(int, file.read().rpartition(b")")[2].split()[11:15]))
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -421,6 +526,7 @@ def _in_memory(data: bytes) -> int:
 def _be_first(spec: dict[str, Any], folder: str | None, writers: dict[str, int], readers: list[int]) -> NoReturn:
     """Be the first process: make the program's surroundings, begin it, wait for it, tell how it ended."""
     report = writers["report"]
+    program = None
     try:
         # The program may send process 1 any signal; those without a handler do not reach it.
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -448,7 +554,9 @@ def _be_first(spec: dict[str, Any], folder: str | None, writers: dict[str, int],
                 break
         os.write(report, json.dumps({"status": os.waitstatus_to_exitcode(status)}).encode() + b"\n")
     except BaseException as error:
-        os.write(report, json.dumps({"error": str(error)}).encode() + b"\n")
+        # Once the program runs, it is to blame.
+        if program is None:
+            os.write(report, json.dumps({"error": str(error)}).encode() + b"\n")
     finally:
         os._exit(0)
 
@@ -548,20 +656,21 @@ def _drop_rights() -> None:
 def _filter_calls() -> None:
     """Have the system refuse calls that no program needs, to this process and its descendants."""
     column, machine = _machine()
-    refused, no_such = (_FAIL | errno.EPERM,), (_FAIL | errno.ENOSYS,)
     steps = [
         *((_LOAD, 0, 0, _AT_MACHINE), (_IF_EQUAL, 1, 0, machine), (_RETURN, 0, 0, _KILL)),
-        *((_LOAD, 0, 0, _AT_NUMBER), (_IF_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, *no_such)),
+        *((_LOAD, 0, 0, _AT_NUMBER), (_IF_AT_LEAST, 0, 1, _TOO_NEW), (_RETURN, 0, 0, _NO_SUCH)),
+        # Its arguments lie where no filter sees them; C libraries then take the older call.
+        *((_IF_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _NO_SUCH)),
     ]
     for numbers in _NUMBERS.values():
-        steps += [(_IF_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, *refused)]
-    # Its arguments lie where no filter sees them; C libraries then take the older call.
-    steps += [(_IF_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, *no_such)]
-    steps += [(_IF_EQUAL, 0, 4, _CLONE[column]), (_LOAD, 0, 0, _AT_FIRST), (_IF_ANY, 0, 1, _NEW_ANY)]
-    steps += [(_RETURN, 0, 0, *refused), (_RETURN, 0, 0, _ALLOW)]
-    # Of what is shared and of no file, pages that a process lets go stay, and count for nobody.
-    steps += [(_IF_EQUAL, 0, 4, _MMAP[column]), (_LOAD, 0, 0, _AT_FOURTH), (_AND, 0, 0, _SHARED_ANONYMOUS)]
-    steps += [(_IF_EQUAL, 0, 1, _SHARED_ANONYMOUS), (_RETURN, 0, 0, *refused), (_RETURN, 0, 0, _ALLOW)]
+        steps += [(_IF_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _REFUSED)]
+    for numbers, checks in _DEPENDS.values():
+        body: list[tuple[int, int, int, int]] = []
+        for place, bits, value, is_equal, then in checks:
+            body += [(_LOAD, 0, 0, _AT_FIRST + 8 * place), (_AND, 0, 0, bits)]
+            body += [(_IF_EQUAL, int(not is_equal), int(is_equal), value), (_RETURN, 0, 0, then)]
+        steps += [(_IF_EQUAL, 0, len(body) + 1, numbers[column]), *body, (_RETURN, 0, 0, _ALLOW)]
+    steps.append((_RETURN, 0, 0, _ALLOW))
     code = b"".join(struct.pack("HBBI", *step) for step in steps)
     held = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("HP", len(steps), ctypes.addressof(held))
@@ -584,8 +693,14 @@ def _limit(spec: dict[str, Any], most_processes: int) -> None:
         resource.RLIMIT_AS: spec["memory_bytes"],
         resource.RLIMIT_CPU: spec["cpu_s"],
         resource.RLIMIT_FSIZE: spec["files_bytes"],
-        resource.RLIMIT_NOFILE: 256,
+        resource.RLIMIT_NOFILE: _MOST_OPEN,
         resource.RLIMIT_CORE: 0,
+        # Of these is a timer, and each is memory.
+        resource.RLIMIT_SIGPENDING: 256,
+        resource.RLIMIT_MSGQUEUE: 0,
+        # A process that goes before all others would hold up its keeper.
+        resource.RLIMIT_RTPRIO: 0,
+        resource.RLIMIT_NICE: 0,
     }
     if spec["is_protected"] and _counts_processes():
         limits[resource.RLIMIT_NPROC] = most_processes

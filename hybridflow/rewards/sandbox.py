@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -35,9 +36,10 @@ class Ended:
     """Outcome of a program.
 
     Attributes:
-        status: Its exit status, negative: the number of the signal that ended it; None: it was stopped.
+        status: Its exit status, negative: the number of the signal that ended it; None: it was stopped, or took the
+            sandbox along.
         stopped: The key of the limit that it passed; None: none, but for those that end it by a signal or an error.
-        cpu_s: Seconds of cores that it used, and the sandbox for it.
+        cpu_s: Seconds of cores that it used, and the sandbox for it; 0 where nobody is left to tell.
         stdout: What it printed, as far as ``output_kib``.
         stderr: What it complained of, as far as that.
     """
@@ -69,8 +71,10 @@ def run_confined(
         bubblewrap: What keeps it apart; None: what this machine has.
 
     Raises:
-        Unscored: It could not be run.
+        Unscored: It could not be begun. What goes wrong later is an outcome, since the program may have done it.
     """
+    if sum(len(text.encode("utf-8", "surrogatepass")) for text in files.values()) > settings.files_mib << 20:
+        return Ended(status=None, stopped="files_mib", cpu_s=0.0, stdout="", stderr="")
     if bubblewrap is None and is_protected:
         bubblewrap = find_bubblewrap()
     program = os.path.realpath(sys.executable)
@@ -85,12 +89,14 @@ def run_confined(
         "wall_s": settings.wall_s,
         "cpu_s": settings.cpu_s,
         "memory_bytes": settings.memory_mib << 20,
+        "socket_bytes": _socket_bytes(),
         "processes": settings.processes,
         "files_bytes": settings.files_mib << 20,
         "output_bytes": settings.output_kib << 10,
     }
+    silence = "the sandbox ended without a word; is the node out of memory?"
     try:
-        done = subprocess.run(
+        said = subprocess.run(
             [program, "-I", "-S", str(_CONFINE)],
             input=json.dumps(asked).encode(),
             env=_environ(),
@@ -100,12 +106,28 @@ def run_confined(
             start_new_session=True,
             timeout=settings.wall_s + _GRACE_S,
             check=False,
-        )
-        told = json.loads(done.stdout)
-    except subprocess.TimeoutExpired:
-        raise Unscored(f"the sandbox did not end within {_GRACE_S:g} s of its time") from None
-    except (OSError, ValueError):
-        raise Unscored("the sandbox ended without a word; is the node out of memory?") from None
+        ).stdout
+    except subprocess.TimeoutExpired as late:
+        said, silence = late.stdout or b"", f"the sandbox did not end within {_GRACE_S:g} s of its time"
+    except OSError as error:
+        raise Unscored(f"the sandbox cannot be started: {error}") from None
+    return _outcome(said, silence)
+
+
+def _outcome(said: bytes, silence: str) -> Ended:
+    """Read what the sandbox said: a line when the program begins, and one at the end.
+
+    Raises:
+        Unscored: The program was not begun.
+    """
+    # What follows the last end of a line is no whole line.
+    *lines, _ = said.split(b"\n")
+    if not lines:
+        raise Unscored(silence)
+    told = json.loads(lines[-1])
+    if "begun" in told:
+        # Whoever ends the sandbox must not get away without a score.
+        return Ended(status=None, stopped=None, cpu_s=0.0, stdout="", stderr=silence)
     if told["error"] is not None:
         raise Unscored(f"the sandbox cannot run a program: {told['error']}")
     del told["error"]
@@ -207,10 +229,25 @@ def _environ() -> dict[str, str]:
     return environ if libraries is None else {**environ, "LD_LIBRARY_PATH": libraries}
 
 
+@functools.cache
+def _socket_bytes() -> int:
+    """Return the most memory that what waits behind a socket takes."""
+    ends = socket.socketpair()
+    with ends[0], ends[1]:
+        # The last part is taken as long as there is any room, and is half of all at most.
+        return ends[0].getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) * 3 // 2
+
+
 def _readable(settings: SandboxConfig) -> list[str]:
     """Return directories and files that programs see, none of which is within another."""
     # Where a link within another directory leads to, too.
-    given = [named(path) for path in settings.readable for named in (os.path.abspath, os.path.realpath)]
-    asked = [*_SYSTEM, os.path.realpath(sys.base_prefix), *given]
-    found = dict.fromkeys(path for path in asked if os.path.exists(path))
+    given = [named(path) for path in (*_python(), *settings.readable) for named in (os.path.abspath, os.path.realpath)]
+    found = dict.fromkeys(path for path in (*_SYSTEM, *given) if os.path.exists(path))
     return [path for path in found if not any(path.startswith(f"{other}/") for other in found)]
+
+
+def _python() -> list[str]:
+    """Return what Python needs to be begun. The directory that it is installed in is not: that may be a home."""
+    parts = ("lib", sys.platlibdir, "share/zoneinfo")
+    folders = [os.path.join(prefix, part) for prefix in (sys.base_prefix, sys.base_exec_prefix) for part in parts]
+    return [os.path.realpath(sys.executable), *folders]

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -216,6 +217,70 @@ time.sleep(100)
     assert (ended.status, ended.stopped) == (None, "memory_mib") and time.monotonic() - begin_s < 30
 
 
+SOCKETS = """
+import os, socket, time
+for _ in range(14):
+    if os.fork() == 0:
+        break
+held = []
+try:
+    while True:
+        for end in socket.socketpair():
+            held.append(end)
+            try:
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+            except PermissionError:
+                pass
+            end.setblocking(False)
+            try:
+                while True:
+                    os.write(1, b"%d\\n" % end.send(bytes(1 << 18)))
+            except BlockingIOError:
+                pass
+except OSError:
+    time.sleep(100)
+"""
+
+
+@run_by_all
+def test_memory_behind_sockets_counts(run):
+    limits = replace(SMALL, memory_mib=512, processes=16, output_kib=1024, wall_s=20.0)
+    ended = run(SOCKETS, limits=limits)
+    filled = sum(map(int, ended.stdout.splitlines()))
+    # Of 15 processes, each with 256 open files, before anyone looks.
+    assert ended.stopped == "memory_mib" and filled < 15 * 256 * sandbox._socket_bytes(), (filled, ended.stopped)
+
+
+TABLES = """
+import ctypes, time
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+for number in range(1, 45000):
+    page = libc.mmap(ctypes.c_void_p(number << 30), ctypes.c_size_t(4096), 1, 0x22, -1, ctypes.c_long(0))
+    ctypes.string_at(page, 1)
+time.sleep(100)
+"""
+FIRST_THREAD_ENDS = """
+import ctypes, os, threading, time
+for _ in range(5):
+    if os.fork() == 0:
+        break
+def hold():
+    data = bytearray(os.urandom(1 << 20)) * 60
+    time.sleep(100)
+threading.Thread(target=hold).start()
+ctypes.CDLL(None).syscall(60, 0)
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="counts in the pages, and has the call, of x86_64")
+@pytest.mark.parametrize("code", [TABLES, FIRST_THREAD_ENDS], ids=["tables of pages", "first thread ends"])
+@pytest.mark.usefixtures("confinement")
+def test_memory_that_is_hard_to_see_counts(code):
+    ended = Ours()(code, limits=replace(SMALL, processes=16, wall_s=20.0))
+    assert ended.stopped == "memory_mib", ended
+
+
 @run_by_all
 def test_a_fork_bomb_has_few_children(run):
     code = """
@@ -278,22 +343,94 @@ except OSError:
         assert ended.stopped == "processes", ended
 
 
+ODD_NAMES = """
+import ctypes, os
+def take(name):
+    ctypes.CDLL(None).prctl(15, name, 0, 0, 0)
+take(b"\\xff\\xfe) R 1")
+if os.fork() == 0:
+    take(b"\\nVmRSS: \\xff")
+    time.sleep(100)
+"""
+
+
 @run_by_all
-def test_no_signal_reaches_process_1(run):
-    """A program that could end or interrupt it would have its sample taken for a failure of the sandbox."""
-    code = """
-import os, signal, time
-for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+def test_a_program_does_not_break_what_tells_its_end(run):
+    """A program that could would have its score of 0 taken for a failure of the sandbox."""
+    code = f"""
+import os, resource, signal, time
+{ODD_NAMES}
+for number in set(signal.Signals):
     try:
         os.kill(1, number)
     except OSError:
         pass
+for name in ("CPU", "AS", "NOFILE", "FSIZE"):
+    for limits in ((), ((0, 0),)):
+        try:
+            print(resource.prlimit(1, getattr(resource, f"RLIMIT_{{name}}"), *limits))
+        except PermissionError:
+            pass
 time.sleep(0.2)
 print(os.getpid() != 1)
 raise SystemExit(3)
 """
     ended = run(code)
     assert (ended.status, ended.stdout) == (3, "True\n"), ended
+
+
+@pytest.mark.usefixtures("confinement")
+def test_a_storm_of_processes_that_stop_ends_with_its_time():
+    code = f"""
+import os, signal, time
+os.closerange(0, 64)
+{ODD_NAMES}
+while True:
+    try:
+        if os.fork() == 0:
+            os.kill(os.getpid(), signal.SIGSTOP) if os.fork() else os.abort()
+    except OSError:
+        pass
+"""
+    ended = Ours()(code, limits=replace(SMALL, wall_s=0.5))
+    assert ended.status is None and ended.stopped in ("wall_s", "processes"), ended
+
+
+DYING = """
+import os, signal, sys
+sys.path.append(FOLDER)
+import confine
+confine.WHERE = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+confine.main()
+"""
+
+
+def test_a_sandbox_that_dies_with_its_program_gives_no_excuse(tmp_path, monkeypatch):
+    """Whatever ended it, the program was running. Before it runs, it is not to blame."""
+    script = tmp_path / "dying.py"
+    monkeypatch.setattr(sandbox, "_CONFINE", script)
+    made = CodeTests(SMALL, is_protected=True)
+    right = Sample(prompt="", response=ADD, answer=ASSERTS, place="")
+    dying = DYING.replace("FOLDER", repr(str(Path(confine.__file__).parent)))
+    script.write_text(dying.replace("WHERE", "_excess"))
+    assert made([right]) == [0]
+    script.write_text(dying.replace("WHERE", "_keep"))
+    with pytest.raises(Unscored, match="ended without a word"):
+        made([right])
+
+
+@pytest.mark.parametrize(("said", "is_begun"), [(b'{"begun": true}\n', True), (b"", False), (None, False)])
+def test_a_sandbox_that_does_not_end_in_time_gives_no_excuse(said, is_begun, monkeypatch):
+    def late(command, **_):
+        raise subprocess.TimeoutExpired(command, 1.0, output=said)
+
+    monkeypatch.setattr(subprocess, "run", late)
+    if is_begun:
+        ended = run_confined([], SMALL, files={}, bubblewrap=Bubblewrap(path=None))
+        assert ended.status is None and "did not end within 20 s" in ended.stderr
+    else:
+        with pytest.raises(Unscored, match="did not end within 20 s"):
+            run_confined([], SMALL, files={}, bubblewrap=Bubblewrap(path=None))
 
 
 PLACES = ["/", "/usr", "/tmp", "/root", "/home", "/dev", "/etc", "/box/.."]
@@ -485,6 +622,75 @@ print(os.wait()[1], flush=True)
     ], ended
 
 
+@run_by_all
+def test_of_sockets_there_are_pairs_alone(run):
+    """Other families reach the host of a virtual machine, or much of the kernel."""
+    code = """
+import asyncio, socket
+made = []
+for family in range(64):
+    for kind in (1, 2, 3, 5):
+        for make in (socket.socket, socket.socketpair):
+            try:
+                make(family, kind)
+                made.append((make.__name__, family, kind))
+            except OSError:
+                pass
+one, other = socket.socketpair()
+for tried in (lambda: one.setsockopt(1, 7, 1 << 20), lambda: one.sendmsg([b"x"])):
+    try:
+        tried()
+        made.append("done")
+    except PermissionError:
+        pass
+print(made, asyncio.run(asyncio.sleep(0, "awaited")))
+"""
+    assert run(code).stdout == "[('socketpair', 1, 1)] awaited\n"
+
+
+@run_by_all
+def test_locks_of_files_are_none(run):
+    """Each is memory that no limit counts, and one of a file outside holds up others. Databases do without."""
+    code = """
+import fcntl, os, sqlite3
+file = open("file", "w+b")
+fcntl.lockf(file, fcntl.LOCK_EX)
+fcntl.flock(file, fcntl.LOCK_EX)
+if os.fork() == 0:
+    again = open("file", "r+b")
+    fcntl.lockf(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os._exit(0)
+print(os.wait()[1])
+for number, value in ((1031, 1 << 20), (1024, 0)):
+    try:
+        fcntl.fcntl(os.pipe()[1] if value else file, number, value)
+        print("done", number)
+    except PermissionError:
+        pass
+with sqlite3.connect("data.db") as connection:
+    connection.execute("create table numbers (value)")
+    connection.execute("insert into numbers values (3)")
+print(sqlite3.connect("data.db").execute("select * from numbers").fetchall())
+"""
+    ended = run(code)
+    assert ended.stdout == "0\n[(3,)]\n", ended
+
+
+def test_every_call_is_refused_by_its_number():
+    """The list is written by hand; system headers, where they are installed, have the numbers."""
+    headers = (Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/include/asm-generic/unistd.h"))
+    calls = confine._NUMBERS | {name: numbers for name, (numbers, _) in confine._DEPENDS.items()}
+    for column, header in enumerate(headers):
+        if not header.exists():
+            pytest.skip(f"needs {header}")
+        known = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text()))
+        found = {name: numbers[column] for name, numbers in calls.items()}
+        # The newer list has no inotify_init.
+        assert {name: number for name, number in found.items() if int(known.get(name, number)) != number} == {}
+        assert len(known.keys() & found.keys()) > 0.9 * len(found)
+
+
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="another machine has no other one within it")
 @run_by_all
 def test_calls_of_the_older_machine_end_it(run):
@@ -621,6 +827,27 @@ def test_what_a_link_leads_to_may_be_read(tmp_path):
     assert ended.stdout == "real deep elsewhere\nFalse False\n", ended
 
 
+def test_a_home_in_which_python_is_installed_is_not_seen(tmp_path, confinement):
+    """Python is put together there of links, as ``configure --prefix=$HOME`` does of files."""
+    home, library = tmp_path / "home", os.path.dirname(os.__file__)
+    hidden = [home / each for each in (".ssh/id_rsa", ".local/share/keys", "bin/own", "notes")]
+    for path in hidden:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("secret")
+    python = shutil.copy(os.path.realpath(sys.executable), home / "bin")
+    (home / "lib").mkdir()
+    (home / "lib" / os.path.basename(library)).symlink_to(library)
+    code = f"""
+{chosen(confinement)}
+code = "import os, sys; print(sys.prefix, [os.path.exists(path) for path in sys.argv[1:]])"
+settings = SandboxConfig(readable=({os.path.dirname(library)!r},))
+print(run_confined(["-I", "-c", code, *{list(map(str, hidden))!r}], settings, files={{}}))
+"""
+    environ = {"HOME": str(home), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([python, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert f"stdout='{home} [False, False, False, False]" in done.stdout, done
+
+
 def write_program(path, script):
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
@@ -712,6 +939,11 @@ def test_programs_and_their_tests(response, answer, score):
     limits = replace(SMALL, wall_s=2.0, cpu_s=1)
     made = CodeTests(limits, is_protected=True)
     assert made([Sample(prompt="", response=response, answer=answer, place="")]) == [score]
+
+
+def test_a_program_that_does_not_fit_into_its_folder_fails():
+    made = CodeTests(replace(SMALL, files_mib=1), is_protected=True)
+    assert made([Sample(prompt="", response="#" * ((1 << 20) + 1), answer=ASSERTS, place="")]) == [0]
 
 
 LOOKS_FOR_TESTS = """

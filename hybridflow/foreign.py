@@ -41,7 +41,7 @@ def read_small(path: str | Path, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
         size = os.fstat(file.fileno()).st_size
         content = b"" if size > max_bytes else file.read(max_bytes + 1)
     if max(size, len(content)) > max_bytes:
-        raise OSError(errno.EFBIG, f"has {size} bytes, more than {max_bytes}", str(path))
+        raise OSError(errno.EOVERFLOW, f"has {size} bytes, more than {max_bytes}", str(path))
     return content
 
 

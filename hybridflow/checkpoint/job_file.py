@@ -62,13 +62,13 @@ def malformed(path: Path, error: Exception, remedy: str) -> CheckpointError:
 
 
 def read_note(note: Path) -> str | None:
-    """Return the text of ``latest`` or ``best``, whatever it is; None: there is no such file."""
+    """Return the text of ``latest`` or ``best``, or what stands in its place; None: there is no such file."""
     try:
         return read_small(note, _MOST_NOTE_BYTES).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except OSError as error:
-        return error.strerror
+        return str(error.strerror).removeprefix("has ")
 
 
 def step_of(name: str) -> int | None:

@@ -253,7 +253,7 @@ def _read(path: Path) -> str:
         return read_small(path).decode(errors="replace")
     except OSError as error:
         # The last two: a pipe, or too large.
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EFBIG):
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EOVERFLOW):
             raise
         return ""
 

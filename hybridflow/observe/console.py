@@ -54,16 +54,15 @@ def flushed() -> Iterator[None]:
 
 
 def print_out(text: str) -> None:
-    """Print what may hold text of others.
+    """Print what may hold text of others to whoever still listens: ``| head`` closes its end early.
 
     Raises:
-        OSError: Nobody listens any more, as ``| head`` does early, or the file is full. The command ends with the
-            status that stands for it.
+        OSError: The file is full.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Letters that the terminal's encoding lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
-    with flushed():
+    with contextlib.suppress(BrokenPipeError), flushed():
         print(printable(text))
 
 

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
@@ -117,5 +116,5 @@ def test_output_that_nobody_takes(tmp_path):
             for out, more in ((full, {}), (left, {}), (None, {"preexec_fn": lambda: os.close(1)}))
         ]
     errors = [each.communicate(timeout=60)[1] for each in started]
-    assert [each.returncode for each in started] == [TARGET, 128 + signal.SIGPIPE, DONE]
+    assert [each.returncode for each in started] == [TARGET, DONE, DONE]
     assert errors == ["hybridflow: [Errno 28] No space left on device\n", "", ""]

@@ -297,7 +297,7 @@ def test_model_directories_are_shown_without_torch(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_reader_that_goes_away_is_not_complained_of(tmp_path):
+def test_reader_that_goes_away_is_no_failure(tmp_path):
     path = write_role(tmp_path / "actor")
     code = "import sys; from hybridflow import cli; sys.exit(cli.main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "inspect", str(path), "--tensors"]
@@ -305,7 +305,7 @@ def test_a_reader_that_goes_away_is_not_complained_of(tmp_path):
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         error = process.stderr.read()
-    assert (process.returncode, error) == (128 + signal.SIGPIPE, b"")
+    assert (process.returncode, error) == (0, b"")
 
 
 def test_a_pointer_of_another_program_makes_no_run_of_a_model(tmp_path, capsys):

@@ -21,7 +21,7 @@ from hybridflow.checkpoint.look import add_commands
 from hybridflow.config.recipe import Recipe
 from hybridflow.doctor.command import add_doctor
 from hybridflow.errors import ConfigError, HybridflowError
-from hybridflow.exit_status import DONE, FAILURE, REQUEUE, TARGET, exit_status, refuses_writes
+from hybridflow.exit_status import DONE, FAILURE, REQUEUE, exit_status, system_status
 from hybridflow.launch.command import add_launch, add_recipe, add_slurm_options, batch_file, train_here
 from hybridflow.observe.console import complain, ensure_streams, flushed, print_out
 from hybridflow.observe.status_command import add_status
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except OSError as error:
         complain(error)
-        return TARGET if refuses_writes(error) else FAILURE
+        return system_status(error)
 
 
 def _speaks(recipe: str) -> bool:

@@ -55,6 +55,11 @@ def exit_status(error: BaseException) -> int:
     return REQUEST if isinstance(error, HybridflowError) and not isinstance(error, DeadlineError) else FAILURE
 
 
+def system_status(error: OSError) -> int:
+    """Return the status for what a file system says while a job runs: the job may do better on another node."""
+    return TARGET if refuses_writes(error) else FAILURE
+
+
 def refuses_writes(error: BaseException) -> bool:
     """Return whether this is what a file system says that takes nothing more."""
     return isinstance(error, OSError) and error.errno in _REFUSALS

@@ -13,6 +13,13 @@ from pathlib import Path
 _BLOCK_BYTES = 1 << 16
 
 
+def own_module(module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """Return the command, and the environment, in which a process runs a module of ours."""
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return [sys.executable, "-B", "-m", module, *arguments], {**os.environ, "PYTHONPATH": path}
+
+
 class LimitedProcess:
     """A module of ours in a process of its own, which answers each line with a line.
 
@@ -25,7 +32,7 @@ class LimitedProcess:
     """
 
     def __init__(self, module: str, arguments: tuple[str, ...], *, max_answer_bytes: int) -> None:
-        self._command = [sys.executable, "-B", "-m", module, *arguments]
+        self._command, self._environment = own_module(module, *arguments)
         self._max_answer_bytes = max_answer_bytes
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = os.getpid()
@@ -83,14 +90,12 @@ class LimitedProcess:
         return bytes(got)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path},
+            env=self._environment,
         )
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None

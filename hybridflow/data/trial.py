@@ -11,9 +11,9 @@ import contextlib
 import hashlib
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+from hybridflow.data.limited import own_module
 from hybridflow.errors import DataError
 
 _MEMORY_BYTES, _MEMORY_PER_BYTE = 1 << 29, 32
@@ -47,15 +47,14 @@ def try_tokenizer(content: bytes, where: str, version: str) -> None:
 def _problem(content: bytes) -> str | None:
     memory_bytes = _MEMORY_BYTES + _MEMORY_PER_BYTE * len(content)
     cpu_s = _CPU_S + len(content) // _BYTES_PER_S
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    command, environment = own_module("hybridflow.data.fast", str(memory_bytes), str(cpu_s))
     try:
         done = subprocess.run(
-            [sys.executable, "-B", "-m", "hybridflow.data.fast", str(memory_bytes), str(cpu_s)],
+            command,
             input=content,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
+            env={**environment, "TOKENIZERS_PARALLELISM": "false"},
             timeout=_DEADLINE_S,
             check=False,
         )

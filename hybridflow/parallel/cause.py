@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from hybridflow.errors import DeadlineError, HybridflowError
-from hybridflow.exit_status import FAILURE, TARGET, exit_status, refuses_writes
+from hybridflow.exit_status import FAILURE, exit_status, system_status
 from hybridflow.layout.mesh import format_ranks
 from hybridflow.observe.activity import activity_at, now
 
@@ -61,9 +61,9 @@ def cause_of(error: Exception, rank: int, host: str) -> Cause:
     """Return the failure of this rank, from an exception."""
     kind = "waited" if isinstance(error, DeadlineError) else "ours"
     text, status = str(error), exit_status(error)
-    # An OSError names its file. Unless that takes nothing more, the job may do better on another node.
+    # An OSError names its file.
     if isinstance(error, OSError):
-        kind, status = "explained", TARGET if refuses_writes(error) else FAILURE
+        kind, status = "explained", system_status(error)
     elif isinstance(error, HybridflowError) and kind == "ours":
         kind = "explained"
     elif kind == "ours":

@@ -209,11 +209,8 @@ def main() -> None:
     """Keep the store. Arguments: file number of the listener, rank 0's process, ranks. The key comes by the pipe."""
     descriptor, pid, began, size = map(int, sys.argv[-4:])
     allow_many_files()
-    key = b""
-    while len(key) < 32:
-        part = os.read(0, 32 - len(key))
-        if not part:
-            return
-        key += part
+    key = sys.stdin.buffer.read(32)
+    if len(key) < 32:
+        return
     with socket.socket(fileno=descriptor) as listener:
         Keeper(listener, key, (pid, began), size).run(0)

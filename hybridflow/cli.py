@@ -21,7 +21,7 @@ from hybridflow.checkpoint.look import add_commands
 from hybridflow.config.recipe import Recipe
 from hybridflow.doctor.command import add_doctor
 from hybridflow.errors import ConfigError, HybridflowError
-from hybridflow.exit_status import DONE, FAILURE, REQUEUE, exit_status, system_status
+from hybridflow.exit_status import DONE, REQUEUE, exit_status, system_status
 from hybridflow.launch.command import add_launch, add_recipe, add_slurm_options, batch_file, train_here
 from hybridflow.observe.console import complain, ensure_streams, flushed, print_out
 from hybridflow.observe.status_command import add_status

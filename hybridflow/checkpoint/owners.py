@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.reshard.fsdp import FsdpHoldings
 from hybridflow.reshard.holdings import Part, WeightHoldings
 from hybridflow.reshard.spec import ITEM_BYTES, Box, ModelSpec, TensorSpec, num_elements
 
@@ -72,11 +73,14 @@ def _divide(box: Box, number: int) -> Iterator[Box]:
 
 
 def writes_state(model: ModelSpec, mesh: DeviceMesh, rank: int) -> set[str]:
-    """Return the tensors of which a rank writes the state that a distributed optimizer keeps on it.
+    """Return the tensors of which a rank writes the state that a distributed optimizer, or FSDP, keeps on it.
 
     Its twins, which keep the same range of the same part, do not: tensor parallel ranks of a tensor that is not cut,
     and the second stage of tied embeddings. Which of them writes goes round from tensor to tensor.
     """
+    if mesh.layout.fsdp > 1:
+        sharded = FsdpHoldings(mesh)
+        return {tensor.name for number, tensor in enumerate(model.tensors) if sharded.writes(number, rank)}
     holdings, found = WeightHoldings(model, mesh), set()
     for number, tensor in enumerate(model.tensors):
         for part in holdings.parts(tensor) if holdings.regions(tensor, rank) else ():

@@ -15,7 +15,7 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.specs import logical_parameters
 from hybridflow.models.training import Trainable
-from hybridflow.models.weights import local_shards
+from hybridflow.models.weights import Region, local_regions, local_shards, regions_of
 from hybridflow.reshard.memory import blocks
 from hybridflow.reshard.optimizer import flat_regions
 from hybridflow.reshard.spec import ModelSpec, Shard, num_elements
@@ -41,7 +41,8 @@ class Shares:
         self, model: Transformer, spec: ModelSpec, mesh: DeviceMesh, rank: int, trainable: Trainable | None
     ) -> None:
         self._model, self._spec, self._mesh, self._rank, self._trainable = model, spec, mesh, rank, trainable
-        self._weights = owned_weights(spec, mesh)[rank]
+        self._is_sharded = mesh.layout.fsdp > 1
+        self._weights = () if self._is_sharded else owned_weights(spec, mesh)[rank]
         self._states = writes_state(spec, mesh, rank)
         self._host: list[Tensor] = []
 
@@ -61,6 +62,9 @@ class Shares:
 
     def now(self) -> Iterator[Share]:
         """Yield the shares as views of live storage: their values change with the model."""
+        if self._is_sharded:
+            yield from self._ranges()
+            return
         shards = local_shards(self._model, self._spec, self._mesh, self._rank)
         weights = {name: local for name, (local, _) in shards.items()}
         yield from self._boxes(WEIGHT, self._weights, weights, shards)
@@ -71,13 +75,25 @@ class Shares:
             if self._trainable.is_distributed:
                 for name, flat in state[kind].items():
                     # A range of a parameter as boxes, without padding.
-                    for region in flat_regions(shards[name][1], *ranges[name]) if name in self._states else ():
-                        if num_elements(region.box) > 0:
-                            values = _region(flat, region)[within(region.box, region.box)]
-                            yield Share(kind, name, region.box, values.detach())
+                    if name in self._states:
+                        yield from _shares_of(
+                            kind, name, regions_of(flat, flat_regions(shards[name][1], *ranges[name]))
+                        )
             else:
                 local = {name: flat.view(shards[name][1].local_shape) for name, flat in state[kind].items()}
                 yield from self._boxes(kind, self._weights, local, shards)
+
+    def _ranges(self) -> Iterator[Share]:
+        """Yield the shares of a model that FSDP shards: state lies as the weights do."""
+        regions = local_regions(self._model, self._spec, self._mesh, self._rank)
+        state = {} if self._trainable is None else self._trainable.state()
+        for name, held in regions.items():
+            if name not in self._states:
+                continue
+            yield from _shares_of(WEIGHT, name, held)
+            for kind in STATE:
+                if name in state.get(kind, {}):
+                    yield from _shares_of(kind, name, regions_of(state[kind][name], [each.part for each in held]))
 
     def copied(self) -> list[Share]:
         """Return the shares as they are now, in host memory, pinned where the model is on a GPU.
@@ -124,10 +140,11 @@ def _host_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [found[index] for index in range(len(tensors))]
 
 
-def _region(flat: Tensor, region: Shard) -> Tensor:
-    """Return a region's elements, padding included, in the order of its box."""
-    count = num_elements(tuple((0, size) for size in region.local_shape))
-    return flat[region.offset : region.offset + count].view(region.local_shape)
+def _shares_of(kind: str, name: str, regions: Iterable[Region]) -> Iterator[Share]:
+    """Yield regions without padding, and none that are padding alone."""
+    for values, part in regions:
+        if num_elements(part.box) > 0:
+            yield Share(kind, name, part.box, values[within(part.box, part.box)].detach())
 
 
 def load_model(source: ModelDir, model: Transformer, spec: ModelSpec, mesh: DeviceMesh, rank: int) -> None:
@@ -138,8 +155,9 @@ def load_model(source: ModelDir, model: Transformer, spec: ModelSpec, mesh: Devi
     """
     _check_tensors(source, spec)
     with torch.no_grad():
-        for name, (local, part) in local_shards(model, spec, mesh, rank).items():
-            _fill(source, WEIGHT, name, part, local)
+        for name, regions in local_regions(model, spec, mesh, rank).items():
+            for local, part in regions:
+                _fill(source, WEIGHT, name, part, local)
 
 
 def load_training(source: ModelDir, trainable: Trainable, spec: ModelSpec, mesh: DeviceMesh, rank: int) -> None:
@@ -154,13 +172,16 @@ def load_training(source: ModelDir, trainable: Trainable, spec: ModelSpec, mesh:
             f"{source.path / NAME}: holds no optimizer's state; give a directory that a training run has written"
         )
     load_model(source, trainable.model, spec, mesh, rank)
-    shards = local_shards(trainable.model, spec, mesh, rank)
+    held = local_regions(trainable.model, spec, mesh, rank)
     state, ranges = trainable.state(), trainable.state_ranges()
     with torch.no_grad():
         for kind in STATE:
             for name, flat in state[kind].items():
-                for region in flat_regions(shards[name][1], *ranges[name]):
-                    _fill(source, kind, name, region, _region(flat, region))
+                parts = [each.part for each in held.get(name, ())]
+                if mesh.layout.fsdp == 1:
+                    parts = [*flat_regions(parts[0], *ranges[name])]
+                for local, part in regions_of(flat, parts):
+                    _fill(source, kind, name, part, local)
     trainable.set_num_steps(progress.num_steps)
     trainable.set_learning_rate(progress.learning_rate)
 

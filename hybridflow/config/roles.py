@@ -27,7 +27,7 @@ class OptimizerConfig:
         beta1: Decay of the mean of gradients.
         beta2: Decay of the mean of squared gradients.
         eps: Number added to the root of that mean.
-        weight_decay: Pull of the weights toward 0, times the learning rate.
+        weight_decay: Pull of the matrices toward 0, times the learning rate. Norms and biases are not pulled.
         clip_grad: Largest global gradient norm. 0 means no clipping.
         distributed: Whether the optimizer state is sharded over the data-parallel ranks.
     """
@@ -115,6 +115,8 @@ class ActorConfig:
             weights. The copy is at most ``reshard_every - 1`` updates old, and ``correction`` takes its age into
             account.
         offload: Keep the optimizer's state in host memory during a rollout, and free the gradients.
+        gradient_checkpointing: Keep only the input of each layer for the backward pass, and compute its activations
+            again there.
         lora: Train adapters instead of the weights. None trains the weights.
     """
 
@@ -126,6 +128,7 @@ class ActorConfig:
     reshard: Literal["auto", "shared", "torch", "mpi"] = field(default="auto", metadata=MAY_CHANGE)
     reshard_every: Count = 1
     offload: bool = field(default=False, metadata=MAY_CHANGE)
+    gradient_checkpointing: bool = field(default=False, metadata=MAY_CHANGE)
     lora: LoRAConfig | None = None
 
 
@@ -141,6 +144,8 @@ class CriticConfig:
         value_clip: Distance from the old value beyond which the loss stops rewarding a change.
         warmup_steps: Training steps at the start in which only the critic learns. The actor does not change.
         offload: Keep the optimizer's state in host memory while the critic does not learn, and free the gradients.
+        gradient_checkpointing: Keep only the input of each layer for the backward pass, and compute its activations
+            again there.
     """
 
     ranks: tuple[int, ...] | None = field(default=None, metadata=MAY_CHANGE)
@@ -150,6 +155,7 @@ class CriticConfig:
     value_clip: Positive = 0.5
     warmup_steps: CountOrZero = 0
     offload: bool = field(default=False, metadata=MAY_CHANGE)
+    gradient_checkpointing: bool = field(default=False, metadata=MAY_CHANGE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,6 +96,15 @@ class DeviceMesh:
         self.coordinate(rank)
         return next(group for group in self.groups(*axes) if rank in group)
 
+    def shard_ranks(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that share each parameter with a rank under FSDP, in mesh order."""
+        first = self.coordinate(rank).dp // self.layout.fsdp * self.layout.fsdp
+        return self.ranks[first : first + self.layout.fsdp]
+
+    def twin_ranks(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that hold the same part of each parameter as a rank under FSDP, in mesh order."""
+        return self.ranks[self.coordinate(rank).dp % self.layout.fsdp :: self.layout.fsdp]
+
     def replica(self, dp: int) -> tuple[int, ...]:
         """Return all ranks of one data-parallel replica of the model, in mesh order."""
         return tuple(rank for rank in self.ranks if self._coordinates[rank].dp == dp)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridflow.errors import LayoutError
+from hybridflow.layout.sharding import Sharding, settle_sharding
 
 AXES = ("tp", "pp", "dp", "cp", "ep", "vpp")
+
+_PART = re.compile(r"(tp|pp|dp|cp|ep|vpp|etp|fsdp|hsdp|zero)([0-9]{1,9})|(layers)([0-9]{1,9}(?:-[0-9]{1,9})*)")
 
 MOST_RANKS = 1 << 16
 """Ranks are listed one by one."""
@@ -28,6 +32,13 @@ class ParallelLayout:
         etp: Tensor-parallel size inside each expert. None means ``tp``.
         layers: Layers of each pipeline stage. If vpp > 1, layers of each of the ``pp * vpp`` virtual stages, in order.
             None means equally many.
+        fsdp: Ranks that share each parameter under PyTorch FSDP. It adds no ranks to ``dp``, which it divides;
+            ``{fsdp: 8}`` alone means ``dp: 8`` too.
+        fsdp_sharding: ``FULL_SHARD`` shards parameters, gradients and optimizer state over all ``dp`` ranks.
+            ``SHARD_GRAD_OP`` keeps the parameters gathered from the forward to the backward pass. ``HYBRID_SHARD``
+            shards within each node and replicates over the nodes. None means ``FULL_SHARD`` if ``fsdp`` is given.
+        hsdp: Short for ``dp`` with ``fsdp_sharding: HYBRID_SHARD``.
+        zero: DeepSpeed's name. 3 is ``FULL_SHARD``, 2 is ``SHARD_GRAD_OP``, 1 is ``dp`` with a distributed optimizer.
 
     Raises:
         LayoutError: A size is not a positive integer, or sizes contradict each other.
@@ -41,12 +52,19 @@ class ParallelLayout:
     vpp: int = 1
     etp: int | None = None
     layers: tuple[int, ...] | None = None
+    fsdp: int = 1
+    fsdp_sharding: Sharding | None = None
+    hsdp: int | None = None
+    zero: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = {axis: getattr(self, axis) for axis in (*AXES, "etp") if (axis, self.etp) != ("etp", None)}
-        for axis, size in sizes.items():
+        for axis in (*AXES, "etp", "fsdp", "hsdp", "zero"):
+            size = getattr(self, axis)
+            if size is None and axis in ("etp", "hsdp", "zero"):
+                continue
             if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_RANKS:
                 raise LayoutError(f"layout {axis}={size!r}: expected an integer of at least 1 and at most {MOST_RANKS}")
+        self._settle_sharding()
         if self.world_size > MOST_RANKS:
             raise LayoutError(
                 f"layout tp·pp·dp·cp = {self.world_size} ranks: expected at most {MOST_RANKS}; lower one of the sizes"
@@ -60,6 +78,49 @@ class ParallelLayout:
             raise LayoutError(
                 f"layout layers={list(self.layers)}: expected pp·vpp = {self.pp * self.vpp} numbers of layers"
             )
+
+    def _settle_sharding(self) -> None:
+        """Turn every name of a sharding into ``dp``, ``fsdp`` and what these do not say: equals compare equal."""
+        dp, fsdp, sharding = settle_sharding(self.dp, self.fsdp, self.fsdp_sharding, self.hsdp, self.zero)
+        for name, value in (("dp", dp), ("fsdp", fsdp), ("fsdp_sharding", sharding), ("hsdp", None), ("zero", None)):
+            object.__setattr__(self, name, value)
+        others = [axis for axis in ("tp", "pp", "cp", "ep", "vpp") if getattr(self, axis) > 1]
+        others += [axis for axis in ("etp", "layers") if getattr(self, axis) is not None]
+        if self.is_sharded and others:
+            raise LayoutError(
+                f"layout fsdp with {others[0]}={getattr(self, others[0])}: FSDP shards whole layers over data-parallel "
+                f"ranks alone; remove {others[0]}, or use dp in the place of fsdp"
+            )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether PyTorch FSDP shards the parameters."""
+        return self.fsdp > 1 or self.fsdp_sharding is not None
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Return whether FSDP keeps parameters gathered from the forward to the backward pass."""
+        return self.fsdp_sharding == "SHARD_GRAD_OP"
+
+    def on_nodes(self, ranks_per_node: int) -> ParallelLayout:
+        """Return the layout with ``HYBRID_SHARD`` as numbers: as many ranks share a parameter as a node has.
+
+        Raises:
+            LayoutError: Nodes and replicas have no common divisor.
+        """
+        if self.fsdp_sharding != "HYBRID_SHARD":
+            return self
+        within = math.gcd(self.dp, ranks_per_node)
+        if within == 1:
+            raise LayoutError(
+                f"layout fsdp_sharding=HYBRID_SHARD: a node has {ranks_per_node} of {self.dp} ranks, and nothing is "
+                "shared within it; use FULL_SHARD, or set fsdp"
+            )
+        return replace(self, fsdp=within, fsdp_sharding=None)
+
+    def without_sharding(self) -> ParallelLayout:
+        """Return the layout with whole parameters on every data-parallel rank."""
+        return replace(self, fsdp=1, fsdp_sharding=None)
 
     @property
     def expert_tp(self) -> int:
@@ -83,7 +144,7 @@ class ParallelLayout:
         sizes: dict[str, Any] = {}
         for part in text.split("."):
             # More digits are in no number that fits.
-            match = re.fullmatch(r"(tp|pp|dp|cp|ep|vpp|etp)([0-9]{1,9})|(layers)([0-9]{1,9}(?:-[0-9]{1,9})*)", part)
+            match = _PART.fullmatch(part)
             axis = None if match is None else match[1] or match[3]
             if match is None or axis is None or axis in sizes:
                 raise LayoutError(f"layout {text!r}: cannot read {part!r}; expected for instance 'tp2.pp1.dp4'")
@@ -94,6 +155,8 @@ class ParallelLayout:
         extra = "".join(f".{axis}{getattr(self, axis)}" for axis in ("cp", "ep", "vpp") if getattr(self, axis) > 1)
         extra += "" if self.etp is None else f".etp{self.etp}"
         extra += "" if self.layers is None else f".layers{'-'.join(map(str, self.layers))}"
+        extra += f".fsdp{self.fsdp}" if self.fsdp > 1 else f".hsdp{self.dp}" if self.is_sharded else ""
+        extra += ".zero2" if self.keeps_gathered else ""
         return f"tp{self.tp}.pp{self.pp}.dp{self.dp}{extra}"
 
     def check_fits(self, num_ranks: int, owner: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,7 @@ from hybridflow.models.adapters import adapter_spec
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.observe.table import format_table
 from hybridflow.recipe.meshes import reference_is_base
+from hybridflow.reshard.fsdp import weight_holdings
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.optimizer import OptimizerHoldings, bucket_elements
 from hybridflow.reshard.plan import aliases, held_bytes, shares_storage
@@ -158,7 +160,7 @@ class _Placed:
 
     @functools.cached_property
     def states(self) -> OptimizerHoldings:
-        """Return where a distributed optimizer keeps its state, with buckets as on a GPU."""
+        """Return where megatron-core's distributed optimizer keeps its state, with buckets as on a GPU."""
         return OptimizerHoldings(self.trained, self.mesh, bucket_elements(self.mesh.layout))
 
     @property
@@ -182,8 +184,19 @@ class _Placed:
         """Return the weights of a rank of each stage that have gradients, in bytes, if any has."""
         return self._bytes_of(self.trained)
 
+    def gathered_bytes(self, copies: int) -> int:
+        """Return the bytes of what FSDP gathers: two layers and what is in none, or all; 0 where nothing is sharded."""
+        if self.mesh.layout.fsdp == 1:
+            return 0
+        sizes = Counter[object]()
+        for tensor in self.whole.tensors:
+            sizes[tensor.place if isinstance(tensor.place, int) else "rest"] += tensor.num_bytes
+        rest = sizes.pop("rest", 0)
+        layers = sorted(sizes.values(), reverse=True)
+        return copies * (rest + sum(layers if self.mesh.layout.keeps_gathered else layers[:2]))
+
     def _bytes_of(self, spec: ModelSpec) -> dict[int, int]:
-        held = WeightHoldings(spec, self.mesh)
+        held = weight_holdings(spec, self.mesh)
         stages = range(self.mesh.layout.pp)
         return {stage: held_bytes(spec, held, self.mesh.rank_at(pp=stage)) for stage in stages}
 
@@ -239,18 +252,27 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
         return MeshMemory(
             mesh=name,
             weights=0 if is_base else weights,
-            activations=_passing_bytes(model, mesh, tokens) + output(copies=1),
+            activations=_passing_bytes(model, mesh, tokens) + output(copies=1) + placed.gathered_bytes(copies=1),
         )
     trained, lora = placed.trained_bytes[stage], recipe.actor.lora if name == "actor.update" else None
-    settings: OptimizerConfig = _section(recipe, name.partition(".")[0]).optimizer
+    section = _section(recipe, name.partition(".")[0])
+    settings: OptimizerConfig = section.optimizer
     return MeshMemory(
         mesh=name,
         weights=weights,
         gradients=gradient_bytes(trained, model),
         optimizer=optimizer_bytes(
-            placed.trained, placed.states if settings.distributed else None, rank, model, trained
+            placed.trained,
+            placed.states if settings.distributed and mesh.layout.fsdp == 1 else None,
+            rank,
+            model,
+            trained,
         ),
-        activations=training_bytes(model, mesh, rank, tokens, lora) + _stacked_bytes(model, mesh) + output(copies=2),
+        activations=training_bytes(model, mesh, rank, tokens, lora, is_recomputed=section.gradient_checkpointing)
+        + _stacked_bytes(model, mesh)
+        + output(copies=2)
+        # With its gradients before they are summed.
+        + placed.gathered_bytes(copies=2),
     )
 
 
@@ -291,7 +313,7 @@ def _own_bytes(spec: ModelSpec, update: DeviceMesh, rollout: DeviceMesh, rank: i
     if shares_storage(update, rollout) and not is_behind:
         return 0
     target = WeightHoldings(spec, rollout)
-    shared = frozenset[str]() if is_behind else aliases(spec, WeightHoldings(spec, update), target, rank)
+    shared = frozenset[str]() if is_behind else aliases(spec, weight_holdings(spec, update), target, rank)
     return sum(
         math.prod(region.local_shape) * ITEM_BYTES[tensor.dtype]
         for tensor in spec.tensors
@@ -373,18 +395,29 @@ def _sequence_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:
     return 2 * layers * tokens * groups * model.head_size * ITEM_BYTES[model.dtype]
 
 
-def training_bytes(model: ModelConfig, mesh: DeviceMesh, rank: int, tokens: int, lora: LoRAConfig | None = None) -> int:
+def training_bytes(
+    model: ModelConfig,
+    mesh: DeviceMesh,
+    rank: int,
+    tokens: int,
+    lora: LoRAConfig | None = None,
+    *,
+    is_recomputed: bool = False,
+) -> int:
     """Return what a stage's layers keep for the backward pass, of micro-batches of ``tokens`` tokens.
 
-    In 1F1B stage ``s`` of ``pp`` has ``pp - s`` micro-batches under way. Nothing is computed twice, and the activations
-    between the layers are not cut over the tensor-parallel ranks. Weights below adapters are frozen, and need no input
-    for a gradient; that is not taken off.
+    In 1F1B stage ``s`` of ``pp`` has ``pp - s`` micro-batches under way. The activations between the layers are not cut
+    over the tensor-parallel ranks. Weights below adapters are frozen, and need no input for a gradient; that is not
+    taken off. With ``is_recomputed`` each layer keeps its input, and one layer at a time has the rest.
     """
     stages = mesh.layout.pp
     under_way = stages - mesh.coordinate(rank).pp
     token_bytes = _layer_bytes(model, mesh.layout.tp)
     token_bytes += 0 if lora is None else _adapter_bytes(model, mesh.layout.tp, lora)
-    return under_way * tokens * (model.num_layers // stages) * token_bytes
+    layers = model.num_layers // stages
+    if is_recomputed:
+        return tokens * (under_way * layers * model.hidden_size * ITEM_BYTES[model.dtype] + token_bytes)
+    return under_way * tokens * layers * token_bytes
 
 
 def _adapter_bytes(model: ModelConfig, tp: int, lora: LoRAConfig) -> int:

@@ -216,6 +216,7 @@ def build_transformer(
     has_value_head: bool = False,
     lora: LoRAConfig | None = None,
     seed: int = 1,
+    is_empty: bool = False,
 ) -> Transformer:
     """Build this rank's stage and shard of a model, with weights not yet set.
 
@@ -228,6 +229,7 @@ def build_transformer(
         has_value_head: Values instead of logits.
         lora: Adapters, which are then all that can be trained of it.
         seed: Seed of the adapters' dropout.
+        is_empty: The weights are on ``meta``, and take no memory yet; see ``fsdp.shard_model``.
 
     Raises:
         LayoutError: The layout does not cut the model into equal parts, or cuts experts otherwise than the rest.
@@ -242,7 +244,7 @@ def build_transformer(
     # Transformer Engine fuses norms into linear layers, whose input an adapter would not see.
     is_local = lora is not None or not (device.type == "cuda" and has_transformer_engine())
     block, experts = _block_spec(model, config, model.num_layers // layout.pp, is_local=is_local)
-    with device:
+    with torch.device("meta") if is_empty else device:
         transformer = Transformer(
             config=config,
             transformer_layer_spec=block,
@@ -266,13 +268,18 @@ def build_transformer(
                 attach(layer, lora, transformer.dropout, groups)
     if device.type == "cpu" and config.params_dtype is torch.float32:
         use_onednn(transformer)
-    transformer.rotary_pos_emb.inv_freq = rotary_frequencies(model).to(device)
+    set_rotary(transformer, model, device)
     transformer.flops = model_flops(model, vocab_size=vocab_size, has_value_head=has_value_head)
     transformer.has_scaled_embeddings = model.scaled_embeddings
     transformer.logit_softcap = None if has_value_head else model.logit_softcap
     # megatron-core's torch norm makes fp32 weights whatever the dtype; its own training casts them too (Float16Module).
-    transformer.to(device, config.params_dtype)
+    transformer.to(None if is_empty else device, config.params_dtype)
     return transformer
+
+
+def set_rotary(transformer: Transformer, model: ModelConfig, device: torch.device) -> None:
+    """Set the frequencies of the rotary embedding, which no checkpoint holds."""
+    transformer.rotary_pos_emb.inv_freq = rotary_frequencies(model).to(device)
 
 
 def _block_spec(

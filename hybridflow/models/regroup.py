@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from dataclasses import dataclass, replace
 
@@ -12,10 +13,11 @@ from hybridflow.errors import ReshardError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.specs import logical_parameters
 from hybridflow.models.training import Trainable
-from hybridflow.models.weights import local_shards
+from hybridflow.models.weights import local_tensors
 from hybridflow.parallel.world import World
 from hybridflow.reshard.execute import Resharder, ReshardStats
-from hybridflow.reshard.holdings import Holdings, WeightHoldings
+from hybridflow.reshard.fsdp import state_holdings, weight_holdings
+from hybridflow.reshard.holdings import Holdings
 from hybridflow.reshard.optimizer import OptimizerHoldings
 from hybridflow.reshard.plan import participants
 from hybridflow.reshard.spec import ModelSpec, TensorSpec
@@ -68,7 +70,10 @@ def regroup(
     """
     ranks = participants(source.mesh, target.mesh)
     trained = trained_tensors(world, ranks, model, source.trainable or target.trainable)
-    before, after = (state_holdings(trained, side) for side in (source, target))
+    before, after = (
+        state_holdings(trained, side.mesh, is_distributed=side.is_distributed, bucket_size=side.bucket_size)
+        for side in (source, target)
+    )
     problem = None
     weights: list[dict[str, Tensor] | None] = []
     try:
@@ -84,8 +89,8 @@ def regroup(
         "weight": Resharder(
             world,
             model,
-            WeightHoldings(model, source.mesh),
-            WeightHoldings(model, target.mesh),
+            weight_holdings(model, source.mesh),
+            weight_holdings(model, target.mesh),
             source_tensors=weights[0],
             target_tensors=weights[1],
             transport="torch",
@@ -134,13 +139,6 @@ def _kind(name: str) -> str:
     return name if match is None else f"layer: {match[1]}"
 
 
-def state_holdings(model: ModelSpec, side: Training) -> Holdings:
-    """Return where the optimizer keeps its state; ``model`` has the trained tensors in their order."""
-    if not side.is_distributed:
-        return WeightHoldings(model, side.mesh)
-    return OptimizerHoldings(model, side.mesh, side.bucket_size)
-
-
 def check_ranges(trainable: Trainable, model: ModelSpec, holdings: Holdings, rank: int) -> None:
     """Hold megatron-core's own record of what this rank steps against the arithmetic that plans rest on.
 
@@ -155,7 +153,7 @@ def check_ranges(trainable: Trainable, model: ModelSpec, holdings: Holdings, ran
             dealt = holdings.flat_range(tensor, rank)
             expected = None if dealt is None else (dealt.start, dealt.stop)
         elif regions:
-            expected = (0, logical_parameters(trainable.model)[tensor.name].numel())
+            expected = (0, sum(math.prod(region.local_shape) for region in regions))
         kept = found.pop(tensor.name, None)
         if kept != expected:
             raise ReshardError(
@@ -178,8 +176,7 @@ def _text(kept: tuple[int, int] | None) -> str:
 def _weights(world: World, model: ModelSpec, side: Training) -> dict[str, Tensor] | None:
     if side.trainable is None:
         return None
-    shards = local_shards(side.trainable.model, model, side.mesh, world.rank)
-    return {name: tensor for name, (tensor, _) in shards.items()}
+    return local_tensors(side.trainable.model, model, side.mesh, world.rank)
 
 
 def _kinds(model: ModelSpec, with_gradients: bool) -> list[tuple[str, ModelSpec]]:

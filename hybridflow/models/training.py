@@ -98,6 +98,9 @@ class Trainable:
                 use_gloo_process_groups=False,
                 pg_collection=groups,
             )
+        for group in self._optimizer.param_groups:
+            # Megatron-LM's scheduler of rates does this, which is not used here: norms and biases do not decay.
+            group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         if next(model.parameters()).device.type == "cuda":
             use_gpu_optimizer(inner for _, inner in self._inner_optimizers())
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hybridflow.config.roles import LoRAConfig
 from hybridflow.errors import ReshardError
@@ -21,7 +23,8 @@ from hybridflow.models.gpt import build_transformer
 from hybridflow.models.specs import describe, logical_tensors
 from hybridflow.parallel.megatron import collection
 from hybridflow.parallel.world import World
-from hybridflow.reshard.spec import ModelSpec, Shard, TensorSpec, shard
+from hybridflow.reshard.fsdp import weight_holdings
+from hybridflow.reshard.spec import ModelSpec, Shard, TensorSpec, num_elements, shard
 
 
 def describe_model(
@@ -98,6 +101,76 @@ def local_shards(
     return shards
 
 
+class Region(NamedTuple):
+    """A part of a tensor as a rank holds it.
+
+    Attributes:
+        values: View of live storage, padding included.
+        part: Which part of the whole it is.
+    """
+
+    values: Tensor
+    part: Shard
+
+
+def local_regions(
+    model: GPTModel | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int
+) -> dict[str, tuple[Region, ...]]:
+    """Return this rank's parts of the tensors: one of each, or of a sharded model as many boxes as its range has.
+
+    Raises:
+        ReshardError: As ``local_shards``.
+    """
+    if mesh.layout.fsdp == 1:
+        return {name: (Region(*found),) for name, found in local_shards(model, spec, mesh, rank).items()}
+    return {name: regions_of(flat, parts) for name, (flat, parts) in _sharded_parts(model, spec, mesh, rank).items()}
+
+
+def regions_of(flat: Tensor, parts: Iterable[Shard]) -> tuple[Region, ...]:
+    """Return views of a rank's flat storage of a tensor."""
+    found = []
+    for part in parts:
+        count = num_elements(tuple((0, size) for size in part.local_shape))
+        found.append(Region(flat[part.offset : part.offset + count].view(part.local_shape), part))
+    return tuple(found)
+
+
+def local_tensors(
+    model: GPTModel | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int
+) -> dict[str, Tensor]:
+    """Return this rank's storage of the tensors, as a ``Resharder`` takes it: whole shards, or flat ranges.
+
+    Raises:
+        ReshardError: As ``local_shards``.
+    """
+    if mesh.layout.fsdp == 1:
+        return {name: tensor for name, (tensor, _) in local_shards(model, spec, mesh, rank).items()}
+    return {name: flat for name, (flat, _) in _sharded_parts(model, spec, mesh, rank).items()}
+
+
+def _sharded_parts(
+    model: GPTModel | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int
+) -> dict[str, tuple[Tensor, tuple[Shard, ...]]]:
+    tensors, holdings = logical_tensors(model), weight_holdings(spec, mesh)
+    found: dict[str, tuple[Tensor, tuple[Shard, ...]]] = {}
+    for tensor in spec.tensors:
+        held, parts = tensors.pop(tensor.name, None), holdings.regions(tensor, rank)
+        size = sum(math.prod(part.local_shape) for part in parts)
+        local = held.to_local().detach().view(-1) if isinstance(held, DTensor) else None
+        if local is None or local.numel() != size:
+            raise ReshardError(
+                f"{tensor.name}: rank {rank} of {mesh.name} ({mesh.layout}) should hold {size} elements of it, FSDP "
+                f"holds {'no such parameter' if local is None else local.numel()}; install torch 2.13"
+            )
+        if size:
+            found[tensor.name] = (local, parts)
+    if tensors and not spec.is_part:
+        raise ReshardError(
+            f"{sorted(tensors)[0]}: the description of {mesh.name} lacks it; describe the model as it is"
+        )
+    return found
+
+
 def initialize(
     model: GPTModel | Sequence[GPTModel],
     spec: ModelSpec,
@@ -128,14 +201,16 @@ def initialize(
     shapes = {tensor.name: tensor for tensor in spec.tensors}
     chunk: GPTModel = model if isinstance(model, nn.Module) else model[0]
     norm = 0.0 if chunk.config.layernorm_zero_centered_gamma else 1.0
-    for name, (local, part) in local_shards(model, spec, mesh, rank).items():
+    for name, regions in local_regions(model, spec, mesh, rank).items():
         if names is not None and name not in names:
             continue
-        local.zero_()
-        inner = tuple(slice(0, stop - start) for start, stop in part.box)
-        outer = tuple(slice(start, stop) for start, stop in part.box)
         origin = f"{seed}:{name}:{variant}" if variant else f"{seed}:{name}"
-        local[inner].copy_(_initial_value(shapes[name], origin, std, spec.num_layers, norm)[outer])
+        whole = _initial_value(shapes[name], origin, std, spec.num_layers, norm)
+        for local, part in regions:
+            local.zero_()
+            inner = tuple(slice(0, stop - start) for start, stop in part.box)
+            outer = tuple(slice(start, stop) for start, stop in part.box)
+            local[inner].copy_(whole[outer])
 
 
 def _initial_value(tensor: TensorSpec, origin: str, std: float, num_layers: int, norm: float) -> Tensor:

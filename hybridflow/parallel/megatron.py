@@ -41,6 +41,8 @@ def rank_sets(meshes: Iterable[DeviceMesh], size: int) -> list[tuple[int, ...]]:
         for axes in (("etp",), ("ep",), ("etp", "ep"), ("etp", "ep", "pp"), ("edp",)):
             sets += _expert_groups(mesh, *axes)
         sets += [_ends(group) for group in mesh.groups("pp")]
+        if mesh.layout.fsdp > 1:
+            sets += [*map(mesh.shard_ranks, mesh.ranks), *map(mesh.twin_ranks, mesh.ranks)]
     return list(dict.fromkeys(sets))
 
 

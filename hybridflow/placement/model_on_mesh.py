@@ -16,16 +16,17 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import CheckpointError
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
-from hybridflow.models.gpt import Transformer, build_transformer
+from hybridflow.models.fsdp import local_part, shard_model
+from hybridflow.models.gpt import Transformer, build_transformer, set_rotary
 from hybridflow.models.training import Trainable
 from hybridflow.models.user_model import Uncut
-from hybridflow.models.weights import initialize, local_shards
+from hybridflow.models.weights import initialize, local_regions, local_shards, local_tensors
 from hybridflow.parallel.megatron import collection
 from hybridflow.parallel.world import World
 from hybridflow.reshard.execute import Resharder
-from hybridflow.reshard.holdings import WeightHoldings
+from hybridflow.reshard.fsdp import weight_holdings
 from hybridflow.reshard.memory import HostOffload
-from hybridflow.reshard.spec import Box, ModelSpec, Shard
+from hybridflow.reshard.spec import Box, ModelSpec, Shard, num_elements
 from hybridflow.rollout.engine import MegatronEngine
 
 
@@ -77,7 +78,11 @@ class ModelOnMesh:
             has_value_head=has_value_head,
             lora=lora,
             seed=self._seed,
+            is_empty=self.mesh.layout.fsdp > 1,
         )
+        if self.mesh.layout.fsdp > 1:
+            shard_model(self.transformer, self.transformer.decoder.layers, self._world, self.mesh)
+            set_rotary(self.transformer, self.model, self._world.device)
 
     @property
     def megatron_model(self) -> Transformer:
@@ -101,7 +106,7 @@ class ModelOnMesh:
         )
 
     def shards(self, spec: ModelSpec | None = None) -> dict[str, tuple[Tensor, Shard]]:
-        """Return the live weights as this rank holds them, each with its part of the whole, see ``local_shards``.
+        """Return the live weights of a model that FSDP does not shard, each with its part, see ``local_shards``.
 
         Args:
             spec: Some of its tensors; None: all.
@@ -110,8 +115,9 @@ class ModelOnMesh:
         return local_shards(self.transformer, self.spec if spec is None else spec, self.mesh, self._world.rank)
 
     def tensors(self, spec: ModelSpec | None = None) -> dict[str, Tensor]:
-        """Return the live weights by logical name, as this rank holds them; ``spec`` as for ``shards``."""
-        return {name: tensor for name, (tensor, _) in self.shards(spec).items()}
+        """Return the live weights by logical name, as a ``Resharder`` takes them; ``spec`` as for ``shards``."""
+        self.settle()
+        return local_tensors(self.transformer, self.spec if spec is None else spec, self.mesh, self._world.rank)
 
     def initialize(self, names: Collection[str] | None = None, variant: int = 0) -> None:
         """Set initial weights, of all tensors or of those named: a function of (seed, logical name, variant)."""
@@ -127,7 +133,7 @@ class ModelOnMesh:
         """
         assert self.transformer is not None, "called within its mesh"
         owner = f"rank {self._world.rank}: weights of {self.mesh.name}"
-        self._offload = HostOffload(self.transformer.parameters(), owner=owner)
+        self._offload = HostOffload(map(local_part, self.transformer.parameters()), owner=owner)
         self._offload.offload()
 
     def settle(self) -> None:
@@ -167,13 +173,16 @@ class ModelOnMesh:
         """
         spec = self.spec if spec is None else spec
         _check_tensors(source, spec)
-        shards = self.shards(spec)
-        for name, (local, part) in shards.items():
-            if name in source.tensors:
+        self.settle()
+        held = local_regions(self.transformer, spec, self.mesh, self._world.rank)
+        for name, regions in held.items():
+            for local, part in regions if name in source.tensors else ():
                 local.zero_()
-                local[tuple(slice(0, stop - start) for start, stop in part.box)].copy_(_read(source, name, part.box))
+                inside = tuple(slice(0, stop - start) for start, stop in part.box)
+                if num_elements(part.box) > 0:
+                    local[inside].copy_(_read(source, name, part.box))
                 source.release()
-        if missing := shards.keys() - source.tensors.keys():
+        if missing := held.keys() - source.tensors.keys():
             self.initialize(missing)
 
 
@@ -204,8 +213,8 @@ def copy_weights(world: World, source: ModelOnMesh, target: ModelOnMesh) -> None
         Resharder(
             world,
             shared,
-            WeightHoldings(shared, source.mesh),
-            WeightHoldings(shared, target.mesh),
+            weight_holdings(shared, source.mesh),
+            weight_holdings(shared, target.mesh),
             source_tensors=held(source),
             target_tensors=held(target),
             # For a single copy it does not pay to open the source's memory to the node.

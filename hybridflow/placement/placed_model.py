@@ -15,6 +15,7 @@ from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.adapters import base_spec, is_factor
 from hybridflow.models.gpt import Transformer
+from hybridflow.models.layers import recompute, transformer_layers
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import MicroBatch, first_of_prompt, pack, split_by_tokens
 from hybridflow.models.training import Trainable, forward_only, sum_over
@@ -73,6 +74,8 @@ class PlacedModel(ModelOnMesh):
         self.temperature = recipe.rollout.temperature
         self._norm_tokens = recipe.loss.norm_tokens or recipe.rollout.max_new_tokens
         self.build(has_value_head=has_value_head, lora=recipe.actor.lora if self._role == "actor" else None)
+        if mesh.name != "actor.rollout" and getattr(getattr(recipe, self._role), "gradient_checkpointing", False):
+            recompute(transformer_layers(self.transformer, f"{self._role}.gradient_checkpointing"))
         if not (is_filled_later or job.is_resumed):
             self._initialize()
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybridflow.models.adapters import base_spec, factor_spec, is_factor
+from hybridflow.models.fsdp import local_part
 from hybridflow.models.specs import logical_tensors
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import PlacedModel
 from hybridflow.reshard.execute import Resharder
-from hybridflow.reshard.holdings import WeightHoldings
+from hybridflow.reshard.fsdp import weight_holdings
+from hybridflow.reshard.holdings import Holdings
 from hybridflow.reshard.memory import release, restore
 from hybridflow.reshard.plan import aliases, held_bytes
 from hybridflow.reshard.spec import ModelSpec
@@ -47,7 +49,7 @@ class RolloutWeights:
             if update is not None:
                 mine, theirs = logical_tensors(rollout.transformer), logical_tensors(update.transformer)
                 for name in shared:
-                    mine[name].data = theirs[name].data
+                    mine[name].data = local_part(theirs[name].detach()).view(mine[name].shape)
             own = {name: tensor for name, tensor in rollout.tensors().items() if name not in shared}
             self._own_bytes = sum(tensor.nbytes for tensor in own.values())
             self._own = [tensor for name, tensor in own.items() if is_factor(name) or not self._has_adapters]
@@ -111,6 +113,6 @@ class RolloutWeights:
         self._is_base_current = True
         return resharder.run().received_bytes
 
-    def _holdings(self, spec: ModelSpec) -> tuple[WeightHoldings, WeightHoldings]:
+    def _holdings(self, spec: ModelSpec) -> tuple[Holdings, Holdings]:
         meshes = self._job.meshes
-        return WeightHoldings(spec, meshes["actor.update"]), WeightHoldings(spec, meshes["actor.rollout"])
+        return weight_holdings(spec, meshes["actor.update"]), weight_holdings(spec, meshes["actor.rollout"])

@@ -15,6 +15,7 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.user_model import Uncut, ask_logits, ask_values
 from hybridflow.models.user_training import UserTrainable
+from hybridflow.placement.fsdp_model import FsdpModel
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import PlacedModel
 from hybridflow.placement.user_objects import role_of, user_class_of
@@ -37,7 +38,9 @@ def place_model(
     """
     if job.world.rank not in mesh:
         return None
-    kind = PlacedModel if user_class_of(job, role_of(mesh.name)) is None else UserModel
+    kind: type[PlacedModel] = FsdpModel if mesh.layout.fsdp > 1 else PlacedModel
+    if user_class_of(job, role_of(mesh.name)) is not None:
+        kind = UserModel
     return kind(job, mesh, spec, has_value_head=has_value_head, is_filled_later=is_filled_later)
 
 

@@ -40,9 +40,29 @@ def check_placement(recipe: Recipe) -> None:
                 f"{key}={list(ranks)}: {strangers} not among ranks 0 to {recipe.cluster.ranks - 1}; "
                 f"set cluster.ranks to at least {max(ranks) + 1}, or name ranks that exist"
             )
+    if recipe.actor.rollout is not None and recipe.actor.rollout.is_sharded:
+        raise LayoutError(
+            f"actor.rollout: {recipe.actor.rollout}: a rollout needs whole layers; use tp, pp and dp there, and keep "
+            "fsdp in actor.update"
+        )
+    _check_fsdp_adapters(recipe)
     for name, mesh in meshes_in_recipe_order(recipe).items():
         mesh.layout.check_trainable(name)
         check_cut(recipe.model_of(name), mesh.layout, name)
+
+
+def _check_fsdp_adapters(recipe: Recipe) -> None:
+    """Refuse to merge adapters into weights of which no rank has all."""
+    lora = recipe.actor.lora
+    if lora is None or not recipe.actor.update.is_sharded:
+        return
+    merging = {"warm_start": recipe.warm_start is not None, "actor.lora.merge_every": lora.merge_every > 0}
+    for key, is_there in merging.items():
+        if is_there:
+            raise ConfigError(
+                f"{key}: merges adapters into the weights, which actor.update={recipe.actor.update} shards; remove it, "
+                "or use dp in the place of fsdp"
+            )
 
 
 _PLACED = ("actor", "critic", "reference", "reward", "cost", "cost_critic", "teacher")

@@ -40,7 +40,7 @@ def meshes_in_recipe_order(recipe: Recipe) -> dict[str, DeviceMesh]:
     rollout_ranks = actor_ranks if actor.rollout_ranks is None else actor.rollout_ranks
     placed: dict[str, tuple[ParallelLayout, tuple[int, ...]]] = {
         "actor.update": (actor.update, actor_ranks),
-        "actor.rollout": (actor.update if actor.rollout is None else actor.rollout, rollout_ranks),
+        "actor.rollout": (actor.update.without_sharding() if actor.rollout is None else actor.rollout, rollout_ranks),
     }
     for name in ("critic", "cost_critic"):
         critic: CriticConfig | None = getattr(recipe, name)
@@ -62,10 +62,9 @@ def meshes_in_recipe_order(recipe: Recipe) -> dict[str, DeviceMesh]:
             continue
         layout = actor.update if section.layout is None else section.layout
         placed[name] = (layout, actor_ranks if section.ranks is None else section.ranks)
+    node = len(everyone) if per_node is None else per_node
     return {
-        name: DeviceMesh(
-            name=name, layout=layout, ranks=ranks, ranks_per_node=len(everyone) if per_node is None else per_node
-        )
+        name: DeviceMesh(name=name, layout=layout.on_nodes(node), ranks=ranks, ranks_per_node=node)
         for name, (layout, ranks) in placed.items()
     }
 

@@ -153,6 +153,7 @@ def test_bad_reward_names_the_sample(rewards, function, says):
     assert set(done.codes) == {2} and done.seconds < 30
 
 
+@pytest.mark.slow
 def test_rank_that_never_comes_is_named_once(folder):
     argv = ["train", "tiny.yaml", "cluster.ranks=4", "actor.update={dp: 4}", "actor.rollout={dp: 4}"]
     done = fork_ranks([*argv, "cluster.start_deadline_s=2"], folder, num_ranks=4, start_only=[0, 2])
@@ -231,6 +232,7 @@ def test_failure_does_not_wait_for_a_busy_rank(rewards):
     assert done.codes == (2, 2) and done.seconds < 15
 
 
+@pytest.mark.slow
 def test_long_call_that_holds_python_is_not_death(rewards):
     argv = ["train", "tiny.yaml", "reward.function=rewards:holds_python", "cluster.dead_after_s=2", "trainer.steps=1"]
     run_well(argv, rewards, within_s=60)

@@ -82,7 +82,7 @@ RUNS = {"ppo": (PPO, 4, kill_in_step_4), "grpo": (GRPO, 2, kill_while_writing_st
 GRPO_ALONE = pytest.mark.parametrize("runs", ["grpo"], indirect=True)
 
 
-@pytest.fixture(scope="module", params=RUNS)
+@pytest.fixture(scope="module", params=[pytest.param("ppo", marks=pytest.mark.slow), "grpo"])
 def runs(request, tmp_path_factory):
     """A run in one go and one that was killed in step 4, both in folders of their own; command and number of ranks."""
     name, (argv, num_ranks, hook) = request.param, RUNS[request.param]
@@ -220,6 +220,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_job(step, tmp_path):
     assert not list((tmp_path / "run/checkpoints").glob("*.tmp"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", ["ppo"], indirect=True)
 def test_kl_coefficient_moved(runs):
     coefficients = [row["kl/coef"] for row in lasting_metrics(runs[0] / "run")]

@@ -54,6 +54,7 @@ def metrics(done, folder, codes):
     return [{key: step[key] for key in (*keys, "validation/accuracy") if key in step} for step in found]
 
 
+@pytest.mark.slow
 def test_what_is_dropped_is_dropped_alike_everywhere(tmp_path):
     cases = {
         "alone": (ALONE, 1, "fails"),

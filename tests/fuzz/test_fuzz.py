@@ -13,9 +13,9 @@ from tests.fuzz.targets import TARGETS, seeds
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_changed_files_are_read_or_refused(name):
-    report, _ = fuzz(TARGETS[name], 40, seed=1, extra=seeds(name))
+    report, _ = fuzz(TARGETS[name], 20, seed=1, extra=seeds(name))
     assert not report.failures
-    assert report.outcomes["refused"] and report.outcomes.total() == 40 + len(seeds(name))
+    assert report.outcomes["refused"] and report.outcomes.total() == 20 + len(seeds(name))
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from hybridflow.families.model import ModelConfig
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.specs import logical_parameters
-from hybridflow.models.weights import local_shards
+from hybridflow.models.weights import local_regions, local_shards
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
@@ -84,7 +84,7 @@ def tiny_recipe(
         cluster=ClusterConfig(ranks=layout.world_size),
         model=ModelConfig(**{**vars(model), "vocab_size": VOCAB, "init_std": 0.1}),
         data=DataConfig(train="none", held_out="none"),
-        actor=ActorConfig(update=layout, rollout=layout, optimizer=optimizer),
+        actor=ActorConfig(update=layout, rollout=layout.without_sharding(), optimizer=optimizer),
         critic=CriticConfig(layout=layout if critic is None else critic, optimizer=optimizer, value_clip=value_clip)
         if is_ppo
         else None,
@@ -137,8 +137,9 @@ def draw(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
 def add_noise(placed: PlacedModel, spec, rank: int, *, seed: int, std: float = 0.05) -> None:
     """Move every weight, norms and biases too, off its initial value, the same in every layout."""
     shapes = {tensor.name: tensor.shape for tensor in spec.tensors}
-    for name, (local, part) in local_shards(placed.transformer, spec, placed.mesh, rank).items():
-        local[inner_of(part)] += std * draw(seed, name, shapes[name])[outer_of(part)]
+    for name, regions in local_regions(placed.transformer, spec, placed.mesh, rank).items():
+        for local, part in regions:
+            local[inner_of(part)] += std * draw(seed, name, shapes[name])[outer_of(part)]
 
 
 def watch(role: Any, rank: int) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:

@@ -94,7 +94,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [1, 2])
 def test_batches_made_ahead_are_of_the_weights_that_they_say_in_every_layout(staleness, tmp_path):
     algorithm, behind, rollout = CASES[staleness]
     trainer = {"max_staleness": staleness, "steps": 4, "validate_every": 3, "save_every": 3}

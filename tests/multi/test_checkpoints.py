@@ -495,6 +495,7 @@ def save_twice_with_a_slow_writer(world: World, folder: Path) -> tuple[list[int 
     return found, waited_s
 
 
+@pytest.mark.slow
 def test_no_rank_goes_on_to_the_next_save_before_the_last_is_complete(tmp_path: Path) -> None:
     """Else it would wait within training, for no longer than the deadline, while the others are still writing."""
     ranks = run_ranks(save_twice_with_a_slow_writer, 3, tmp_path)

@@ -146,6 +146,7 @@ SAFE = {
 }
 
 
+@pytest.mark.slow
 def test_where_reward_cost_and_critics_are_changes_nothing(folder):
     expected = record(recipe(folder, "safe", "safe-rlhf"))
     first, second = expected[0]

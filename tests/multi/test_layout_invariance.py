@@ -17,8 +17,7 @@ from hybridflow.config.roles import OptimizerConfig
 from hybridflow.dataflow.batch import Batch
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.specs import logical_parameters
-from hybridflow.models.weights import local_shards
+from hybridflow.models.weights import local_regions, regions_of
 from hybridflow.parallel.world import World
 from hybridflow.reshard.spec import Shard, num_elements
 from hybridflow.roles.actor import Actor
@@ -64,16 +63,16 @@ class Findings:
     """What a rank computed.
 
     Attributes:
-        replica: Its data-parallel coordinate.
+        replica: Which whole copy of the model its part belongs to.
         numbers: Reported over the global batch.
         rows: Quantity and sample -> one number for each response token.
-        tensors: Quantity and logical name -> this rank's elements and where they are in the whole.
+        tensors: Quantity and logical name -> this rank's elements and where they are in the whole, as boxes.
     """
 
     replica: int = 0
     numbers: dict[str, float] = field(default_factory=dict)
     rows: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    tensors: dict[tuple[str, str], tuple[Tensor, Shard]] = field(default_factory=dict)
+    tensors: dict[tuple[str, str], list[tuple[Tensor, Shard]]] = field(default_factory=dict)
 
 
 def share_of(batch: Batch, dp: int, case: Case) -> Batch:
@@ -98,7 +97,7 @@ def compute(world: World, case: Case) -> Findings:
     job, _ = make_job(world, recipe)
     mesh = job.meshes["actor.update"]
     batch = share_of(make_batch(), mesh.coordinate(world.rank).dp, case)
-    found = Findings(replica=mesh.coordinate(world.rank).dp)
+    found = Findings(replica=mesh.coordinate(world.rank).dp // case.layout.fsdp)
     actor = Actor(job, KLCoefficient(recipe))
     initial(found, "actor", actor, world.rank)
     keep_rows(found, "log_probs", actor, batch, lambda output, part: actor.model.log_probs(output, part)[0])
@@ -126,7 +125,7 @@ def two_steps(found: Findings, name: str, role: Any, batch: Batch, rank: int, ca
         def keep_gradients_and_step(index: int = index, **settings: bool) -> float:
             # The distributed optimizer leaves each rank with the sum over replicas of its own part alone.
             if not case.distributed:
-                keep_tensors(found, f"{name} gradients {index}", role, rank, "main_grad")
+                keep_tensors(found, f"{name} gradients {index}", role, rank, role.trainable.state()["gradient"])
             return step(**settings)
 
         with mock.patch.object(role.trainable, "step", keep_gradients_and_step):
@@ -137,12 +136,12 @@ def two_steps(found: Findings, name: str, role: Any, batch: Batch, rank: int, ca
         keep_tensors(found, f"{name} weights {index}", role, rank)
 
 
-def keep_tensors(found: Findings, quantity: str, role: Any, rank: int, attribute: str = "data") -> None:
-    """Keep this rank's part of every tensor: its weights, or another attribute of the parameter."""
-    parameters = logical_parameters(role.model.transformer)
-    for name, (_, part) in local_shards(role.model.transformer, role.spec, role.model.mesh, rank).items():
-        tensor = getattr(parameters[name], attribute).view(part.local_shape)
-        found.tensors[quantity, name] = (tensor.detach().clone(), part)
+def keep_tensors(found: Findings, quantity: str, role: Any, rank: int, flat: dict[str, Tensor] | None = None) -> None:
+    """Keep this rank's part of every tensor: its weights, or what lies in flat tensors as they do."""
+    for name, regions in local_regions(role.model.transformer, role.spec, role.model.mesh, rank).items():
+        if flat is not None:
+            regions = regions_of(flat[name], [part for _, part in regions])
+        found.tensors[quantity, name] = [(values.detach().clone(), part) for values, part in regions]
 
 
 def keep_rows(found: Findings, quantity: str, role: Any, batch: Batch, function: Callable[..., Tensor]) -> None:
@@ -158,7 +157,10 @@ def compute_all(world: World, cases: list[Case]) -> list[Findings]:
     every = [compute(world, case) for case in cases]
     for found in every:
         found.rows = {key: row.numpy() for key, row in found.rows.items()}
-        found.tensors = {key: (local[inner_of(part)].numpy(), part) for key, (local, part) in found.tensors.items()}
+        found.tensors = {
+            key: [(local[inner_of(part)].numpy(), part) for local, part in regions]
+            for key, regions in found.tensors.items()
+        }
     return every
 
 
@@ -179,13 +181,16 @@ def compare(world: World, cases: list[Case], expected: dict[tuple[str, str], Fin
         for (quantity, sample), row in found.rows.items():
             difference = float((row - torch.from_numpy(whole.rows[quantity, sample])).abs().max())
             numbers[quantity] = max(numbers.get(quantity, 0.0), difference)
-        tensors: dict[tuple[str, str, int], tuple[float, float, int]] = {}
-        for (quantity, name), (local, part) in found.tensors.items():
-            mine = local[inner_of(part)].double()
-            theirs = torch.from_numpy(whole.tensors[quantity, name][0])[outer_of(part)].double()
-            sums = float((mine - theirs).square().sum()), float(theirs.square().sum())
-            tensors[quantity, name, found.replica] = (*sums, num_elements(part.box))
-            assert local.count_nonzero() == mine.count_nonzero(), f"{case}: padding of {name}: {quantity} is not 0"
+        tensors: dict[tuple[str, str, int], tuple[float, ...]] = {}
+        for (quantity, name), regions in found.tensors.items():
+            sums = torch.zeros(3, dtype=torch.float64)
+            for local, part in regions:
+                mine = local[inner_of(part)].double()
+                theirs = torch.from_numpy(whole.tensors[quantity, name][0][0])[outer_of(part)].double()
+                squares = (mine - theirs).square().sum(), theirs.square().sum()
+                sums += torch.stack([*squares, torch.tensor(float(num_elements(part.box)))])
+                assert local.count_nonzero() == mine.count_nonzero(), f"{case}: padding of {name}: {quantity} is not 0"
+            tensors[quantity, name, found.replica] = tuple(sums.tolist())
         samples = {quantity: {sample for what, sample in found.rows if what == quantity} for quantity, _ in found.rows}
         reports.append({"numbers": numbers, "samples": samples, "tensors": tensors})
     return reports
@@ -212,7 +217,7 @@ def worst_differences(reports: list[dict[str, Any]], whole: Findings, replicas: 
             continue
         for replica in range(replicas):
             difference, expected, count = sums[quantity, name, replica].tolist()
-            assert count and count % whole.tensors[quantity, name][0].size == 0, (quantity, name, replica, count)
+            assert count and count % whole.tensors[quantity, name][0][0].size == 0, (quantity, name, replica, count)
             # Biases begin as zeros.
             assert expected > 0 or "initial" in quantity, f"{quantity} of {name}: nothing to compare"
             distance = math.sqrt(difference / expected) if expected else math.sqrt(difference)
@@ -270,6 +275,19 @@ def cases_of_other_models(size: int) -> list[Case]:
     return cases
 
 
+def cases_of_fsdp(size: int) -> list[Case]:
+    """PyTorch FSDP over all ranks and over some, with replicas that have more micro-batches than others."""
+    texts = {2: ["fsdp2", "fsdp2.zero2"], 4: ["fsdp4", "fsdp2.dp4"], 8: ["fsdp8", "fsdp4.dp8"]}[size]
+    cases = []
+    for text in texts:
+        layout = ParallelLayout.parse(text)
+        cases.append(Case(layout=layout, algorithm="ppo", micro_batch_tokens=SMALL))
+        cases.append(Case(layout=layout, algorithm="grpo", model="mixed"))
+        others = ("capped", "mixture") if size == 2 and layout.keeps_gathered else ()
+        cases += [Case(layout=layout, algorithm="ppo", model=model) for model in others]
+    return cases
+
+
 @pytest.fixture(scope="module")
 def expected() -> dict[tuple[str, str], Findings]:
     """What one rank computes with all samples in one micro-batch, by algorithm and model."""
@@ -280,7 +298,7 @@ def expected() -> dict[tuple[str, str], Findings]:
     return dict(zip(keys, found, strict=True))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 8))])
 def test_layout_and_micro_batches_change_nothing(size, expected):
     cases = cases_of(size)
     assert {str(case.layout) for case in cases} == {str(layout) for layout in layouts_of(size, DEEP)}, (
@@ -294,12 +312,17 @@ def test_layout_and_micro_batches_change_nothing_of_other_models(size, expected)
     check(size, cases_of_other_models(size), expected)
 
 
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 8))])
+def test_fsdp_and_micro_batches_change_nothing(size, expected):
+    check(size, cases_of_fsdp(size), expected)
+
+
 def check(size, cases, expected):
     """Hold what all ranks compute together to what one rank computes."""
     reports = run_ranks(compare, size, cases, expected)
     for number, case in enumerate(cases):
         whole = expected[case.algorithm, case.model]
-        worst = worst_differences([report[number] for report in reports], whole, case.layout.dp)
+        worst = worst_differences([report[number] for report in reports], whole, case.layout.dp // case.layout.fsdp)
         too_far = {quantity: found for quantity, found in worst.items() if found > limit(quantity)}
         assert not too_far, f"{case}: {too_far}"
 

@@ -122,6 +122,7 @@ def test_a_stop_signal_to_one_rank_ends_all_that_wait():
     assert said == ["StopError: rank 1 on a received SIGTERM before all ranks had met; nothing was begun"] * 2
 
 
+@pytest.mark.slow
 def test_a_rank_with_another_secret_is_told_so():
     ours, theirs = make_starts("ab", per_node=1)
     said = run([ours, replace(theirs, secret=b"of another home")])

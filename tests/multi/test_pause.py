@@ -166,6 +166,7 @@ def stopped_at_looks(world, layout: ParallelLayout):
     return whole, {key(ask): got.tokens.tolist() for ask, got in progress.handed}
 
 
+@pytest.mark.slow
 def test_stopped_at_every_look_all_is_handed_over_once():
     for _, layout in CASES[1:]:
         for whole, found in run_ranks(stopped_at_looks, 2, layout):

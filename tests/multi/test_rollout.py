@@ -139,7 +139,7 @@ def test_the_samples_differ_and_have_the_log_probs_of_training(reference):
     ("size", "wave", "kinds"),
     [
         (2, 5, tuple(PARAMS)),
-        (4, 256, ("cut",)),
+        pytest.param(4, 256, ("cut",), marks=pytest.mark.slow),
         pytest.param(8, 256, ("cut",), marks=pytest.mark.slow),
     ],
 )

@@ -92,6 +92,7 @@ def within_budget(world, layouts: list[ParallelLayout]):
     return found
 
 
+@pytest.mark.slow
 def test_ten_times_more_than_fits_is_generated_within_the_budget():
     layouts = [ParallelLayout.parse(text) for text in ("tp2.pp1.dp1", "tp1.pp2.dp1")]
     (alone,) = run_ranks(within_budget, 1, [ParallelLayout()])[0]

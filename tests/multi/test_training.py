@@ -48,6 +48,26 @@ def cases(world):
     }
 
 
+def decayed(world) -> dict[str, tuple[int, float]]:
+    """Name -> dims of a tensor, and what is left of its ones after a step without gradients."""
+    built, _, groups, _ = make_model(world, ParallelLayout(dp=2))
+    trainable = Trainable(built, groups, OptimizerConfig(lr=0.5, weight_decay=0.1))
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.fill_(1.0)
+    trainable.reload_weights()
+    trainable.accumulate([], lambda output, _: (output.sum(), None))
+    trainable.step()
+    return {name: (each.dim(), float(each.mean())) for name, each in logical_tensors(built).items()}
+
+
+def test_matrices_decay_and_norms_and_biases_do_not():
+    found = run_ranks(decayed, 2)[0]
+    assert {dims for dims, _ in found.values()} == {1, 2}
+    for name, (dims, left) in found.items():
+        assert left == pytest.approx(0.95 if dims == 2 else 1.0), name
+
+
 def initial_values(world, model: ModelConfig) -> dict[str, tuple[float, float]]:
     """Name -> mean and standard deviation of a tensor's initial weights."""
     built, *_ = make_model(world, ParallelLayout(), model=replace(model, qkv_bias=True), std=0.1)

@@ -6,7 +6,8 @@ One random Llama of 4.7 M parameters is made in the format of Hugging Face; both
 and threads are the same for both. Each is a process of its own, which sleeps while the other works. TRL keeps all
 activations, other than its default, since this makes it faster; --rival-checkpointing has it as it comes.
 
-Cases: equal (64 tokens in each response), tailed (log-normal lengths).
+Cases: equal (64 tokens in each response), tailed (log-normal lengths), fsdp (as equal, with ours updated under PyTorch
+FSDP over its ranks).
 
 The limit of a step is its operations, of all products with weights where no sample shares anything with another, over
 the rate of the same products, measured after each round: the best counts. Ours computes a prompt once for all samples
@@ -43,8 +44,8 @@ from step_bench.cases import NUM_PROMPTS, PROMPT_TOKENS, SIZE, lengths_of, step_
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.observe.files import replace_file
 
-CASES = ("equal", "tailed")
-_OVER_TRL = {"equal": 2.0, "tailed": 3.0}
+CASES = ("equal", "tailed", "fsdp")
+_OVER_TRL = {"equal": 2.0, "tailed": 3.0, "fsdp": 1.5}
 _OVER_LIMIT, _OTHER_SHARE = 1.6, 0.05
 _MODEL_PHASES = ("rollout", "log_probs", "update")
 _SETTLE_S = 0.5
@@ -73,7 +74,7 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="default: both")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="default: all")
     parser.add_argument(
         "--rival-python",
         default=str(TOOLS.parents[1] / ".venv-vllm/bin/python"),
@@ -119,12 +120,14 @@ def _measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     }
     results |= {"versions": {}, "rates": [], "cases": {}}
     with contextlib.ExitStack() as stack:
-        trainers = []
-        for name in ("ours",) if options.alone else ("ours", "trl"):
-            trainers.append(stack.enter_context(_started(options, work, name)))
-            results["versions"] |= trainers[-1].versions
+        layouts = dict.fromkeys("fsdp" if case == "fsdp" else "dp" for case in options.cases)
+        ours = {layout: stack.enter_context(_started(options, work, "ours", layout)) for layout in layouts}
+        rivals = [] if options.alone else [stack.enter_context(_started(options, work, "trl"))]
+        for trainer in (*ours.values(), *rivals):
+            results["versions"] |= trainer.versions
         for case in options.cases:
             lengths = lengths_of(case)
+            trainers = [ours["fsdp" if case == "fsdp" else "dp"], *rivals]
             found: dict[str, Any] = {trainer.name: [] for trainer in trainers}
             for turn in range(1 + options.repeats):
                 for trainer in trainers if turn % 2 else trainers[::-1]:
@@ -152,7 +155,7 @@ def _measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _started(options: argparse.Namespace, work: Path, name: str) -> Iterator[Engine]:
+def _started(options: argparse.Namespace, work: Path, name: str, layout: str = "dp") -> Iterator[Engine]:
     python = sys.executable if options.alone else options.rival_python
     folder = make_checkpoint(python, SIZE, "float32", work, module=("step_bench.trl", "make"))
     # A word for each id; the first three are no words of a prompt.
@@ -166,9 +169,10 @@ def _started(options: argparse.Namespace, work: Path, name: str) -> Iterator[Eng
         "micro_batch_tokens": options.micro_batch_tokens,
         "batch": options.rival_batch,
         "checkpointing": options.rival_checkpointing,
+        "layout": layout,
     }
     module = ["step_bench.ours"] if name == "ours" else ["step_bench.trl", "train"]
-    trainer = Engine(name, default_python(name, python), folder, settings, work / f"{name}.log", module)
+    trainer = Engine(name, default_python(name, python), folder, settings, work / f"{name}-{layout}.log", module)
     try:
         yield trainer
     finally:

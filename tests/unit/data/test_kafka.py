@@ -188,6 +188,7 @@ def test_a_broker_that_goes_away_is_waited_for(broker, tmp_path, monkeypatch, re
         prompts(replace(kafka, deadline_s=0.1), tmp_path, 3)
 
 
+@pytest.mark.slow
 def test_messages_that_the_broker_has_dropped_are_counted(broker, tmp_path):
     topic, said = next(topics), []
     broker.create(topic, 1, segment_bytes=300)

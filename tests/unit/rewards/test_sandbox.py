@@ -1000,6 +1000,7 @@ threading.Thread(target=threading.Event().wait).start()
     assert alone([Sample(prompt="", response=ADD, answer=ASSERTS, place="")]) == [1]
 
 
+@pytest.mark.slow
 def test_programs_that_are_stopped_idle_are_counted():
     limits = replace(SMALL, wall_s=1.0, cpu_s=3)
     settings = RewardConfig(function="code", sandbox=limits, max_in_flight=1)
@@ -1015,6 +1016,7 @@ def test_programs_that_are_stopped_idle_are_counted():
     assert idle_stops(SUM) == 0
 
 
+@pytest.mark.slow
 def test_work_on_cores_is_measured():
     code = "import time\nwhile time.process_time() < 0.7: pass\ntime.sleep(100)"
     ended = Ours()(code, limits=replace(SMALL, wall_s=4.0))

@@ -103,6 +103,7 @@ class Watching:
         return len(self.pairs) >= self.enough
 
 
+@pytest.mark.slow
 def test_many_requests_over_few_connections_to_servers_in_turn(serve):
     one, two = serve(ok), serve(ok)
     ask, watching = requests(60), Watching()

@@ -338,6 +338,7 @@ def test_slow_clients_hold_up_nobody():
         assert call(end, "POST", "/v1/completions", {"prompt": "ab"})[1]["choices"][0]["text"] == "ba"
 
 
+@pytest.mark.slow
 def test_who_does_not_go_on_is_cut_off(monkeypatch):
     monkeypatch.setattr(module, "_QUIET_S", 0.5)
     monkeypatch.setattr(module, "_HEAD_S", 0.5)

@@ -12,6 +12,7 @@ from tests.e2e.commands import run_command
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 def test_a_small_run_measures_every_format(tmp_path):
     pytest.importorskip("pyarrow")
     argv = ["--rows", "300", "--needed", "0.1", "--check", "--json", "data.json", "--work", "."]

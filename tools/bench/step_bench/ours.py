@@ -37,7 +37,7 @@ def recipe_values(folder: str, settings: Mapping[str, Any], work: Path) -> dict[
         "cluster": {"ranks": settings["ranks"], "threads_per_rank": settings["threads"] // settings["ranks"]},
         "model": {"path": folder},
         "data": {"train": str(work / "prompts.jsonl"), "held_out": str(work / "prompts.jsonl")},
-        "actor": {"update": {"dp": settings["ranks"]}, "optimizer": {"lr": LEARNING_RATE}},
+        "actor": {"update": {settings["layout"]: settings["ranks"]}, "optimizer": {"lr": LEARNING_RATE}},
         "reward": {"function": "step_bench.ours:reward"},
         "rollout": {"group_size": GROUP_SIZE, "max_new_tokens": MAX_NEW_TOKENS},
         "kl": {"coef": KL_COEF, "estimator": "k3", "place": "loss"},

@@ -1,0 +1,155 @@
+"""AdamW in fp32 over the tensors that this rank steps, whoever computes their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hybridflow.config.roles import OptimizerConfig
+from hybridflow.models.training import sum_over
+from hybridflow.reshard.memory import HostOffload
+
+_CLIP_EPS = 1e-6
+"""As megatron-core has it, so that both clip alike."""
+
+
+class Adam:
+    """The optimizer of a model that megatron-core does not train, with what ``training.Trainable`` has.
+
+    Args:
+        parameters: Name -> this rank's part of a parameter, live; what requires no gradient is not among them.
+        decayed: Names of those that weight decay pulls.
+        settings: How it learns.
+        shard_group: Ranks that step the other parts; None: this rank steps all.
+    """
+
+    is_distributed = False
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        decayed: frozenset[str],
+        settings: OptimizerConfig,
+        shard_group: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        self._clip, self._shard_group = settings.clip_grad, shard_group
+        self._held = dict(parameters)
+        # fp32 parameters are stepped themselves, others by way of an fp32 copy.
+        self._mains = {name: nn.Parameter(each.detach().float()) for name, each in self._held.items()}
+        mains = list(self._mains.values())
+        self._gradients = torch.zeros(sum(each.numel() for each in mains), device=mains[0].device)
+        for main, part in zip(mains, self._gradients.split([each.numel() for each in mains]), strict=True):
+            main.grad = part.view(main.shape)
+        pulled = [main for name, main in self._mains.items() if name in decayed]
+        others = [main for name, main in self._mains.items() if name not in decayed]
+        groups = [{"params": pulled, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self._optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+        )
+        for main in mains:
+            # There from the start, so that a checkpoint and host memory have a place for it.
+            self._optimizer.state[main] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(main),
+                "exp_avg_sq": torch.zeros_like(main),
+            }
+
+    def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add some parameters' gradients to what ``step`` uses."""
+        for name, gradient in gradients.items():
+            _gradient(self._mains[name]).add_(gradient)
+
+    def step(self, *, is_followed: bool = False) -> float:
+        """Clip the gradients, update the weights, and return the gradient norm before clipping.
+
+        Collective: the shard group.
+        """
+        norm = float(self._gradients.norm())
+        if self._shard_group is not None:
+            square = torch.tensor(norm, dtype=torch.float64, device=self._gradients.device).square()
+            norm = float(sum_over(self._shard_group)(square).sqrt())
+        if self._clip > 0 and norm > self._clip:
+            self._gradients.mul_(self._clip / (norm + _CLIP_EPS))
+        self._optimizer.step()
+        with torch.no_grad():
+            for name, held in self._copied():
+                held.copy_(self._mains[name])
+        return norm
+
+    @torch.no_grad()
+    def reload_weights(self) -> None:
+        """Take up weights that were written from outside."""
+        for name, held in self._copied():
+            self._mains[name].copy_(held)
+
+    def gather(self) -> None:
+        """Do nothing: no step leaves weights to be gathered."""
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Use another learning rate from the next step on."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+
+    def learning_rate(self) -> float:
+        """Return the rate of the next step."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Return what each parameter's step needs: kind -> name -> flat live storage, as in ``training.Trainable``."""
+        moments = {name: self._optimizer.state[main] for name, main in self._mains.items()}
+        return {
+            "exp_avg": {name: each["exp_avg"].view(-1) for name, each in moments.items()},
+            "exp_avg_sq": {name: each["exp_avg_sq"].view(-1) for name, each in moments.items()},
+            "master": {name: self._mains[name].detach().view(-1) for name, _ in self._copied()},
+            "gradient": {name: _gradient(main).view(-1) for name, main in self._mains.items()},
+        }
+
+    def state_ranges(self) -> dict[str, tuple[int, int]]:
+        """Name -> the elements of this rank's part of which ``state`` keeps something: all."""
+        return {name: (0, main.numel()) for name, main in self._mains.items()}
+
+    def num_steps(self) -> int:
+        """Return the optimizer steps so far."""
+        return int(next(iter(self._optimizer.state.values()))["step"])
+
+    def set_num_steps(self, steps: int) -> None:
+        """Go on as after so many optimizer steps."""
+        for each in self._optimizer.state.values():
+            each["step"].fill_(steps)
+
+    def offload(self, owner: str) -> HostOffload:
+        """Return what moves the optimizer's state to host memory and back; the gradients come back as zeros.
+
+        Args:
+            owner: Name of the owner, in errors.
+        """
+        state = self.state()
+        kept = [each for kind in ("exp_avg", "exp_avg_sq", "master") for each in state[kind].values()]
+        return HostOffload(kept, zeroed=[self._gradients], owner=owner)
+
+    def reset_optimizer(self) -> None:
+        """Forget all moments and the step count, and keep the weights."""
+        state = self.state()
+        for kind in ("exp_avg", "exp_avg_sq"):
+            for tensor in state[kind].values():
+                tensor.zero_()
+        self.set_num_steps(0)
+
+    def _copied(self) -> list[tuple[str, Tensor]]:
+        """Return the parameters that are stepped by way of an fp32 copy."""
+        return [(name, held) for name, held in self._held.items() if held.dtype != torch.float32]
+
+
+def is_decayed(name: str, parameter: Tensor) -> bool:
+    """Return whether weight decay applies, as in megatron-core: neither to biases nor to norms."""
+    return parameter.dim() > 1 and not name.endswith(".bias")
+
+
+def _gradient(main: nn.Parameter) -> Tensor:
+    assert main.grad is not None, "set from the start"
+    return main.grad

@@ -1,0 +1,206 @@
+"""PyTorch FSDP as an update layout: memory, weights for the rollout, adapters, checkpoints in other layouts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hybridflow.checkpoint.saver import Step
+from hybridflow.checkpoint.store import load_latest, open_role
+from hybridflow.checkpoint.training_state import load_training
+from hybridflow.config.roles import LoRAConfig, OptimizerConfig
+from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.models.weights import local_regions, regions_of
+from hybridflow.roles.actor import Actor
+from hybridflow.roles.advantage import KLCoefficient
+from tests.multi.jobs import add_noise, inner_of, make_batch, make_job, outer_of, tiny_recipe
+from tests.multi.models import TINY
+from tests.multi.test_checkpoints import part_of, saver_of
+from tests.support.ranks import run_ranks
+
+
+def actor_of(world, text: str, **changes: Any) -> Actor:
+    """An actor on all ranks, in an update layout."""
+    recipe = tiny_recipe(ParallelLayout.parse(text), "grpo", model=changes.pop("model", TINY), micro_batch_tokens=30)
+    recipe = replace(recipe, actor=replace(recipe.actor, **changes))
+    job, _ = make_job(world, recipe)
+    return Actor(job, KLCoefficient(recipe))
+
+
+def learn(actor: Actor, rank: int, steps: int) -> None:
+    layout = actor.model.mesh.layout
+    batch = make_batch().select(torch.arange(12)[actor.model.mesh.coordinate(rank).dp :: layout.dp])
+    for step in range(steps):
+        actor.update(batch, {"actor_mini_batch": {"epoch": 0, "index": step % 2}})
+
+
+def pieces(actor: Actor, rank: int, kind: str) -> list[tuple[str, Any, np.ndarray]]:
+    """This rank's boxes of the weights, or of a kind of optimizer state."""
+    found = []
+    for name, regions in local_regions(actor.model.transformer, actor.spec, actor.model.mesh, rank).items():
+        if kind != "weight":
+            regions = regions_of(actor.trainable.state()[kind][name], [part for _, part in regions])
+        found += [(name, outer_of(part), values[inner_of(part)].float().numpy().copy()) for values, part in regions]
+    return found
+
+
+def joined(spec: Any, ranks: list[list[tuple[str, Any, np.ndarray]]]) -> dict[str, np.ndarray]:
+    """Whole tensors from the ranks' boxes; replicas agree."""
+    whole = {tensor.name: np.full(tensor.shape, np.nan, np.float32) for tensor in spec.tensors}
+    for name, box, values in (piece for rank in ranks for piece in rank):
+        assert np.isnan(whole[name][box]).all() or (whole[name][box] == values).all(), name
+        whole[name][box] = values
+    assert not any(np.isnan(values).any() for values in whole.values())
+    return whole
+
+
+def held_bytes(world) -> dict[str, list[int]]:
+    """Bytes of this rank's parameters, gradients and optimizer state."""
+    found = {}
+    for text in ("fsdp4", "dp4"):
+        actor = actor_of(world, text, optimizer=OptimizerConfig(lr=1e-3, distributed=False))
+        learn(actor, world.rank, 1)
+        state = actor.trainable.state()
+        storages = {each.untyped_storage().data_ptr(): each.nbytes for each in actor.model.tensors().values()}
+        found[text] = [
+            sum(storages.values()),
+            sum(each.nbytes for each in state["gradient"].values()),
+            sum(each.nbytes for kind in ("exp_avg", "exp_avg_sq") for each in state[kind].values()),
+        ]
+    return found
+
+
+def test_a_rank_holds_a_quarter():
+    ranks = run_ranks(held_bytes, 4)
+    for kind in range(3):
+        whole, parts = ranks[0]["dp4"][kind], [rank["fsdp4"][kind] for rank in ranks]
+        # Padding of the vocabulary is on the last rank alone, and no tensor here has rows that four ranks cannot share.
+        assert max(parts) <= 1.01 * whole / 4 and abs(sum(parts) - whole) <= 0.01 * whole, (kind, parts, whole)
+
+
+def rollout_weights(world, text: str) -> tuple[list[Any], list[Any], dict[str, float]]:
+    actor = actor_of(world, "fsdp4", rollout=ParallelLayout.parse(text))
+    add_noise(actor.model, actor.spec, world.rank, seed=3)
+    learn(actor, world.rank, 2)
+    actor.enter_phase("rollout")
+    rollout = local_regions(actor._rollout.transformer, actor.spec, actor._rollout.mesh, world.rank)
+    here = [
+        (name, outer_of(part), values[inner_of(part)].numpy().copy())
+        for name, regions in rollout.items()
+        for values, part in regions
+    ]
+    return pieces(actor, world.rank, "weight"), here, dict(actor.metrics)
+
+
+@pytest.mark.parametrize("text", ["tp2.dp2", "dp4"])
+def test_the_rollout_gets_the_weights_with_the_fewest_bytes(text):
+    found = run_ranks(rollout_weights, 4, text)
+    spec = run_ranks(spec_of, 1)[0]
+    learned, sampled = joined(spec, [each[0] for each in found]), joined(spec, [each[1] for each in found])
+    assert all((learned[name] == sampled[name]).all() for name in learned)
+    for _, _, metrics in found:
+        assert 0 < metrics["reshard/bytes"] == metrics["reshard/limit_bytes"]
+
+
+def spec_of(world) -> Any:
+    return actor_of(world, "dp1").spec
+
+
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+
+
+def save(world, folder: Path, text: str, model: Any) -> dict[str, list[Any]]:
+    actor = actor_of(world, text, model=model, optimizer=OptimizerConfig(lr=1e-3, distributed=False))
+    learn(actor, world.rank, 3)
+    saver = saver_of(world, folder)
+    part = part_of(world, actor.trainable, actor.spec, actor.model.mesh)
+    saver.save(Step(number=3, state={}, leads={"actor": 0}, parts={"actor": part}))
+    saver.finish(print)
+    kinds = [*KINDS, *(["master"] if model.dtype == "bf16" else [])]
+    return {kind: pieces(actor, world.rank, kind) for kind in kinds}
+
+
+def resume(world, folder: Path, text: str, model: Any) -> tuple[int, dict[str, list[Any]]]:
+    actor = actor_of(world, text, model=model, optimizer=OptimizerConfig(lr=1e-2, distributed=False))
+    source = open_role(load_latest(folder), "actor")
+    load_training(source, actor.trainable, actor.spec, actor.model.mesh, world.rank)
+    kinds = [*KINDS, *(["master"] if model.dtype == "bf16" else [])]
+    return actor.trainable.num_steps(), {kind: pieces(actor, world.rank, kind) for kind in kinds}
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "dtype"),
+    [("fsdp4", "fsdp2", "bf16"), ("fsdp2.dp4", "tp2", "fp32"), ("tp2.dp2", "fsdp2", "fp32"), ("fsdp4", "dp1", "fp32")],
+)
+def test_a_checkpoint_goes_on_in_another_layout(tmp_path, source, target, dtype):
+    model = replace(TINY, dtype=dtype)
+    before = run_ranks(save, 4, tmp_path, source, model)
+    after = run_ranks(resume, ParallelLayout.parse(target).world_size, tmp_path, target, model)
+    spec = run_ranks(spec_of, 1)[0]
+    assert {steps for steps, _ in after} == {3}
+    for kind in before[0]:
+        was, now = joined(spec, [each[kind] for each in before]), joined(spec, [each[kind] for _, each in after])
+        assert all((was[name] == now[name]).all() for name in was), kind
+        assert any(values.any() for values in was.values())
+
+
+def adapters(world, text: str) -> list[Any]:
+    lora = LoRAConfig(rank=2, targets=("q_proj", "gate_proj", "up_proj", "down_proj"), dropout=0.1)
+    actor = actor_of(world, text, lora=lora, optimizer=OptimizerConfig(lr=1e-3, distributed=False))
+    learn(actor, world.rank, 3)
+    return pieces(actor, world.rank, "weight")
+
+
+def test_adapters_learn_as_in_a_layout_of_one_rank():
+    (alone,) = run_ranks(adapters, 1, "dp1")
+    whole = {name: values for name, _, values in alone}
+    moved = 0.0
+    for rank in run_ranks(adapters, 2, "fsdp2"):
+        for name, box, values in rank:
+            np.testing.assert_allclose(values, whole[name][box], atol=2e-5, rtol=0, err_msg=name)
+            moved = max(moved, float(np.abs(values).max()) if name.endswith(".B") else 0.0)
+    assert moved > 1e-3, "no adapter has learned"
+
+
+def recomputed(world) -> list[bool]:
+    """Of each layout: whether weights are the same to the last bit with and without activations that are kept."""
+    found = []
+    for text in ("fsdp2", "tp2", "pp2"):
+        both = []
+        for is_on in (False, True):
+            actor = actor_of(world, text, gradient_checkpointing=is_on)
+            learn(actor, world.rank, 2)
+            both.append(pieces(actor, world.rank, "weight"))
+        found.append(all((one == other).all() for (_, _, one), (_, _, other) in zip(*both, strict=True)))
+    return found
+
+
+def test_computing_activations_again_changes_no_bit():
+    assert run_ranks(recomputed, 2) == [[True] * 3] * 2
+
+
+def saved_tensors(world) -> dict[bool, int]:
+    """Bytes that a forward pass keeps for the backward pass."""
+    found = {}
+    for is_on in (False, True):
+        actor, kept = actor_of(world, "dp1", gradient_checkpointing=is_on), [0]
+
+        def note(tensor: torch.Tensor, kept: list[int] = kept) -> torch.Tensor:
+            kept[0] += tensor.nbytes if not isinstance(tensor, torch.nn.Parameter) else 0
+            return tensor
+
+        (part,) = actor.model.pack([torch.arange(24)], [4])
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            actor.model.transformer(part.tokens, part.attention, part.rows)
+        found[is_on] = kept[0]
+    return found
+
+
+def test_computing_activations_again_keeps_a_fraction_of_them():
+    (found,) = run_ranks(saved_tensors, 1)
+    assert found[True] < found[False] / 4

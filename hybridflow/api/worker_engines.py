@@ -23,7 +23,7 @@ from hybridflow.parallel.megatron import collection
 from hybridflow.parallel.world import World
 from hybridflow.placement.model_on_mesh import copy_weights
 from hybridflow.placement.placed_model import part_of
-from hybridflow.placement.pretrained import from_pretrained
+from hybridflow.placement.pretrained import check_table, from_pretrained
 from hybridflow.placement.user_objects import user_class_of
 from hybridflow.reshard.plan import participants
 from hybridflow.rollout.engine import MegatronEngine
@@ -59,7 +59,9 @@ def source_of(model: Any) -> Source:
         ConfigError: It is neither.
     """
     if isinstance(model, str | Path):
-        return open_model(Path(model))
+        source = open_model(Path(model))
+        check_table(source)
+        return source
     if is_model(model):
         return in_memory_model(model).source
     raise ConfigError(

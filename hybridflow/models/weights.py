@@ -144,11 +144,20 @@ def _initial_value(tensor: TensorSpec, origin: str, std: float, num_layers: int,
         return torch.zeros(tensor.shape)
     if len(tensor.shape) == 1:
         return torch.full(tensor.shape, norm)
-    digest = hashlib.sha256(origin.encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = _generator(origin)
     if is_factor(tensor.name):
         bound = 1 / math.sqrt(tensor.shape[-1])
         return torch.empty(tensor.shape).uniform_(-bound, bound, generator=generator)
     if tensor.name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         std = std / math.sqrt(2 * num_layers)
     return torch.empty(tensor.shape).normal_(0.0, std, generator=generator)
+
+
+def initial_matrix(name: str, shape: Sequence[int], *, seed: int, std: float) -> Tensor:
+    """Return the initial values of a matrix that ends no residual branch, fp32 in host memory, as ``initialize`` does."""
+    return torch.empty(*shape).normal_(0.0, std, generator=_generator(f"{seed}:{name}"))
+
+
+def _generator(origin: str) -> torch.Generator:
+    digest = hashlib.sha256(origin.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

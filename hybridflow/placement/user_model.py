@@ -76,11 +76,11 @@ class UserModel(PlacedModel):
     transformer: Uncut
 
     def build(self, *, has_value_head: bool = False, lora: LoRAConfig | None = None) -> None:
-        """Take the user's module; of a reference that stays what the actor was, a copy."""
+        """Take the module; of a reference that stays what the actor was, a copy."""
         given = user_class_of(self._job, self._role)
         assert given is not None, "an own model is placed where one was given"
         # A reference that stays what the actor was must not be the very object that learns.
-        is_shared = self._role != "actor" and given is self._job.objects.get("actor")
+        is_shared = self._role != "actor" and given is user_class_of(self._job, "actor")
         self.module: nn.Module = copy.deepcopy(given) if is_shared else given
         if is_shared:
             self.module.zero_grad(set_to_none=True)

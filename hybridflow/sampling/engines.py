@@ -9,6 +9,7 @@ from torch import Tensor
 from hybridflow.config.rollout import SamplingEngineConfig
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.models.adapters import base_spec
+from hybridflow.models.hf_model import TransformersActor
 from hybridflow.models.lora import adapted, merged_weight
 from hybridflow.placement.job import Job
 from hybridflow.placement.peft import described
@@ -17,6 +18,7 @@ from hybridflow.placement.user_model import UserModel
 from hybridflow.reshard.spec import ITEM_BYTES
 from hybridflow.rollout.budget import cache_bytes
 from hybridflow.rollout.engine import MegatronEngine
+from hybridflow.rollout.engines.hf_engine import HFEngine
 from hybridflow.rollout.engines.hf_weights import hf_weights
 from hybridflow.rollout.engines.http_engine import HttpEngine
 from hybridflow.rollout.engines.openai import OpenAi, find_model
@@ -89,14 +91,15 @@ def whole_tensors(model: PlacedModel) -> Callable[[str], Tensor]:
 
 
 def make_own_engine(job: Job, model: PlacedModel) -> MegatronEngine | UserEngine:
-    """Make an engine that generates with the weights being trained, or with a user's own module that is."""
+    """Make an engine that generates with the weights being trained, or with a whole module that is."""
     rollout, seed = job.recipe.rollout, job.recipe.seed
     if not isinstance(model, UserModel):
         memory = rollout.cache_memory
         return model.make_engine(
             seed=seed, max_concurrent=rollout.max_concurrent, cache_memory=memory, tokenizer=job.tokenizer
         )
-    return UserEngine(
+    kind = HFEngine if isinstance(model.module, TransformersActor) else UserEngine
+    return kind(
         model.module,
         model.groups.tp,
         vocab_size=job.vocab_size,

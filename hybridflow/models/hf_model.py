@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from hybridflow.errors import CheckpointError, ConfigError
@@ -197,10 +198,11 @@ def _make(auto_class: str, folder: Path, model: ModelConfig, filling: Filling) -
                 folder, config=config, local_files_only=True, use_safetensors=True, output_loading_info=True, **asked
             )
         else:
-            with torch.device("meta") if filling == "never" else _without_values():
+            without: AbstractContextManager[Any] = torch.device("meta") if filling == "never" else _without_values()
+            with without:
                 module = auto.from_config(config, **asked)
             module.tie_weights()
-    except (ImportError, KeyError, OSError, RuntimeError, ValueError) as error:
+    except (ImportError, KeyError, OSError, RuntimeError, SafetensorError, ValueError) as error:
         raise ConfigError(
             f"{folder}: transformers {library.__version__} cannot make the model: {type(error).__name__}: "
             f"{' '.join(str(error).split())[:400]}; update transformers, restore the directory, or, if you trust its "

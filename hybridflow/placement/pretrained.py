@@ -139,8 +139,3 @@ def _in_directory(model: ModelConfig) -> tuple[str | None, dict[str, bytes]]:
     # Without its code nobody could load it again.
     code = sorted(each.name for each in settings.assets.glob("*.py")) if model.trust_remote_code else []
     return settings.family, read_assets(settings.assets, (*ASSETS, *code))
-| None) -> tuple[str | None, dict[str, bytes]]:
-    settings = None if path is None else read_model_info(Path(path))
-    if settings is None or settings.assets is None:
-        return None, {}
-    return settings.family, read_assets(settings.assets)

@@ -121,7 +121,7 @@ def make_trainer(
     with current_activity("reading data and making models"):
         job = open_job(recipe, world, plan)
         start = checkpoints.find_resume_point(job, resume=resume)
-        job = with_library_models(replace(job, is_resumed=start.checkpoint is not None))
+        job = replace(job, is_resumed=start.checkpoint is not None)
         return Trainer(job, plan, start, stopping, record)
 
 
@@ -163,7 +163,7 @@ class Trainer(Role):
         self, job: Job, plan: JobPlan, start: checkpoints.ResumePoint, stopping: Stopping, record: Record
     ) -> None:
         super().__init__()
-        self.job = job
+        self.job = job = with_library_models(job)
         self.kl_coef = KLCoefficient(job.recipe)
         self.roles = make_roles(job, self.kl_coef)
         self.progress = Progress(job.recipe)

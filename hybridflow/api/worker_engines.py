@@ -140,7 +140,7 @@ class VllmWorker:
 
     def __init__(self, model: Any, world: World, options: Options) -> None:
         # Where it is not asked for it need not be there.
-        from hybridflow.rollout.engines.vllm_engine import VllmEngine
+        from hybridflow.rollout.engines.vllm_engine import VllmEngine, config_of
 
         source = source_of(model)
         chosen = {"max_context": options.max_context, "dtype": options.dtype}
@@ -150,7 +150,8 @@ class VllmWorker:
         self.max_context = self._model.max_context
         self._described = describe(self._model, family=source.family, has_value_head=False)
         self.engine = VllmEngine(
-            self._described,
+            self._model,
+            config_of(self._described),
             log_probs="processed",
             seed=options.seed,
             vocab_size=self._model.vocab_size,

@@ -5,7 +5,8 @@ They are classes as in ``user_model``: whole on each rank, data parallel. A rewa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -14,8 +15,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from hybridflow.config.roles import LoRAConfig
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.model import ModelConfig
+from hybridflow.models.adapters import is_factor
+from hybridflow.models.initial import initial_factor
 from hybridflow.models.user_model import ActorModel, CriticModel
 
 Filling = Literal["read", "later", "never"]
@@ -23,11 +27,19 @@ Filling = Literal["read", "later", "never"]
 
 VALUE_HEAD = "value_head.weight"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ADAPTER = "default"
+_RENAMED = {
+    ".base_layer.": ".",
+    f".lora_A.{_ADAPTER}.weight": ".lora.A",
+    f".lora_B.{_ADAPTER}.weight": ".lora.B",
+}
 _SCORER = "ForSequenceClassification"
 
 
 class TransformersActor(ActorModel):
     """A causal language model of ``transformers``. Its tensors have the names that they have there.
+
+    The factors of an adapter are named after their layer, as in ``models.adapters``: ``….q_proj.lora.A``.
 
     Dropout is off, also while it learns: the sampler's log-probabilities are to be the trainer's.
 
@@ -62,11 +74,34 @@ class TransformersActor(ActorModel):
         self.inner.eval()
         return self
 
+    @contextlib.contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        """Switch the adapters off for the duration."""
+        self.inner.disable_adapters()
+        try:
+            yield
+        finally:
+            self.inner.enable_adapters()
+
+    def updates(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the weights that have an adapter, each with ``scale * B A``, of the weight's number format."""
+        for each in self.inner.modules():
+            if hasattr(each, "lora_A"):
+                yield each.get_base_layer().weight, each.get_delta_weight(_ADAPTER)
+
+    @torch.no_grad()
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors but the adapters', with the updates of these."""
+        updates = {id(weight): update for weight, update in self.updates()}
+        for name, each in [*self.named_parameters(), *self.named_buffers()]:
+            if not is_factor(name):
+                yield name, each + updates[id(each)] if id(each) in updates else each
+
     # Names as in transformers, without that of the attribute.
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         """Yield parameters by their names in ``transformers``."""
         owner = self.inner if recurse else super()
-        return owner.named_parameters(prefix, recurse, remove_duplicate)
+        return ((_told(name), each) for name, each in owner.named_parameters(prefix, recurse, remove_duplicate))
 
     def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         """Yield buffers by their names in ``transformers``."""
@@ -121,6 +156,49 @@ class TransformersCritic(CriticModel):
         self.training = mode
         self.get_submodule(self._prefix).eval()
         return self
+
+
+def add_adapters(actor: TransformersActor, lora: LoRAConfig, *, seed: int) -> None:
+    """Freeze the weights of an actor and give its linear layers adapters of PEFT, whose update is zero.
+
+    Raises:
+        ConfigError: PEFT cannot be imported, or the model has no such layers.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(f"actor.lora: a model in transformers needs peft: {error}; pip install peft") from error
+    head = actor.inner.get_output_embeddings()
+    linears = [name for name, each in actor.inner.named_modules() if isinstance(each, nn.Linear) and each is not head]
+    known = dict.fromkeys(name.rpartition(".")[2] for name in linears)
+    strangers = [target for target in lora.targets if target not in known]
+    if strangers:
+        raise ConfigError(
+            f"actor.lora.targets: {', '.join(strangers)}: no linear layers of {type(actor.inner).__name__}, which has "
+            f"{', '.join(known)}; name some of these"
+        )
+    actor.inner.add_adapter(
+        peft.LoraConfig(r=lora.rank, lora_alpha=lora.effective_alpha, target_modules=list(lora.targets), bias="none")
+    )
+    for name, parameter in actor.named_parameters():
+        parameter.requires_grad_(is_factor(name))
+    restart_adapters(actor, seed=seed)
+    actor.train(False)
+
+
+@torch.no_grad()
+def restart_adapters(actor: TransformersActor, *, seed: int, variant: int = 0) -> None:
+    """Set the factors of an actor: B to 0, A to a function of (seed, name, variant), as ``models.weights`` does."""
+    for name, parameter in actor.named_parameters():
+        if is_factor(name) and parameter.device.type != "meta":
+            parameter.copy_(initial_factor(name, parameter.shape, seed=seed, variant=variant))
+
+
+def _told(name: str) -> str:
+    """Return a parameter's name without what PEFT adds to it."""
+    for found, told in _RENAMED.items():
+        name = name.replace(found, told)
+    return name
 
 
 def layers_of(module: nn.Module) -> nn.ModuleList:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.adapters import is_factor
 from hybridflow.models.gpt import build_transformer
+from hybridflow.models.initial import initial_factor, initial_matrix
 from hybridflow.models.specs import describe, logical_tensors
 from hybridflow.parallel.megatron import collection
 from hybridflow.parallel.world import World
@@ -134,30 +134,20 @@ def initialize(
         local.zero_()
         inner = tuple(slice(0, stop - start) for start, stop in part.box)
         outer = tuple(slice(start, stop) for start, stop in part.box)
-        origin = f"{seed}:{name}:{variant}" if variant else f"{seed}:{name}"
-        local[inner].copy_(_initial_value(shapes[name], origin, std, spec.num_layers, norm)[outer])
+        whole = _initial_value(shapes[name], std, spec.num_layers, norm, seed=seed, variant=variant)
+        local[inner].copy_(whole[outer])
 
 
-def _initial_value(tensor: TensorSpec, origin: str, std: float, num_layers: int, norm: float) -> Tensor:
+def _initial_value(
+    tensor: TensorSpec, std: float, num_layers: int, norm: float, *, seed: int, variant: int
+) -> Tensor:
     """Return the whole logical tensor, fp32 in host memory."""
-    if tensor.name.endswith("bias") or (is_factor(tensor.name) and tensor.name.endswith(".B")):
+    if is_factor(tensor.name):
+        return initial_factor(tensor.name, tensor.shape, seed=seed, variant=variant)
+    if tensor.name.endswith("bias"):
         return torch.zeros(tensor.shape)
     if len(tensor.shape) == 1:
         return torch.full(tensor.shape, norm)
-    generator = _generator(origin)
-    if is_factor(tensor.name):
-        bound = 1 / math.sqrt(tensor.shape[-1])
-        return torch.empty(tensor.shape).uniform_(-bound, bound, generator=generator)
     if tensor.name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         std = std / math.sqrt(2 * num_layers)
-    return torch.empty(tensor.shape).normal_(0.0, std, generator=generator)
-
-
-def initial_matrix(name: str, shape: Sequence[int], *, seed: int, std: float) -> Tensor:
-    """Return the initial values of a matrix that ends no residual branch, fp32 in host memory, as ``initialize`` does."""
-    return torch.empty(*shape).normal_(0.0, std, generator=_generator(f"{seed}:{name}"))
-
-
-def _generator(origin: str) -> torch.Generator:
-    digest = hashlib.sha256(origin.encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return initial_matrix(tensor.name, tensor.shape, seed=seed, std=std, variant=variant)

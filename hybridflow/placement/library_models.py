@@ -13,9 +13,9 @@ from hybridflow.checkpoint.manifest import NAME
 from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.model import ModelConfig
-from hybridflow.models.hf_model import VALUE_HEAD, Filling, TransformersCritic, make_actor, make_critic
+from hybridflow.models.hf_model import VALUE_HEAD, Filling, TransformersActor, TransformersCritic, add_adapters, make_actor, make_critic
 from hybridflow.models.user_model import Uncut
-from hybridflow.models.weights import initial_matrix
+from hybridflow.models.initial import initial_matrix
 from hybridflow.placement.job import Job
 
 _MESHES = {
@@ -49,9 +49,12 @@ def with_library_models(job: Job) -> Job:
             continue
         if recipe.model_of(role).implementation == "transformers":
             has_value_head = role not in ("actor", "teacher") or (role == "actor" and recipe.traits.is_scorer)
-            modules[role] = _make(
+            module = modules[role] = _make(
                 job.model_of(role), _filling(job, role, names), has_value_head=has_value_head, seed=recipe.seed
             )
+            if role == "actor" and recipe.actor.lora is not None:
+                assert isinstance(module, TransformersActor), "of a scorer refused by the recipe"
+                add_adapters(module, recipe.actor.lora, seed=recipe.seed)
     return replace(job, modules=modules) if modules else job
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from hybridflow.config.roles import LoRAConfig, OptimizerConfig
 from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.models.adapters import is_factor
+from hybridflow.models.hf_model import restart_adapters
+from hybridflow.models.lora import actor_of
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.user_model import Uncut, ask_logits, ask_values
 from hybridflow.models.user_training import UserTrainable
@@ -95,6 +98,11 @@ class UserModel(PlacedModel):
             first = dist.get_global_rank(self.groups.dp, 0)
             for _, tensor in self.transformer.tensors():
                 dist.broadcast(tensor.data, first, group=self.groups.dp)
+
+    def initialize(self, names: Collection[str] | None = None, variant: int = 0) -> None:
+        """Set the adapters' factors anew, as ``ModelOnMesh`` does: the rest of a module is never set here."""
+        assert names is not None and all(map(is_factor, names)), "asked for adapters alone"
+        restart_adapters(actor_of(self.transformer), seed=self._seed, variant=variant)
 
     def make_trainable(self, settings: OptimizerConfig) -> Any:
         """Make gradients and an optimizer for the model, as ``PlacedModel`` does."""

@@ -62,13 +62,13 @@ def _check_layouts(recipe: Recipe, names: tuple[str, ...]) -> None:
 def _check_actor(recipe: Recipe) -> None:
     rollout = recipe.rollout
     refused = {
-        "actor.lora": recipe.actor.lora is not None,
+        "actor.lora.path": recipe.actor.lora is not None and recipe.actor.lora.path is not None,
+        "actor.lora.dropout": recipe.actor.lora is not None and recipe.actor.lora.dropout > 0,
         "actor.reshard_every": recipe.actor.reshard_every > 1,
         "actor.rollout_ranks": recipe.actor.rollout_ranks is not None,
         "rollout.environment": rollout.environment is not None,
         "rollout.partial_rollouts": rollout.partial_rollouts,
         "rollout.stop": bool(rollout.stop),
-        "rollout.engine.kind=vllm": rollout.engine.kind == "vllm",
     }
     for key, is_there in refused.items():
         if is_there:

@@ -184,9 +184,9 @@ def make_target(
             told = f"{name}={given[name]}: format {format} has no such option"
             raise ConfigError(f"{told}; leave it out, or write {', '.join(takers)}")
     if source.model.implementation == "transformers":
-        if format != "hf":
+        if format not in ("hf", "peft"):
             raise ConfigError(
                 f"{source.path}: its tensors are those of transformers, which format {format} has no place for; write hf"
             )
-        return NamedTarget(source, **given)
+        return (NamedTarget if format == "hf" else PeftTarget)(source, **given)
     return WRITABLE[format](source, **given)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hybridflow import cli
 from hybridflow.checkpoint.model_dir import ModelDir
-from hybridflow.config.roles import OptimizerConfig
 from hybridflow.errors import CheckpointError, ConfigError, LayoutError
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -268,6 +267,42 @@ def check_export(folder: Path, capsys: Any) -> None:
 def begins_with(world: World, values: dict[str, Any]) -> np.ndarray:
     actor = begun(world, values).roles.actor
     return actor.log_probs(batch(), {}).columns["old_log_probs"].values.numpy()
+
+
+LORA = {"lora": {"rank": 4, "targets": ["q_proj", "v_proj", "up_proj"]}, "optimizer": {"lr": 1e-2}}
+
+
+def test_adapters_are_those_of_peft(folder):
+    """The base stays as it is and is the reference; PEFT computes with the exported adapter what the actor computed."""
+    made = recipe(folder, "grpo", "lora", "StableLm", 2, actor=LORA)
+    run_ranks(run, 2, made)
+    rows = lines(folder, "lora")
+    assert rows[0]["kl/ref"] == pytest.approx(0, abs=1e-6) and rows[1]["kl/ref"] > 1e-6
+    checkpoint = folder / "lora/checkpoints/step_000002/actor"
+    base = ModelDir(folder / "lora/checkpoints/base")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "StableLm")
+    for name, each in theirs.named_parameters():
+        assert torch.equal(base.read("weight", name), each.data), name
+    held = ModelDir(checkpoint).manifest.tensors
+    assert len(held["weight"]) == 2 * 3 * 2 and held["weight"].keys() == held["exp_avg"].keys()
+    convert(checkpoint, "peft", folder / "adapter")
+    convert(checkpoint, "hf", folder / "merged")
+    expected = their_log_probs(folder / "merged")
+    assert np.abs(their_log_probs(folder / "StableLm", folder / "adapter") - expected).max() <= 1e-5
+    assert np.abs(their_log_probs(folder / "StableLm") - expected).max() > 1e-3
+    # A resumed run begins with the adapter.
+    run_ranks(run, 2, recipe(folder, "grpo", "lora", "StableLm", 2, actor=LORA, trainer={"steps": 3}), True)
+    assert len(lines(folder, "lora")) == 3
+
+
+def no_adapters(world: World, values: dict[str, Any]) -> None:
+    said = "actor.lora.targets: q_proj: no linear layers of FalconForCausalLM, which has query_key_value, dense"
+    complains(lambda: begun(world, values), [said, "name some of these"], ConfigError)
+
+
+def test_layers_that_the_model_lacks_are_refused(folder):
+    lora = {"lora": {"rank": 2, "targets": ["q_proj", "query_key_value"]}}
+    run_ranks(no_adapters, 1, recipe(folder, "grpo", "no", "Falcon", actor=lora))
 
 
 OTHERS: dict[str, dict[str, Any]] = {

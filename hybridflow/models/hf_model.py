@@ -1,6 +1,6 @@
 """Models of ``transformers`` as actors and critics: any causal language model. The one door to ``transformers``.
 
-They are classes as in ``user_model``: whole on each rank, data parallel. A reward model is a critic that is not trained.
+They are classes as in ``user_model``: whole on each rank. A reward model is a critic that is not trained.
 """
 
 from __future__ import annotations
@@ -100,13 +100,16 @@ class TransformersActor(ActorModel):
     # Names as in transformers, without that of the attribute.
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         """Yield parameters by their names in ``transformers``."""
-        owner = self.inner if recurse else super()
-        return ((_told(name), each) for name, each in owner.named_parameters(prefix, recurse, remove_duplicate))
+        if not recurse:
+            return super().named_parameters(prefix, recurse, remove_duplicate)
+        found = self.inner.named_parameters(prefix, recurse, remove_duplicate)
+        return ((_told(name), each) for name, each in found)
 
     def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         """Yield buffers by their names in ``transformers``."""
-        owner = self.inner if recurse else super()
-        return owner.named_buffers(prefix, recurse, remove_duplicate)
+        if not recurse:
+            return super().named_buffers(prefix, recurse, remove_duplicate)
+        return self.inner.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the module of ``transformers``."""
@@ -177,9 +180,9 @@ def add_adapters(actor: TransformersActor, lora: LoRAConfig, *, seed: int) -> No
             f"actor.lora.targets: {', '.join(strangers)}: no linear layers of {type(actor.inner).__name__}, which has "
             f"{', '.join(known)}; name some of these"
         )
-    actor.inner.add_adapter(
-        peft.LoraConfig(r=lora.rank, lora_alpha=lora.effective_alpha, target_modules=list(lora.targets), bias="none")
-    )
+    # PEFT calls it an integer, and divides by it as by any number.
+    settings: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.effective_alpha, "bias": "none"}
+    actor.inner.add_adapter(peft.LoraConfig(target_modules=list(lora.targets), **settings))
     for name, parameter in actor.named_parameters():
         parameter.requires_grad_(is_factor(name))
     restart_adapters(actor, seed=seed)
@@ -246,9 +249,9 @@ def make_critic(folder: Path, model: ModelConfig, *, is_scorer: bool, filling: F
     """
     inner = _make(f"AutoModel{_SCORER}" if is_scorer else "AutoModelForCausalLM", folder, model, filling)
     prefix, name = inner.base_model_prefix, type(inner).__name__
-    backbone = getattr(inner, prefix, None)
-    if not isinstance(backbone, nn.Module):
-        raise ConfigError(f"{folder}: {name} has no backbone {prefix!r}, which a critic is made of; choose another model")
+    backbone: nn.Module | None = getattr(inner, prefix, None)
+    if backbone is None:
+        raise ConfigError(f"{folder}: {name} has no backbone {prefix!r} to make a critic of; choose another model")
     heads = [each for each in inner.children() if isinstance(each, nn.Linear) and each is not backbone]
     if len(heads) != 1 or (is_scorer and (heads[0].out_features != 1 or heads[0].bias is not None)):
         raise ConfigError(
@@ -266,6 +269,9 @@ def _make(auto_class: str, folder: Path, model: ModelConfig, filling: Filling) -
     """Return a module of ``transformers``, in evaluation mode."""
     library = _library(f"{folder}: runs in transformers")
     auto = getattr(library, auto_class)
+    bars = library.utils.logging
+    has_bars = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
     asked: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
     found: Mapping[str, Any] = {}
     try:
@@ -286,6 +292,9 @@ def _make(auto_class: str, folder: Path, model: ModelConfig, filling: Filling) -
             f"{' '.join(str(error).split())[:400]}; update transformers, restore the directory, or, if you trust its "
             "Python files, set trust_remote_code=true in the recipe's model section"
         ) from error
+    finally:
+        if has_bars:
+            bars.enable_progress_bar()
     missing = sorted(found.get("missing_keys", ()))
     if missing:
         raise CheckpointError(
@@ -340,7 +349,7 @@ def generate(
         attention_mask: ``[samples, tokens]`` int64: 1, and 0 on padding.
         max_new_tokens: Most tokens that are asked for.
         pad_id: Token of padding.
-        choose: Gets logits of the next tokens, ``[samples, vocab]`` fp32, and returns these tokens, ``[samples]`` int64.
+        choose: Gets logits of the next tokens, ``[samples, vocab]`` fp32; returns these, ``[samples]`` int64.
         is_over: Asked after each token; whether to end.
 
     Raises:
@@ -348,11 +357,11 @@ def generate(
     """
     library = _library("sampling needs transformers")
 
-    class Choose(library.LogitsProcessor):  # type: ignore[name-defined,misc]
+    class Choose(library.LogitsProcessor):  # type: ignore[name-defined]
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
             return torch.full_like(scores, -torch.inf).scatter_(1, choose(scores)[:, None], 0.0)
 
-    class Stop(library.StoppingCriteria):  # type: ignore[name-defined,misc]
+    class Stop(library.StoppingCriteria):  # type: ignore[name-defined]
         def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
             return torch.full((len(input_ids),), is_over(), device=input_ids.device)
 

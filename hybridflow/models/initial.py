@@ -24,7 +24,7 @@ def initial_matrix(name: str, shape: Sequence[int], *, seed: int, std: float, va
 
 
 def initial_factor(name: str, shape: Sequence[int], *, seed: int, variant: int = 0) -> Tensor:
-    """Return a factor of an adapter: B is 0, A uniform within ``1 / sqrt(in)``, as in PEFT; else as ``initial_matrix``."""
+    """Return a factor of an adapter: B is 0, A uniform within ``1 / sqrt(in)``, as in PEFT."""
     if name.endswith(".B"):
         return torch.zeros(*shape)
     bound = 1 / math.sqrt(shape[-1])

@@ -138,9 +138,7 @@ def initialize(
         local[inner].copy_(whole[outer])
 
 
-def _initial_value(
-    tensor: TensorSpec, std: float, num_layers: int, norm: float, *, seed: int, variant: int
-) -> Tensor:
+def _initial_value(tensor: TensorSpec, std: float, num_layers: int, norm: float, *, seed: int, variant: int) -> Tensor:
     """Return the whole logical tensor, fp32 in host memory."""
     if is_factor(tensor.name):
         return initial_factor(tensor.name, tensor.shape, seed=seed, variant=variant)

@@ -13,9 +13,17 @@ from hybridflow.checkpoint.manifest import NAME
 from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.model import ModelConfig
-from hybridflow.models.hf_model import VALUE_HEAD, Filling, TransformersActor, TransformersCritic, add_adapters, make_actor, make_critic
-from hybridflow.models.user_model import Uncut
+from hybridflow.models.hf_model import (
+    VALUE_HEAD,
+    Filling,
+    TransformersActor,
+    TransformersCritic,
+    add_adapters,
+    make_actor,
+    make_critic,
+)
 from hybridflow.models.initial import initial_matrix
+from hybridflow.models.user_model import Uncut
 from hybridflow.placement.job import Job
 
 _MESHES = {
@@ -110,6 +118,8 @@ def _fill(module: nn.Module, path: Path) -> None:
             continue
         if entry is None or entry.shape != (tuple(tensor.shape) or (1,)):
             found = "no such tensor" if entry is None else list(entry.shape)
-            raise CheckpointError(f"{path}: {name}: found {found}, expected {list(tensor.shape)}; is it of another model?")
+            raise CheckpointError(
+                f"{path}: {name}: found {found}, expected {list(tensor.shape)}; is it of another model?"
+            )
         tensor.copy_(source.read(name).view(tensor.shape))
         source.release()

@@ -91,7 +91,9 @@ def check_objects(job: Job) -> None:
                 "megatron-core, or a class of your own (docs/extend.md)"
             )
     if "reference" in job.objects and "actor" in job.modules:
-        raise ConfigError("reference: was given, and the actor runs in transformers, whose reference is its copy; remove it")
+        raise ConfigError(
+            "reference: was given, and the actor runs in transformers, whose reference is its copy; remove it"
+        )
     if "reference" in job.objects and job.recipe.actor.lora is not None:
         raise ConfigError("reference: was given, and actor.lora makes it the actor without adapters; remove one")
     for name, mesh in job.meshes.items():

@@ -83,7 +83,6 @@ class PushedEngine:
             weights = self._weights(model)
         self.engine.wake(weights)
 
-
     def _weights(self, model: PlacedModel) -> Iterable[tuple[str, Tensor]]:
         """Return the weights under the names that vLLM knows."""
         if self._described is not None:
@@ -123,7 +122,7 @@ def make_own_engine(job: Job, model: PlacedModel) -> MegatronEngine | UserEngine
         return model.make_engine(
             seed=seed, max_concurrent=rollout.max_concurrent, cache_memory=memory, tokenizer=job.tokenizer
         )
-    kind = HFEngine if isinstance(model.module, TransformersActor) else UserEngine
+    kind: type[UserEngine] = HFEngine if isinstance(model.module, TransformersActor) else UserEngine
     return kind(
         model.module,
         model.groups.tp,

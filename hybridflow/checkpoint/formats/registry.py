@@ -183,10 +183,11 @@ def make_target(
         if name in given and format not in takers:
             told = f"{name}={given[name]}: format {format} has no such option"
             raise ConfigError(f"{told}; leave it out, or write {', '.join(takers)}")
+    sizes = {} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}
     if source.model.implementation == "transformers":
         if format not in ("hf", "peft"):
             raise ConfigError(
-                f"{source.path}: its tensors are those of transformers, which format {format} has no place for; write hf"
+                f"{source.path}: its tensors are those of transformers, which has no place in format {format}; write hf"
             )
-        return (NamedTarget if format == "hf" else PeftTarget)(source, **given)
+        return NamedTarget(source, dtype=dtype, **sizes) if format == "hf" else PeftTarget(source, dtype=dtype)
     return WRITABLE[format](source, **given)

@@ -23,10 +23,13 @@ class HFEngine(UserEngine):
     with what it has: short responses do not wait for long ones.
     """
 
-    module: TransformersActor
+    @property
+    def _actor(self) -> TransformersActor:
+        assert isinstance(self.module, TransformersActor), "made for one"
+        return self.module
 
     def _by_forward(self, batch: list[Request], purpose: str, look: Callable[[], None]) -> list[Generated | str]:
-        if not can_generate(self.module):
+        if not can_generate(self._actor):
             return super()._by_forward(batch, purpose, look)
         samples = Samples(batch, purpose, self)
         while len(samples.open):
@@ -56,7 +59,7 @@ class HFEngine(UserEngine):
             return chosen
 
         generate(
-            self.module,
+            self._actor,
             ids.to(self.device),
             mask.to(self.device),
             max_new_tokens=samples.num_left,

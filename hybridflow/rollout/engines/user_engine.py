@@ -251,7 +251,9 @@ class Samples:
 
     def __init__(self, requests: list[Request], purpose: str, engine: UserEngine) -> None:
         self._params, lengths = requests[0].params, np.array([len(each.prompt) for each in requests])
-        self._known = np.full((len(requests), int(lengths.max()) + self._params.max_new_tokens), engine.pad_id, np.int32)
+        self._known = np.full(
+            (len(requests), int(lengths.max()) + self._params.max_new_tokens), engine.pad_id, np.int32
+        )
         self._sampler = Sampler(len(requests), engine.group, engine.vocab_size, engine.device)
         for slot, each in enumerate(requests):
             self._known[slot, : lengths[slot]] = each.prompt.numpy()
@@ -285,12 +287,13 @@ class Samples:
         positions = torch.from_numpy(lengths[slots])
         got = self._sampler.sample(logits, torch.from_numpy(slots), positions, self._known)
         tokens = got.tokens.cpu().numpy()
-        self._failures |= {
-            int(slot): FAILURES[int(each)] for slot, each in zip(slots, tokens, strict=True) if each < 0
-        }
+        self._failures |= {int(slot): FAILURES[int(each)] for slot, each in zip(slots, tokens, strict=True) if each < 0}
         at = slots, lengths[slots]
         self._known[at] = tokens
-        self._log_probs[0][at], self._log_probs[1][at] = got.log_probs.cpu().numpy(), got.sampled_log_probs.cpu().numpy()
+        self._log_probs[0][at], self._log_probs[1][at] = (
+            got.log_probs.cpu().numpy(),
+            got.sampled_log_probs.cpu().numpy(),
+        )
         lengths[slots] += 1
         is_done = np.isin(tokens, self._params.stop_ids) | (tokens < 0)
         is_done |= (lengths - self._first)[slots] == self._params.max_new_tokens
@@ -314,8 +317,7 @@ class Samples:
         ]
 
 
-def _until_stop(
-tokens: Tensor, stop_ids: tuple[int, ...]) -> Tensor:
+def _until_stop(tokens: Tensor, stop_ids: tuple[int, ...]) -> Tensor:
     """Return a response without the padding behind its end."""
     ends = torch.isin(tokens, torch.tensor(stop_ids, dtype=tokens.dtype)).nonzero()
     return tokens[: int(ends[0]) + 1] if len(ends) else tokens

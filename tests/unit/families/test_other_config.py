@@ -39,7 +39,12 @@ def test_sizes_are_those_of_transformers(name, tmp_path):
 
 def test_what_is_left_out_is_estimated_and_experts_are_counted():
     model = read_other_config(SIZES, where="config.json").model
-    assert (model.num_attention_heads, model.ffn_hidden_size, model.tied_embeddings, model.dtype) == (1, 128, False, "fp32")
+    assert (model.num_attention_heads, model.ffn_hidden_size, model.tied_embeddings, model.dtype) == (
+        1,
+        128,
+        False,
+        "fp32",
+    )
     mixture = read_other_config(
         {**SIZES, "intermediate_size": 48, "num_local_experts": 4, "dtype": "bfloat16"}, where="config.json"
     ).model

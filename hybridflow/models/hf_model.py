@@ -253,7 +253,7 @@ def make_critic(folder: Path, model: ModelConfig, *, is_scorer: bool, filling: F
     if backbone is None:
         raise ConfigError(f"{folder}: {name} has no backbone {prefix!r} to make a critic of; choose another model")
     heads = [each for each in inner.children() if isinstance(each, nn.Linear) and each is not backbone]
-    if len(heads) != 1 or (is_scorer and (heads[0].out_features != 1 or heads[0].bias is not None)):
+    if len(heads) != 1 or (is_scorer and (heads[0].out_features != 1 or "bias" in dict(heads[0].named_parameters()))):
         raise ConfigError(
             f"{folder}: {name}: expected one linear head{' with one output and no bias' if is_scorer else ''}, found "
             f"{heads}; choose another model"

@@ -327,6 +327,10 @@ def test_other_algorithms_learn_on_two_ranks_as_on_one(folder, algorithm):
             made["teacher"] = {"model": teacher, "top_k": 5}
         if algorithm in ("dpo", "kto", "reward-model", "sft"):
             made["rollout"] = {"max_new_tokens": 6 if algorithm == "sft" else 1}
+            made["data"] |= {
+                "train": str(folder / f"{algorithm}.jsonl"),
+                "held_out": str(folder / f"{algorithm}-held.jsonl"),
+            }
             made.pop("reward")
         if algorithm not in ("remax", "gspo"):
             made.pop("kl")
@@ -341,15 +345,17 @@ def test_other_algorithms_learn_on_two_ranks_as_on_one(folder, algorithm):
 
 @pytest.mark.slow
 def test_grpo_on_two_ranks_learns_the_arithmetic_task(folder):
-    made = recipe(folder, "grpo", "task", "StableLm", 2, actor={"optimizer": {"lr": 3e-3}}, kl={"coef": 0.0})
-    made["data"]["arithmetic"] = {"num_train": 400, "num_held_out": 40, "max_operand": 4}
+    made = recipe(folder, "grpo", "task", "StableLm", 2, actor={"optimizer": {"lr": 2e-3}}, kl={"coef": 0.0})
+    files = {"train": str(folder / "task.jsonl"), "held_out": str(folder / "task-held.jsonl")}
+    made["data"] = {**files, "arithmetic": {"num_train": 160, "num_held_out": 40, "max_operand": 20}}
     made["reward"] = {}
-    made["warm_start"] = {"steps": 60, "batch_size": 32, "lr": 5e-3}
+    made["warm_start"] = {"steps": 80, "batch_size": 32, "lr": 5e-3}
     made["rollout"] = {"max_new_tokens": 4, "group_size": 8}
     made["trainer"] = {"steps": 40, "global_batch_size": 64, "micro_batch_tokens": 1024}
     run_ranks(run, 2, made)
-    summary = json.loads((folder / "task/summary.json").read_text())
-    assert summary["accuracy_after_rl"] >= summary["accuracy_before_rl"] + 0.1
+    rewards = [row["reward/mean"] for row in lines(folder, "task")]
+    first, last = sum(rewards[:8]) / 8, sum(rewards[-8:]) / 8
+    assert last >= first + 0.1, rewards
 
 
 REFUSED: list[tuple[type[Exception], dict[str, Any], list[str]]] = [

@@ -11,6 +11,7 @@ from hybridflow.families.cut import check_cut
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.adapters import MODULES
+from hybridflow.recipe.check_transformers import check_whole, transformers_meshes
 from hybridflow.recipe.meshes import SAMPLING_MESHES, meshes_in_recipe_order, reference_is_base
 
 
@@ -41,7 +42,10 @@ def check_placement(recipe: Recipe) -> None:
                 f"{key}={list(ranks)}: {strangers} not among ranks 0 to {recipe.cluster.ranks - 1}; "
                 f"set cluster.ranks to at least {max(ranks) + 1}, or name ranks that exist"
             )
+    whole = transformers_meshes(recipe)
     for name, mesh in meshes_in_recipe_order(recipe).items():
+        if name in whole:
+            check_whole(mesh)
         mesh.layout.check_trainable(name)
         check_cut(recipe.model_of(name), mesh.layout, name)
 

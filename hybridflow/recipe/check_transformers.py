@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError, LayoutError
+from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.recipe.meshes import meshes_in_recipe_order
 
 
@@ -28,7 +29,6 @@ def check_transformers(recipe: Recipe, sections: Sequence[str]) -> None:
 
     Raises:
         ConfigError: A key asks for it.
-        LayoutError: A layout would cut the model.
     """
     for key in sections:
         model = recipe.model_of(key.removesuffix(".model"))
@@ -40,23 +40,20 @@ def check_transformers(recipe: Recipe, sections: Sequence[str]) -> None:
             raise ConfigError(
                 f"{key}.trust_remote_code=true: no code of a directory runs in {key}.implementation=megatron; remove it"
             )
-    names = transformers_meshes(recipe)
-    _check_layouts(recipe, names)
-    if "actor.update" in names:
+    if recipe.model.implementation == "transformers":
         _check_actor(recipe)
 
 
-def _check_layouts(recipe: Recipe, names: tuple[str, ...]) -> None:
-    meshes = meshes_in_recipe_order(recipe)
-    for name in names:
-        key = name if name in ("actor.update", "actor.rollout") else f"{name}.layout"
-        for axis in ("tp", "pp", "cp", "ep"):
-            size = getattr(meshes[name].layout, axis)
-            if size > 1:
-                raise LayoutError(
-                    f"{key}.{axis}={size}: the model runs in transformers, which holds it whole on each rank; set "
-                    f"{axis}=1, and dp to its {len(meshes[name].ranks)} ranks"
-                )
+def check_whole(mesh: DeviceMesh) -> None:
+    """Refuse to cut a model that runs in ``transformers``. Raises LayoutError."""
+    key = mesh.name if mesh.name in ("actor.update", "actor.rollout") else f"{mesh.name}.layout"
+    for axis in ("tp", "pp", "cp", "ep"):
+        size = getattr(mesh.layout, axis)
+        if size > 1:
+            raise LayoutError(
+                f"{key}.{axis}={size}: the model runs in transformers (docs/families.md), whole on each rank; set "
+                f"{axis}=1, and dp to its {len(mesh.ranks)} ranks"
+            )
 
 
 def _check_actor(recipe: Recipe) -> None:

@@ -30,7 +30,7 @@ from tests.multi.test_train_pretrained import batch, begun, close, lines, run, s
 from tests.multi.test_train_pretrained import recipe as of_directories
 from tests.support.complaints import complains
 from tests.support.conversions import convert
-from tests.support.hf_models import write_model, write_tokenizer
+from tests.support.hf_models import randomize, write_model, write_tokenizer
 from tests.support.ranks import run_ranks
 
 FAMILIES = {
@@ -345,17 +345,23 @@ def test_other_algorithms_learn_on_two_ranks_as_on_one(folder, algorithm):
 
 @pytest.mark.slow
 def test_grpo_on_two_ranks_learns_the_arithmetic_task(folder):
-    made = recipe(folder, "grpo", "task", "StableLm", 2, actor={"optimizer": {"lr": 2e-3}}, kl={"coef": 0.0})
+    path = folder / "untrained"
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
+    model = write_model(path, "StableLm", **sizes)
+    randomize(model, 1, 0.05)
+    model.save_pretrained(path)
+    write_tokenizer(path)
+    made = recipe(folder, "grpo", "task", "untrained", 2, actor={"optimizer": {"lr": 1e-3}}, kl={"coef": 0.0})
     files = {"train": str(folder / "task.jsonl"), "held_out": str(folder / "task-held.jsonl")}
-    made["data"] = {**files, "arithmetic": {"num_train": 160, "num_held_out": 40, "max_operand": 20}}
+    made["data"] = {**files, "arithmetic": {"num_train": 48, "num_held_out": 8, "max_operand": 30}}
     made["reward"] = {}
-    made["warm_start"] = {"steps": 80, "batch_size": 32, "lr": 5e-3}
+    made["warm_start"] = {"steps": 30, "batch_size": 64, "lr": 3e-3}
     made["rollout"] = {"max_new_tokens": 4, "group_size": 8}
-    made["trainer"] = {"steps": 40, "global_batch_size": 64, "micro_batch_tokens": 1024}
+    made["trainer"] = {"steps": 48, "global_batch_size": 128, "micro_batch_tokens": 4096}
     run_ranks(run, 2, made)
     rewards = [row["reward/mean"] for row in lines(folder, "task")]
-    first, last = sum(rewards[:8]) / 8, sum(rewards[-8:]) / 8
-    assert last >= first + 0.1, rewards
+    first, last = sum(rewards[:4]) / 4, sum(rewards[-4:]) / 4
+    assert last >= first + 0.2, rewards
 
 
 REFUSED: list[tuple[type[Exception], dict[str, Any], list[str]]] = [

@@ -187,7 +187,8 @@ def make_target(
     if source.model.implementation == "transformers":
         if format not in ("hf", "peft"):
             raise ConfigError(
-                f"{source.path}: its tensors are those of transformers, which has no place in format {format}; write hf"
+                f"{source.path}: a {source.family} that runs in transformers has its tensors under the names there, for which "
+                f"format {format} has no place; write hf"
             )
         return NamedTarget(source, dtype=dtype, **sizes) if format == "hf" else PeftTarget(source, dtype=dtype)
     return WRITABLE[format](source, **given)

@@ -31,9 +31,10 @@ from hybridflow.families.assets import ends_in
 from hybridflow.mapping.memory import check_memory
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.placement.job import Job
+from hybridflow.placement.library_models import with_library_models
 from hybridflow.placement.peft import load_adapters
 from hybridflow.placement.pretrained import assets_of
-from hybridflow.placement.user_objects import check_objects, user_class_of
+from hybridflow.placement.user_objects import check_objects, runs_in_transformers, user_class_of
 from hybridflow.roles.stepped_actor import SteppedActor
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.trainer.checkpoints import Checkpoints, ResumePoint
@@ -148,6 +149,7 @@ class HybridActor:
             held_out=(),
             objects=objects,
         )
+        self._job = with_library_models(self._job)
         check_objects(self._job)
         self._everyone = self._world.everyone()
         self._role = SteppedActor(self._job)
@@ -344,7 +346,7 @@ class HybridActor:
             WriteError: The file system refuses.
         """
         path = Path(path)
-        if user_class_of(self._job, "actor") is not None:
+        if user_class_of(self._job, "actor") is not None and not runs_in_transformers(self._job, "actor"):
             raise ConfigError(f"{path}: transformers does not read a class of your own; save its state_dict() yourself")
         check_free(path, self._world)
         token = self._everyone.decide("a name", secrets.token_hex(8))

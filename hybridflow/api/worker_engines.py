@@ -23,7 +23,7 @@ from hybridflow.parallel.megatron import collection
 from hybridflow.parallel.world import World
 from hybridflow.placement.model_on_mesh import copy_weights
 from hybridflow.placement.placed_model import part_of
-from hybridflow.placement.pretrained import from_pretrained
+from hybridflow.placement.pretrained import check_table, from_pretrained
 from hybridflow.placement.user_objects import user_class_of
 from hybridflow.reshard.plan import participants
 from hybridflow.rollout.engine import MegatronEngine
@@ -59,7 +59,9 @@ def source_of(model: Any) -> Source:
         ConfigError: It is neither.
     """
     if isinstance(model, str | Path):
-        return open_model(Path(model))
+        source = open_model(Path(model))
+        check_table(source)
+        return source
     if is_model(model):
         return in_memory_model(model).source
     raise ConfigError(
@@ -138,7 +140,7 @@ class VllmWorker:
 
     def __init__(self, model: Any, world: World, options: Options) -> None:
         # Where it is not asked for it need not be there.
-        from hybridflow.rollout.engines.vllm_engine import VllmEngine
+        from hybridflow.rollout.engines.vllm_engine import VllmEngine, config_of
 
         source = source_of(model)
         chosen = {"max_context": options.max_context, "dtype": options.dtype}
@@ -148,7 +150,8 @@ class VllmWorker:
         self.max_context = self._model.max_context
         self._described = describe(self._model, family=source.family, has_value_head=False)
         self.engine = VllmEngine(
-            self._described,
+            self._model,
+            config_of(self._described),
             log_probs="processed",
             seed=options.seed,
             vocab_size=self._model.vocab_size,

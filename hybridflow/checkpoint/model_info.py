@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from hybridflow.checkpoint import manifest
@@ -9,18 +10,21 @@ from hybridflow.errors import ConfigError
 from hybridflow.families.assets import CONFIG, FOLDER, read_json
 from hybridflow.families.config_json import read_config
 from hybridflow.families.model_info import ModelInfo
+from hybridflow.families.other_config import has_no_table, read_other_config
 
 
 def read_model_info(folder: Path) -> ModelInfo:
     """Read the settings of a directory of Hugging Face or hybridflow; its weights are not looked at.
 
     Raises:
-        ConfigError: There is no such directory, or its model is not computed here.
+        ConfigError: There is no such directory, or its model can be neither computed here nor by ``transformers``.
         CheckpointError: ``config.json`` or the manifest is damaged.
     """
     if (folder / manifest.NAME).is_file():
         held = manifest.read_manifest(folder)
-        return ModelInfo(held.model, held.has_value_head, held.family, folder / FOLDER)
+        # Whose code may run is the recipe's to say, not a file's.
+        model = replace(held.model, trust_remote_code=False)
+        return ModelInfo(model, held.has_value_head, held.family, folder / FOLDER)
     path = folder / CONFIG
     if not path.is_file():
         found = "a directory without either" if folder.is_dir() else "a file" if folder.exists() else "nothing there"
@@ -28,5 +32,9 @@ def read_model_info(folder: Path) -> ModelInfo:
             f"expected a directory of Hugging Face, with {CONFIG}, or a model directory, with {manifest.NAME}; found "
             f"{found}; name the directory itself, downloaded to this machine"
         )
-    described = read_config(read_json(path), where=str(path))
+    values = read_json(path)
+    if has_no_table(values):
+        other = read_other_config(values, where=str(path))
+        return ModelInfo(other.model, other.has_value_head, other.model_type, folder)
+    described = read_config(values, where=str(path))
     return ModelInfo(described.model, described.has_value_head, described.family.name, folder)

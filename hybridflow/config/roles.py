@@ -9,10 +9,6 @@ from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.sections import MAY_CHANGE, Bounds, Count, CountOrZero, NotNegative, Positive, Share, may_change_below
 
-LoRATarget = Literal[
-    "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -69,7 +65,7 @@ class LoRAConfig:
             on the rank.
         dropout: Share of each adapter's inputs that is dropped while gradients are computed.
         targets: Layers with an adapter, by their Hugging Face names. ``qkv_proj`` and ``gate_up_proj`` are for families
-            that fuse them, such as Phi-3.
+            that fuse them, such as Phi-3. A model in ``transformers`` has names of its own.
         merge_every: Training steps after which the updates are merged into the weights and the adapters start anew
             (arXiv 2307.05695). 0 means never. With merging, the reference is a separate model.
         path: PEFT directory of the adapters to start from, with this rank, alpha and these targets. None starts with an
@@ -81,7 +77,7 @@ class LoRAConfig:
     rank: Count
     alpha: Positive | None = None
     dropout: Annotated[float, Bounds(low=0, high=0.99)] = 0.0
-    targets: tuple[LoRATarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     merge_every: CountOrZero = 0
     path: str | None = field(default=None, metadata=MAY_CHANGE)
 

@@ -79,8 +79,7 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
     model |= _window(family, given, where)
     if given.get("query_pre_attn_scalar") is not None:
         model["attention_scale"] = float(given["query_pre_attn_scalar"]) ** -0.5
-    dtype = given.get("dtype") or given.get("torch_dtype")
-    model["dtype"] = _DTYPES.get(str(dtype), "fp32" if dtype is None else "bf16")
+    model["dtype"] = dtype_of(given)
     settings = read_section(ModelConfig, model, source=where)
     check_model(settings, f"{where}: model")
     return Described(
@@ -88,6 +87,12 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
         model=settings,
         has_value_head=_has_value_head(family, values, where),
     )
+
+
+def dtype_of(values: Mapping[str, Any]) -> str:
+    """Return the number format that a ``config.json`` names, in our words; others than fp32 become bf16."""
+    dtype = values.get("dtype") or values.get("torch_dtype")
+    return _DTYPES.get(str(dtype), "fp32" if dtype is None else "bf16")
 
 
 def _family(values: Mapping[str, Any], where: str) -> Family:

@@ -45,7 +45,8 @@ class ModelConfig:
 
     Attributes:
         path: Hugging Face directory, or model directory of ours, that holds weights and settings. Only ``max_context``,
-            ``vocab_divisible_by``, ``init_std`` and ``dtype`` may differ from it. None means weights from the seed.
+            ``vocab_divisible_by``, ``init_std``, ``dtype`` and the last two keys may differ from it. None means weights
+            from the seed.
         num_layers: Transformer layers.
         hidden_size: Width of the activations between layers.
         ffn_hidden_size: Width inside each gated feed-forward block. With experts, the width inside each expert.
@@ -77,6 +78,10 @@ class ModelConfig:
         init_std: Standard deviation of initial weights.
         dtype: Number format of weights and activations. Gradients are summed, and optimizer steps taken, in fp32. fp16
             is for generating alone.
+        implementation: Code that computes the model. ``megatron`` knows the families of docs/families.md and cuts them
+            in every layout. ``transformers`` computes any causal language model of a directory, whole on each rank. A
+            directory of another family has ``transformers``.
+        trust_remote_code: Whether Python files in the directory of a model in ``transformers`` may run.
     """
 
     # Where the weights come from makes no other model of it.
@@ -110,6 +115,8 @@ class ModelConfig:
     normalized_experts: bool = True
     init_std: Positive = field(default=0.02, metadata=MAY_CHANGE)
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    implementation: Literal["megatron", "transformers"] = "megatron"
+    trust_remote_code: bool = field(default=False, metadata=MAY_CHANGE)
 
     @property
     def query_groups(self) -> int:
@@ -125,7 +132,10 @@ class ModelConfig:
 _MOST_EXPERTS = 1 << 16
 """A plan lists them one by one."""
 
-FREE_SETTINGS = ("path", "max_context", "vocab_divisible_by", "init_std", "dtype")
+FREE_SETTINGS = (
+    *("path", "max_context", "vocab_divisible_by", "init_std", "dtype"),
+    *("implementation", "trust_remote_code"),
+)
 """Settings that may be other than where the weights come from; with any other these would be misread."""
 
 

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from hybridflow.config.roles import LoRAConfig
 from hybridflow.models.adapters import parts_of
 from hybridflow.models.attention import AttentionPlan, PackedAttention
+from hybridflow.models.hf_model import TransformersActor
+from hybridflow.models.user_model import Uncut
 
 _ROW_PARALLEL = frozenset({"self_attention.linear_proj", "mlp.linear_fc2"})
 _GOLDEN = -7046029254386353131
@@ -244,8 +246,12 @@ def adapted(transformer: GPTModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 @contextlib.contextmanager
-def adapters_off(transformer: GPTModel) -> Iterator[None]:
+def adapters_off(transformer: GPTModel | Uncut) -> Iterator[None]:
     """Switch the adapters off for the duration."""
+    if isinstance(transformer, Uncut):
+        with actor_of(transformer).adapters_off():
+            yield
+        return
     adapters = [_adapter_of(linear) for _, linear in adapted(transformer)]
     for adapter in adapters:
         adapter.is_on = False
@@ -256,6 +262,12 @@ def adapters_off(transformer: GPTModel) -> Iterator[None]:
             adapter.is_on = True
 
 
+def actor_of(transformer: Uncut) -> TransformersActor:
+    """Return the module of a whole model with adapters: no class of one's own has any."""
+    assert isinstance(transformer.module, TransformersActor), "refused by check_objects"
+    return transformer.module
+
+
 def merged_weight(linear: nn.Module) -> Tensor:
     """Return the weight of a linear layer with its adapter's update; the weight itself where there is no adapter."""
     adapter = getattr(linear, "lora", None)
@@ -264,7 +276,11 @@ def merged_weight(linear: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def merge(transformer: GPTModel) -> None:
+def merge(transformer: GPTModel | Uncut) -> None:
     """Put the updates of the adapters into the weights, one layer at a time. The adapters are as they were."""
+    if isinstance(transformer, Uncut):
+        for weight, update in actor_of(transformer).updates():
+            weight.add_(update)
+        return
     for _, linear in adapted(transformer):
         _weight_of(linear).copy_(merged_weight(linear))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.adapters import is_factor
 from hybridflow.models.gpt import build_transformer
+from hybridflow.models.initial import initial_factor, initial_matrix
 from hybridflow.models.specs import describe, logical_tensors
 from hybridflow.parallel.megatron import collection
 from hybridflow.parallel.world import World
@@ -204,8 +204,7 @@ def initialize(
     for name, regions in local_regions(model, spec, mesh, rank).items():
         if names is not None and name not in names:
             continue
-        origin = f"{seed}:{name}:{variant}" if variant else f"{seed}:{name}"
-        whole = _initial_value(shapes[name], origin, std, spec.num_layers, norm)
+        whole = _initial_value(shapes[name], std, spec.num_layers, norm, seed=seed, variant=variant)
         for local, part in regions:
             local.zero_()
             inner = tuple(slice(0, stop - start) for start, stop in part.box)
@@ -213,17 +212,14 @@ def initialize(
             local[inner].copy_(whole[outer])
 
 
-def _initial_value(tensor: TensorSpec, origin: str, std: float, num_layers: int, norm: float) -> Tensor:
+def _initial_value(tensor: TensorSpec, std: float, num_layers: int, norm: float, *, seed: int, variant: int) -> Tensor:
     """Return the whole logical tensor, fp32 in host memory."""
-    if tensor.name.endswith("bias") or (is_factor(tensor.name) and tensor.name.endswith(".B")):
+    if is_factor(tensor.name):
+        return initial_factor(tensor.name, tensor.shape, seed=seed, variant=variant)
+    if tensor.name.endswith("bias"):
         return torch.zeros(tensor.shape)
     if len(tensor.shape) == 1:
         return torch.full(tensor.shape, norm)
-    digest = hashlib.sha256(origin.encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    if is_factor(tensor.name):
-        bound = 1 / math.sqrt(tensor.shape[-1])
-        return torch.empty(tensor.shape).uniform_(-bound, bound, generator=generator)
     if tensor.name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         std = std / math.sqrt(2 * num_layers)
-    return torch.empty(tensor.shape).normal_(0.0, std, generator=generator)
+    return initial_matrix(tensor.name, tensor.shape, seed=seed, std=std, variant=variant)

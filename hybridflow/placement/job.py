@@ -95,6 +95,7 @@ class Job:
         held_out_pairs: Preferences to be judged by, in the order of the file; then there are no problems.
         is_resumed: Models are made without initial values: a checkpoint will fill them.
         objects: What a Python program gave in the place of what the recipe names, by role: functions, models.
+        modules: The models that run in ``transformers``, by role, from ``placement.library_models``.
     """
 
     world: World
@@ -106,6 +107,7 @@ class Job:
     held_out_pairs: tuple[tuple[Response, Response], ...] = ()
     is_resumed: bool = False
     objects: Mapping[str, Any] = field(default_factory=dict)
+    modules: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def vocab_size(self) -> int:

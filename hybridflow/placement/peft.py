@@ -16,7 +16,7 @@ from hybridflow.families.config_json import Described, describe
 from hybridflow.models.adapters import factor_spec
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import PlacedModel
-from hybridflow.placement.user_objects import has_weights, in_memory_assets
+from hybridflow.placement.user_objects import has_weights, in_memory_assets, runs_in_transformers
 
 
 def described(job: Job) -> Described:
@@ -37,11 +37,13 @@ def described(job: Job) -> Described:
 def check_targets(job: Job) -> None:
     """Hold ``actor.lora.targets`` against what the family of a named model calls its layers.
 
+    A model that runs in ``transformers`` has been held against them when it was made.
+
     Raises:
         ConfigError: A target is none of them.
     """
     lora = job.recipe.actor.lora
-    if lora is None or not has_weights(job, "actor"):
+    if lora is None or not has_weights(job, "actor") or runs_in_transformers(job, "actor"):
         return
     found = described(job)
     known = dict.fromkeys(module.hf.rpartition(".")[2] for module in adapters.linear_modules(found))

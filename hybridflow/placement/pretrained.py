@@ -12,10 +12,12 @@ from torch import nn
 
 from hybridflow.checkpoint.formats.in_memory import InMemoryModel, in_memory_model
 from hybridflow.checkpoint.formats.registry import open_model
+from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.data.tokenizer import JSON, PIECES, Tokenizer
 from hybridflow.errors import ConfigError
-from hybridflow.families.assets import CONFIG, GENERATION, ends_in, parse_json, read_assets
+from hybridflow.families.assets import ASSETS, CONFIG, GENERATION, ends_in, parse_json, read_assets
+from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.weights import describe_model
 from hybridflow.parallel.megatron import rank_sets
@@ -55,6 +57,7 @@ def from_pretrained(
         ConfigError: There is no such directory, its model is not computed here, or is none for the role.
     """
     source = open_model(Path(path)) if isinstance(path, str | Path) else in_memory_model(path).source
+    check_table(source)
     if source.has_value_head != (role == "reward") and role != "critic":
         found, expected = (
             ("a scorer", "a language model") if source.has_value_head else ("a language model", "a scorer")
@@ -77,13 +80,26 @@ def from_pretrained(
     return made
 
 
+def check_table(source: Source) -> None:
+    """Refuse a model that runs in ``transformers``, which only training has.
+
+    Raises:
+        ConfigError: It does.
+    """
+    if source.model.implementation == "transformers":
+        raise ConfigError(
+            f"{source.path}: a {source.family} that runs in transformers is trained here, and not served; generate with "
+            "transformers or vLLM, from a checkpoint after hybridflow convert --to hf"
+        )
+
+
 def assets_of(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
     """Return the family and the small files that are written with a role's weights everywhere.
 
     They are those of the model that was given or of the directory that the recipe names, with the tokenizer that the
     job uses. A run that goes on needs no weights there.
     """
-    family, assets = in_memory_assets(job, role) or _in_directory(job.recipe.model_of(role).path)
+    family, assets = in_memory_assets(job, role) or _in_directory(job.recipe.model_of(role))
     # A program that gives tokens alone has none, whatever the type says.
     if job.tokenizer is None:
         return family, assets  # type: ignore[unreachable]
@@ -91,7 +107,7 @@ def assets_of(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
     kept = (CONFIG, GENERATION)
     tokenizer = {name: content for name, content in read_assets(file.parent).items() if name not in kept}
     tokenizer[JSON if file.suffix == ".json" else PIECES] = file.read_bytes()
-    assets = {name: content for name, content in assets.items() if name in kept}
+    assets = {name: content for name, content in assets.items() if name in kept or name.endswith(".py")}
     if role == "actor" and CONFIG in assets and not job.recipe.traits.is_scorer:
         assets |= _aligned(assets, job.tokenizer)
     return family, {**assets, **tokenizer}
@@ -111,13 +127,15 @@ def _aligned(assets: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, byt
 
 def align_ends(job: Job) -> None:
     """Let responses end, too, where the actor's own settings say so, wherever its tokenizer lies."""
-    _, assets = in_memory_assets(job, "actor") or _in_directory(job.recipe.model.path)
+    _, assets = in_memory_assets(job, "actor") or _in_directory(job.recipe.model)
     known = [index for index in ends_in(assets).eos_ids if 0 <= index < job.vocab_size]
     job.tokenizer.stop_ids = tuple(dict.fromkeys((*job.tokenizer.stop_ids, *known)))
 
 
-def _in_directory(path: str | None) -> tuple[str | None, dict[str, bytes]]:
-    settings = None if path is None else read_model_info(Path(path))
+def _in_directory(model: ModelConfig) -> tuple[str | None, dict[str, bytes]]:
+    settings = None if model.path is None else read_model_info(Path(model.path))
     if settings is None or settings.assets is None:
         return None, {}
-    return settings.family, read_assets(settings.assets)
+    # Without its code nobody could load it again.
+    code = sorted(each.name for each in settings.assets.glob("*.py")) if model.trust_remote_code else []
+    return settings.family, read_assets(settings.assets, (*ASSETS, *code))

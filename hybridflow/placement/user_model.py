@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from hybridflow.config.roles import LoRAConfig, OptimizerConfig
 from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.models.adapters import is_factor
+from hybridflow.models.hf_model import restart_adapters
+from hybridflow.models.lora import actor_of
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.user_model import Uncut, ask_logits, ask_values
 from hybridflow.models.user_training import UserTrainable
@@ -79,11 +82,11 @@ class UserModel(PlacedModel):
     transformer: Uncut
 
     def build(self, *, has_value_head: bool = False, lora: LoRAConfig | None = None) -> None:
-        """Take the user's module; of a reference that stays what the actor was, a copy."""
+        """Take the module; of a reference that stays what the actor was, a copy."""
         given = user_class_of(self._job, self._role)
         assert given is not None, "an own model is placed where one was given"
         # A reference that stays what the actor was must not be the very object that learns.
-        is_shared = self._role != "actor" and given is self._job.objects.get("actor")
+        is_shared = self._role != "actor" and given is user_class_of(self._job, "actor")
         self.module: nn.Module = copy.deepcopy(given) if is_shared else given
         if is_shared:
             self.module.zero_grad(set_to_none=True)
@@ -98,6 +101,11 @@ class UserModel(PlacedModel):
             first = dist.get_global_rank(self.groups.dp, 0)
             for _, tensor in self.transformer.tensors():
                 dist.broadcast(tensor.data, first, group=self.groups.dp)
+
+    def initialize(self, names: Collection[str] | None = None, variant: int = 0) -> None:
+        """Set the adapters' factors anew, as ``ModelOnMesh`` does: the rest of a module is never set here."""
+        assert names is not None and all(map(is_factor, names)), "asked for adapters alone"
+        restart_adapters(actor_of(self.transformer), seed=self._seed, variant=variant)
 
     def make_trainable(self, settings: OptimizerConfig) -> Any:
         """Make gradients and an optimizer for the model, as ``PlacedModel`` does."""

@@ -50,7 +50,7 @@ def weights_of(job: Job, role: str) -> Source | None:
 def in_memory_assets(job: Job, role: str) -> tuple[str | None, dict[str, bytes]] | None:
     """Return the family and small files of a model that was given; None: none was."""
     given = job.objects.get(role)
-    if user_class_of(job, role) is not None:
+    if user_class_of(job, role) is not None and not runs_in_transformers(job, role):
         return FAMILY, {}
     if given is None or not is_model(given):
         return None
@@ -59,11 +59,21 @@ def in_memory_assets(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]
 
 
 def user_class_of(job: Job, role: str) -> nn.Module | None:
-    """Return the user's own class for a role's model; a reference has the actor's. None: there is none."""
-    given = job.objects.get(role)
-    if given is None and role == "reference":
-        given = job.objects.get("actor")
-    return given if isinstance(given, nn.Module) and is_user_class(given) else None
+    """Return the class of a role's model that is whole on each rank: the user's own, or one that runs in transformers.
+
+    A reference has the actor's. None: there is none.
+    """
+    names = ("reference", "actor") if role == "reference" else (role,)
+    given = next((found for name in names if (found := job.objects.get(name)) is not None), None)
+    if given is not None:
+        return given if isinstance(given, nn.Module) and is_user_class(given) else None
+    return next((job.modules[name] for name in names if name in job.modules), None)
+
+
+def runs_in_transformers(job: Job, role: str) -> bool:
+    """Return whether a role's model is a module of ``transformers`` of a directory that the recipe names."""
+    module = user_class_of(job, role)
+    return any(module is each for each in job.modules.values())
 
 
 def check_objects(job: Job) -> None:
@@ -80,12 +90,16 @@ def check_objects(job: Job) -> None:
                 f"{role}: found {type(given).__name__}, expected a PreTrainedModel of transformers, a GPTModel of "
                 "megatron-core, or a class of your own (docs/extend.md)"
             )
+    if "reference" in job.objects and "actor" in job.modules:
+        raise ConfigError(
+            "reference: was given, and the actor runs in transformers, whose reference is its copy; remove it"
+        )
     if "reference" in job.objects and job.recipe.actor.lora is not None:
         raise ConfigError("reference: was given, and actor.lora makes it the actor without adapters; remove one")
     for name, mesh in job.meshes.items():
         if user_class_of(job, role_of(name)) is not None and mesh.layout.tp * mesh.layout.pp > 1:
             raise LayoutError(f"{name}: layout {mesh.layout}: a class of your own is not cut; set tp and pp to 1")
-    if user_class_of(job, "actor") is not None:
+    if user_class_of(job, "actor") is not None and not runs_in_transformers(job, "actor"):
         _check_user_actor(job)
 
 

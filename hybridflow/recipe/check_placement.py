@@ -10,6 +10,8 @@ from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.families.cut import check_cut
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.models.adapters import MODULES
+from hybridflow.recipe.check_transformers import check_whole, transformers_meshes
 from hybridflow.recipe.meshes import SAMPLING_MESHES, meshes_in_recipe_order, reference_is_base
 
 
@@ -46,7 +48,10 @@ def check_placement(recipe: Recipe) -> None:
             "fsdp in actor.update"
         )
     _check_fsdp_adapters(recipe)
+    whole = transformers_meshes(recipe)
     for name, mesh in meshes_in_recipe_order(recipe).items():
+        if name in whole:
+            check_whole(mesh)
         mesh.layout.check_trainable(name)
         check_cut(recipe.model_of(name), mesh.layout, name)
 
@@ -211,6 +216,8 @@ def check_lora(recipe: Recipe) -> None:
     found, groups = list(lora.targets), recipe.model.query_groups
     if not found or len(set(found)) < len(found):
         raise ConfigError(f"{key}={found}: expected at least one layer, and each once")
+    if recipe.model.implementation == "megatron" and (strangers := [each for each in found if each not in MODULES]):
+        raise ConfigError(f"{key}: {', '.join(strangers)}: expected some of {', '.join(MODULES)}; name these")
     parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     for whole, pieces in parts.items():
         if whole in found and set(pieces) & set(found):

@@ -28,6 +28,7 @@ from hybridflow.recipe.check_placement import (
     check_uncut,
 )
 from hybridflow.recipe.check_sampling import check_engine, check_environment
+from hybridflow.recipe.check_transformers import check_transformers
 from hybridflow.sections import changed_keys
 
 MODELS = ("model", "critic.model", "reward.model", "cost.model", "cost_critic.model", "teacher.model")
@@ -38,6 +39,11 @@ def check_settings(recipe: Recipe, found: Mapping[str, ModelInfo]) -> None:
     """Refuse model keys that contradict the weights they are read with. Raises ConfigError."""
     for key, settings in found.items():
         model = recipe.model_of(key.removesuffix(".model"))
+        if (settings.model.implementation, model.implementation) == ("transformers", "megatron"):
+            raise ConfigError(
+                f"{key}.implementation=megatron: the family {settings.family!r} of {key}.path={model.path!r} has no "
+                "table in docs/families.md; leave the key out"
+            )
         whence = "the model that was given" if settings.assets is None else f"{key}.path={model.path!r}"
         for name in differing(model, settings.model):
             raise ConfigError(
@@ -82,11 +88,13 @@ def check_recipe(recipe: Recipe, in_memory: Mapping[str, ModelInfo] | None = Non
             raise ConfigError("cost.function: missing; name what tells the cost of a response, or give cost.model.path")
     for key in MODELS:
         model = recipe.model_of(key.removesuffix(".model"))
-        check_model(model, key)
+        if model.implementation == "megatron":
+            check_model(model, key)
         if model.dtype == "fp16":
             raise ConfigError(f"{key}.dtype=fp16: is for generating alone, since gradients underflow; set bf16 or fp32")
     _check_contexts(recipe)
     check_uncut(recipe, in_memory)
+    check_transformers(recipe, MODELS)
     check_data(recipe.data)
     _check_live(recipe)
     check_placement(recipe)

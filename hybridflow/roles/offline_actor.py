@@ -13,7 +13,7 @@ from hybridflow.dataflow.batch import Batch
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.placement.job import Job
 from hybridflow.placement.loss_mask import is_last_mini_batch, mini_batch
-from hybridflow.placement.user_objects import user_class_of
+from hybridflow.placement.user_objects import runs_in_transformers, user_class_of
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.offline_samples import mismatched
@@ -31,9 +31,8 @@ class OfflineActor(Actor):
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
         super().__init__(job, kl_coef)
         # As what it trains will be asked once it is a reward model.
-        self._pad_id = (
-            padding_of(job, "actor") if job.recipe.traits.is_scorer and user_class_of(job, "actor") is None else None
-        )
+        is_known = user_class_of(job, "actor") is None or runs_in_transformers(job, "actor")
+        self._pad_id = padding_of(job, "actor") if job.recipe.traits.is_scorer and is_known else None
 
     def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Take one optimizer step on one mini-batch. Collective: all ranks of the update mesh."""

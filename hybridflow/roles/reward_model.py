@@ -82,7 +82,7 @@ def padding_of(job: Job, role: str) -> int | None:
         return None
     config, values = source.assets().get("config.json"), {}
     if config is not None:
-        defaults = {} if source.family is None else FAMILIES[source.family].defaults
+        defaults = FAMILIES[source.family].defaults if source.family in FAMILIES else {}
         values = {**defaults, **parse_json(config, str(source.path / "config.json"))}
     found = values.get("pad_token_id")
     return found if type(found) is int else None

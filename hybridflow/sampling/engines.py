@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from hybridflow.checkpoint.formats.huggingface import DTYPE_WORDS
+from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.config.rollout import SamplingEngineConfig
 from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.families.assets import CONFIG, read_json
+from hybridflow.families.model import ModelConfig
 from hybridflow.models.adapters import base_spec
+from hybridflow.models.hf_model import TransformersActor, names_as_saved
 from hybridflow.models.lora import adapted, merged_weight
 from hybridflow.placement.job import Job
 from hybridflow.placement.peft import described
 from hybridflow.placement.placed_model import PlacedModel
 from hybridflow.placement.user_model import UserModel
+from hybridflow.placement.user_objects import runs_in_transformers
 from hybridflow.reshard.spec import ITEM_BYTES
 from hybridflow.rollout.budget import cache_bytes
 from hybridflow.rollout.engine import MegatronEngine
+from hybridflow.rollout.engines.hf_engine import HFEngine
 from hybridflow.rollout.engines.hf_weights import hf_weights
 from hybridflow.rollout.engines.http_engine import HttpEngine
 from hybridflow.rollout.engines.openai import OpenAi, find_model
@@ -36,13 +45,14 @@ class PushedEngine:
 
     def __init__(self, job: Job) -> None:
         # Where it is not asked for it need not be there.
-        from hybridflow.rollout.engines.vllm_engine import VllmEngine
+        from hybridflow.rollout.engines.vllm_engine import VllmEngine, config_of
 
         recipe = job.recipe
-        self._described = described(job)
-        rollout = recipe.rollout
+        self._described = None if runs_in_transformers(job, "actor") else described(job)
+        model, rollout = job.model_of("actor"), recipe.rollout
         self.engine = VllmEngine(
-            self._described,
+            model,
+            _config_in_directory(model) if self._described is None else config_of(self._described),
             # Exact are the raw ones at temperature 1, the others where nothing is cut; the recipe has one of both.
             log_probs="raw" if rollout.temperature == 1 else "processed",
             seed=recipe.seed,
@@ -70,8 +80,24 @@ class PushedEngine:
         """
         weights = None
         if not is_current or self.engine.lacks_weights:
-            weights = hf_weights(self._described, whole_tensors(model))
+            weights = self._weights(model)
         self.engine.wake(weights)
+
+    def _weights(self, model: PlacedModel) -> Iterable[tuple[str, Tensor]]:
+        """Return the weights under the names that vLLM knows."""
+        if self._described is not None:
+            return hf_weights(self._described, whole_tensors(model))
+        assert isinstance(model, UserModel) and isinstance(model.module, TransformersActor), "it runs in transformers"
+        return names_as_saved(model.module.inner, dict(model.module.merged())).items()
+
+
+def _config_in_directory(model: ModelConfig) -> dict[str, Any]:
+    """Return the ``config.json`` of a model that runs in ``transformers``, with the number format of the recipe."""
+    assert model.path is not None, "refused by the recipe"
+    folder = read_model_info(Path(model.path)).assets
+    assert folder is not None, "of a directory"
+    config = {key: value for key, value in read_json(folder / CONFIG).items() if key not in ("torch_dtype", "auto_map")}
+    return {**config, "dtype": DTYPE_WORDS[model.dtype]}
 
 
 def whole_tensors(model: PlacedModel) -> Callable[[str], Tensor]:
@@ -89,14 +115,15 @@ def whole_tensors(model: PlacedModel) -> Callable[[str], Tensor]:
 
 
 def make_own_engine(job: Job, model: PlacedModel) -> MegatronEngine | UserEngine:
-    """Make an engine that generates with the weights being trained, or with a user's own module that is."""
+    """Make an engine that generates with the weights being trained, or with a whole module that is."""
     rollout, seed = job.recipe.rollout, job.recipe.seed
     if not isinstance(model, UserModel):
         memory = rollout.cache_memory
         return model.make_engine(
             seed=seed, max_concurrent=rollout.max_concurrent, cache_memory=memory, tokenizer=job.tokenizer
         )
-    return UserEngine(
+    kind: type[UserEngine] = HFEngine if isinstance(model.module, TransformersActor) else UserEngine
+    return kind(
         model.module,
         model.groups.tp,
         vocab_size=job.vocab_size,

@@ -20,7 +20,7 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.world import World
-from hybridflow.placement.pretrained import from_pretrained
+from hybridflow.placement.pretrained import check_table, from_pretrained
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.plan import held_bytes
 from hybridflow.reshard.report import format_bytes
@@ -86,6 +86,7 @@ def model_settings(arguments: argparse.Namespace) -> ModelConfig:
         CheckpointError: The directory is damaged.
     """
     source = open_model(arguments.model)
+    check_table(source)
     if source.has_value_head:
         raise ConfigError(f"--model {arguments.model}: found a scorer, expected a language model; choose another")
     model = source.model

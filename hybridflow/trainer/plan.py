@@ -13,6 +13,7 @@ from hybridflow.flows.nodes import VALIDATION, VALIDATION_OF_PAIRS, WARM_START, 
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.recipe.check_transformers import transformers_meshes
 from hybridflow.recipe.meshes import role_meshes
 from hybridflow.reshard.plan import participants
 from hybridflow.trainer.ahead import WORKING_AHEAD, sampling_mesh, with_versions
@@ -117,6 +118,12 @@ def placement_warnings(meshes: Mapping[str, DeviceMesh]) -> tuple[str, ...]:
         "or set cluster.ranks_per_node if nodes are larger"
         for (tp, per_node), names in across.items()
     )
+
+
+def transformers_note(recipe: Recipe) -> tuple[str, ...]:
+    """Describe in words which models run in ``transformers``, if any do."""
+    names = ", ".join(transformers_meshes(recipe))
+    return (f"{names}: run in transformers, whole on each rank; memory is estimated from config.json",) if names else ()
 
 
 def plan_job(recipe: Recipe, step: Step | None = None) -> JobPlan:

@@ -29,6 +29,7 @@ from hybridflow.parallel.deterministic import add_in_fixed_order
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
+from hybridflow.placement.library_models import with_library_models
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.critic import Critic
@@ -37,7 +38,7 @@ from hybridflow.trainer import checkpoints
 from hybridflow.trainer.decisions import Decisions
 from hybridflow.trainer.initial_weights import read_weights, spread_weights
 from hybridflow.trainer.open import open_job
-from hybridflow.trainer.plan import JobPlan, placement_warnings, plan_job
+from hybridflow.trainer.plan import JobPlan, placement_warnings, plan_job, transformers_note
 from hybridflow.trainer.progress import Progress
 from hybridflow.trainer.record import Record
 from hybridflow.trainer.roles import make_roles
@@ -97,7 +98,7 @@ def make_trainer(
     recipe = _with_nodes(recipe, world)
     plan = plan_job(recipe, step)
     check_memory(recipe, plan.meshes)
-    warnings, every = [*placement_warnings(plan.meshes)], recipe.actor.reshard_every
+    warnings, every = [*transformers_note(recipe), *placement_warnings(plan.meshes)], recipe.actor.reshard_every
     if every > 1:
         warnings.append(
             f"actor.reshard_every={every}: rollouts come from weights that are up to {every - 1} update(s) old; "
@@ -162,7 +163,7 @@ class Trainer(Role):
         self, job: Job, plan: JobPlan, start: checkpoints.ResumePoint, stopping: Stopping, record: Record
     ) -> None:
         super().__init__()
-        self.job = job
+        self.job = job = with_library_models(job)
         self.kl_coef = KLCoefficient(job.recipe)
         self.roles = make_roles(job, self.kl_coef)
         self.progress = Progress(job.recipe)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from hybridflow.config.rollout import SamplingEngineConfig
 from hybridflow.data.tokenizer import open_tokenizer
@@ -217,6 +218,25 @@ def test_the_actor_and_vllm_in_one_process(trained, tmp_path):
         assert 0 < step["rollout/logprob_abs_diff_max"] < TOLERANCE
         assert step["correction/bounded_share"] == 0 and step["correction/effective_share"] > 0.999
     assert any(step["actor/kl_to_old"] > 1e-3 for step in steps), "the weights are to move"
+
+
+@pytest.mark.parametrize(
+    ("family", "trained"), [("StableLm", {}), ("Granite", {"lora": {"rank": 4}})], ids=["weights", "adapters"]
+)
+def test_a_model_without_a_table_is_sampled_from_by_vllm(family, trained, tmp_path):
+    """What vLLM samples has the log-probabilities of a module of ``transformers`` that has just been trained."""
+    extra = both_environments(tmp_path)
+    write_model(tmp_path / "model", family, seed=4, hidden_size=128, intermediate_size=96)
+    write_tokenizer(tmp_path / "model")
+    recipe = yaml.safe_load(RECIPE)
+    recipe["model"] = {"path": "model", "max_context": 64, "dtype": "fp32"}
+    recipe["actor"] = {"update": {"dp": 2}, "optimizer": {"lr": 1e-2}, **trained}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    printed_by([PYTHON, "-m", "hybridflow", "train", "recipe.yaml"], extra, folder=tmp_path)
+    steps = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 3 and any(step["actor/kl_to_old"] > 1e-3 for step in steps), "the weights are to move"
+    assert all(0 < step["rollout/logprob_abs_diff_max"] < TOLERANCE for step in steps)
 
 
 def test_a_worker_on_vllm_generates_what_one_on_our_engine_does_and_follows_new_weights(tmp_path):

@@ -13,7 +13,7 @@ from hybridflow.checkpoint.formats.forms import to_logical
 from hybridflow.checkpoint.formats.huggingface import parts_of
 from hybridflow.families.config_json import read_config
 from hybridflow.rollout.engines.hf_weights import hf_weights
-from hybridflow.rollout.engines.vllm_engine import VllmEngine
+from hybridflow.rollout.engines.vllm_engine import VllmEngine, config_of
 from hybridflow.rollout.request import Request, RolloutStopped, SamplingParams
 
 VOCAB, NUM_TOKENS = 45, 12
@@ -94,7 +94,8 @@ def main():
     described = read_config(first.config.to_dict(), where="test")
     described = replace(described, model=replace(described.model, dtype="fp32"))
     engine = VllmEngine(
-        described,
+        described.model,
+        config_of(described),
         log_probs="processed",
         seed=1,
         vocab_size=VOCAB,

@@ -144,7 +144,7 @@ def test_merging_and_a_warm_start_go_on_bit_for_bit_too(folder: Path) -> None:
     [
         ({"targets": ["q_proj", "qkv_proj"]}, ConfigError, "qkv_proj is q_proj, k_proj, v_proj in one"),
         ({"targets": []}, ConfigError, "expected at least one layer"),
-        ({"targets": ["lm_head"]}, ConfigError, "actor.lora.targets[0]"),
+        ({"targets": ["lm_head"]}, ConfigError, "actor.lora.targets: lm_head: expected some of q_proj"),
         ({"rank": 0}, ConfigError, "actor.lora.rank"),
         ({"dropout": 1.0}, ConfigError, "actor.lora.dropout"),
         ({"reference": {"offload": True}}, ConfigError, "reference.offload=true"),

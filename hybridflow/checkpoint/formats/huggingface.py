@@ -26,7 +26,7 @@ from hybridflow.reshard.spec import DType
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
-_DTYPES: dict[DType, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPE_WORDS: dict[DType, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -81,7 +81,7 @@ class HuggingFaceSource(Source):
 
     def __init__(self, path: Path) -> None:
         values = read_json(path / CONFIG)
-        self._take(path, values, _open_files(path))
+        self._take(path, values, open_files(path))
 
     def _take(self, path: Path, values: Mapping[str, Any], files: Mapping[str, TensorFile | HeldTensors]) -> None:
         """Hold tensors, wherever they are, against the settings that go with them."""
@@ -196,9 +196,8 @@ class HuggingFaceTarget(Target):
         if max_shard_bytes < 1:
             raise ConfigError(f"max_shard_bytes={max_shard_bytes}: expected at least 1")
         self._source = source
-        self._described = describe(source.model, family=source.family, has_value_head=source.has_value_head)
-        self._parts = parts_of(self._described)
-        self._dtype = dtype if dtype is not None else source.tensors[_EMBEDDING].dtype
+        self._parts = self._name()
+        self._dtype = dtype if dtype is not None else source.tensors[self._largest()].dtype
         entries = {
             part: TensorEntry(dtype if dtype is not None else source.tensors[name].dtype, shape)
             for name, parts in self._parts.items()
@@ -211,13 +210,27 @@ class HuggingFaceTarget(Target):
         )
         self._where = {part: file for file, held in self.files.items() for part in held}
 
+    def _name(self) -> dict[str, Parts]:
+        """Return logical name -> the Hugging Face tensors of it."""
+        source = self._source
+        self._described = describe(source.model, family=source.family, has_value_head=source.has_value_head)
+        return parts_of(self._described)
+
+    def _largest(self) -> str:
+        """Return the tensor whose number format the settings tell."""
+        return _EMBEDDING
+
+    def _config(self, original: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the ``config.json`` to write; ``original`` traveled along."""
+        return update_config(original, self._described, dtype=DTYPE_WORDS[self._dtype])
+
     def places(self, tensor: str) -> list[tuple[str, str]]:
         """See ``Target``."""
         return [(self._where[name], name) for name in self._parts[tensor].names]
 
     def parts(self, tensor: str, values: Tensor) -> list[Tensor]:
         """See ``Target``."""
-        return from_logical(self._parts[tensor].form, values, self._described.model)
+        return from_logical(self._parts[tensor].form, values, self._source.model)
 
     def open(self, path: Path, file: str) -> TensorFileWriter:
         """See ``Target``."""
@@ -227,7 +240,7 @@ class HuggingFaceTarget(Target):
         """See ``Target``."""
         assets = self._source.assets()
         original = parse_json(assets[CONFIG], f"{self._source.path}: {CONFIG}") if CONFIG in assets else None
-        config = update_config(original, self._described, dtype=_DTYPES[self._dtype])
+        config = self._config(original)
         for name, content in {**assets, CONFIG: _to_json(config)}.items():
             write_bytes(folder / name, content)
         if len(self.files) > 1:
@@ -256,8 +269,12 @@ def _to_json(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, indent=2) + "\n").encode()
 
 
-def _open_files(path: Path) -> dict[str, TensorFile]:
-    """Open the files of tensors by name: the single one, or those of the index, which must agree with it."""
+def open_files(path: Path) -> dict[str, TensorFile]:
+    """Open the files of tensors by name: the single one, or those of the index, which must agree with it.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or they are pickles.
+    """
     if (path / INDEX).is_file():
         if (path / SINGLE).is_file():
             raise CheckpointError(

@@ -21,6 +21,7 @@ from hybridflow.families.assets import CONFIG
 from hybridflow.families.config_json import Described, read_config
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.model_info import ModelInfo
+from hybridflow.models.hf_model import names_as_saved
 from hybridflow.models.user_model import user_model_info
 
 SECTIONS = {
@@ -116,7 +117,7 @@ class _TransformersSource(HuggingFaceSource):
     def __init__(self, model: Any) -> None:
         described, values = _describe(model)
         path = Path(f"<{type(model).__name__} in memory>")
-        state = _as_saved(model, model.state_dict())
+        state = names_as_saved(model, model.state_dict())
         if described.model.tied_embeddings:
             _drop_copy(state)
         self._take(path, values, {str(path): HeldTensors(path, state)})
@@ -170,15 +171,6 @@ def _describe(model: Any) -> tuple[Described, dict[str, Any]]:
     values = {key: value for key, value in values.items() if key not in ("dtype", "torch_dtype")}
     values |= {"architectures": [kind.__name__], "dtype": str(dtype).removeprefix("torch.")}
     return read_config(values, where=f"{name}.config"), values
-
-
-def _as_saved(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename tensors as in a saved directory: transformers 5 keeps the experts of a layer in one tensor in memory."""
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # of an older one, where both have the same names
-        return dict(state)
-    return dict(revert_weight_conversion(model, dict(state)))
 
 
 def _drop_copy(state: dict[str, Tensor]) -> None:

@@ -300,6 +300,29 @@ def described_of(source: Source) -> Described:
     return describe(source.model, family=source.family, has_value_head=source.has_value_head)
 
 
+def modules_of(source: Source) -> list[Module]:
+    """Return the linear modules of a checkpoint: of its family, or of the tensors of a model in ``transformers``.
+
+    Raises:
+        ConfigError: No family has such models.
+    """
+    if source.model.implementation == "megatron":
+        return linear_modules(described_of(source))
+    found = []
+    for name, entry in source.tensors.items():
+        match = FACTOR.fullmatch(name)
+        if match is not None and match[3] == "B" and f"{match[1]}.lora.A" in source.tensors:
+            found.append(_plain_module(match[1], entry.shape[0], source.tensors[f"{match[1]}.lora.A"].shape[-1], entry))
+        elif match is None and name.endswith(".weight") and len(entry.shape) == 2:
+            found.append(_plain_module(name.removesuffix(".weight"), *entry.shape, entry))
+    return found
+
+
+def _plain_module(name: str, out: int, width: int, entry: TensorEntry) -> Module:
+    weight = TensorSpec(name=f"{name}.weight", shape=(out, width), dtype=entry.dtype, tp_dim=None, place="embedding")
+    return Module(name, weight, None, "same", out, width)
+
+
 def check_adapter(source: Source) -> dict[str, Factor]:
     """Return the tensors of an adapter by their logical names, in the model's order.
 
@@ -307,7 +330,7 @@ def check_adapter(source: Source) -> dict[str, Factor]:
         CheckpointError: They are not those of its settings and model.
         ConfigError: The settings ask for what is not computed.
     """
-    return check_factors(str(source.path), source.tensors, linear_modules(described_of(source)), settings_of(source))
+    return check_factors(str(source.path), source.tensors, modules_of(source), settings_of(source))
 
 
 def check_factors(
@@ -374,7 +397,7 @@ class MergedSource(Source):
         self.tensors = base.tensors
         self._base, self._adapter = base, adapter
         self._settings = settings_of(adapter)
-        modules = linear_modules(described_of(base))
+        modules = modules_of(base)
         self._updates: dict[str, list[Module]] = {}
         for factor in check_factors(str(adapter.path), adapter.tensors, modules, self._settings).values():
             if factor.side == "B":

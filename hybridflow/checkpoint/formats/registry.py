@@ -11,6 +11,7 @@ from hybridflow.checkpoint.formats.hdf5 import MASTER, HDF5Source, HDF5Target, i
 from hybridflow.checkpoint.formats.huggingface import HuggingFaceSource, HuggingFaceTarget
 from hybridflow.checkpoint.formats.megatron_dist import MegatronDistSource, MegatronDistTarget, is_torch_dist
 from hybridflow.checkpoint.formats.megatron_legacy import MegatronLegacySource, is_legacy
+from hybridflow.checkpoint.formats.named import NamedSource, NamedTarget, is_named
 from hybridflow.checkpoint.formats.peft_dir import PeftSource, PeftTarget, base_of, is_peft
 from hybridflow.checkpoint.formats.sharded import ShardedSource, ShardedTarget, find_base, find_model
 from hybridflow.checkpoint.formats.source import Source, Target
@@ -36,10 +37,15 @@ class Readable(NamedTuple):
     open: Callable[[Path], Source]
 
 
+def _open_hf(path: Path) -> Source:
+    """Open a directory of Hugging Face, by a table where its family has one."""
+    return NamedSource(path) if is_named(path) else HuggingFaceSource(path)
+
+
 # The first that lies at a path is taken, so the narrower stand first.
 READABLE: dict[str, Readable] = {
     "megatron": Readable(f"{NAME}, or a run's checkpoint", lambda path: find_model(path) is not None, ShardedSource),
-    "hf": Readable(f"{CONFIG} and safetensors", lambda path: (path / CONFIG).is_file(), HuggingFaceSource),
+    "hf": Readable(f"{CONFIG} and safetensors", lambda path: (path / CONFIG).is_file(), _open_hf),
     "hdf5": Readable(f"an HDF5 file, or a directory with {MASTER}", is_hdf5, HDF5Source),
     "megatron-dist": Readable("Megatron's .metadata and .distcp files", is_torch_dist, MegatronDistSource),
     "megatron-legacy": Readable("Megatron's mp_rank_* directories", is_legacy, MegatronLegacySource),
@@ -177,4 +183,12 @@ def make_target(
         if name in given and format not in takers:
             told = f"{name}={given[name]}: format {format} has no such option"
             raise ConfigError(f"{told}; leave it out, or write {', '.join(takers)}")
+    sizes = {} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}
+    if source.model.implementation == "transformers":
+        if format not in ("hf", "peft"):
+            raise ConfigError(
+                f"{source.path}: a {source.family} that runs in transformers has its tensors under the names there, for which "
+                f"format {format} has no place; write hf"
+            )
+        return NamedTarget(source, dtype=dtype, **sizes) if format == "hf" else PeftTarget(source, dtype=dtype)
     return WRITABLE[format](source, **given)

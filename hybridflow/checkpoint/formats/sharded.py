@@ -98,7 +98,7 @@ class ShardedSource(Source):
         self.tensors = manifest.tensors[WEIGHT]
         if lora.is_adapter(self):
             lora.check_adapter(self)
-        else:
+        elif self.model.implementation == "megatron":
             shapes = {name: entry.shape for name, entry in self.tensors.items()}
             check_shapes(shapes, self.model, has_value_head=self.has_value_head, where=str(found / NAME))
 
@@ -117,7 +117,7 @@ class ShardedSource(Source):
     def assets(self) -> dict[str, bytes]:
         """See ``Source``."""
         folder, expected = self.path / FOLDER, self._dir.manifest.notes.get(FOLDER, {})
-        found = read_assets(folder, _ASSET_NAMES)
+        found = read_assets(folder, dict.fromkeys((*_ASSET_NAMES, *expected)))
         for name, sha256 in expected.items():
             if name not in found or hashlib.sha256(found[name]).hexdigest() != sha256:
                 what = "other bytes than were written" if name in found else "no such file"

@@ -45,6 +45,7 @@ class UserEngine:
         max_concurrent: Most sequences at a time.
         pad_id: Token that pads shorter prompts.
         version: Number of the weights, noted beside each token; the caller's to set.
+        device: Where the module is.
     """
 
     module: nn.Module
@@ -58,7 +59,7 @@ class UserEngine:
     version: int = 0
 
     def __post_init__(self) -> None:
-        self._device = next(self.module.parameters()).device
+        self.device = next(self.module.parameters()).device
         self._has_generate = callable(getattr(self.module, "generate", None))
 
     def weights_changed(self) -> None:
@@ -129,63 +130,29 @@ class UserEngine:
                 yield numbers[start : start + self.max_concurrent]
 
     def _by_forward(self, batch: list[Request], purpose: str, look: Callable[[], None]) -> list[Generated | str]:
-        """Sample token by token, with the noise of each sample's own place: the same in every batch and layout."""
-        params, lengths = batch[0].params, np.array([len(each.prompt) for each in batch])
-        width = int(lengths.max()) + params.max_new_tokens
-        known = np.full((len(batch), width), self.pad_id, np.int32)
-        sampler = Sampler(len(batch), self.group, self.vocab_size, self._device)
-        for slot, each in enumerate(batch):
-            known[slot, : lengths[slot]] = each.prompt.numpy()
-            seed = self.seed if params.seed is None else params.seed
-            sampler.seat(slot, params, sequence_key(seed, purpose, each.prompt_index, each.index), int(lengths[slot]))
-        log_probs, open_slots = np.zeros((2, *known.shape), np.float32), np.arange(len(batch))
-        failures: dict[int, str] = {}
-        first = lengths.copy()
-        for step in range(params.max_new_tokens):
+        """Sample token by token, the same in every batch and layout."""
+        samples = Samples(batch, purpose, self)
+        for step in itertools.count():
             if step % LOOK_STEPS == 0:
                 look()
-            longest = int(lengths[open_slots].max())
-            ids = torch.from_numpy(known[open_slots, :longest].astype(np.int64)).to(self._device)
-            last = torch.from_numpy(lengths[open_slots] - 1).to(self._device)
-            logits = self._logits(ids)[torch.arange(len(ids), device=self._device), last]
-            positions = torch.from_numpy(lengths[open_slots])
-            got = sampler.sample(logits, torch.from_numpy(open_slots), positions, known)
-            tokens = got.tokens.cpu().numpy()
-            failures |= {
-                int(slot): FAILURES[int(each)] for slot, each in zip(open_slots, tokens, strict=True) if each < 0
-            }
-            at = open_slots, lengths[open_slots]
-            known[at] = tokens
-            log_probs[0][at], log_probs[1][at] = got.log_probs.cpu().numpy(), got.sampled_log_probs.cpu().numpy()
-            lengths[open_slots] += 1
-            open_slots = open_slots[~(np.isin(tokens, params.stop_ids) | (tokens < 0))]
-            if not len(open_slots):
+            known = [torch.from_numpy(each.astype(np.int64)) for each in samples.tokens()]
+            ids = nn.utils.rnn.pad_sequence(known, batch_first=True, padding_value=self.pad_id).to(self.device)
+            last = torch.tensor([len(each) - 1 for each in known], device=self.device)
+            samples.take(self._logits(ids)[torch.arange(len(ids), device=self.device), last])
+            if not len(samples.open):
                 break
-
-        def new(array: np.ndarray, slot: int, dtype: type[np.generic]) -> Tensor:
-            return torch.from_numpy(array[slot, first[slot] : lengths[slot]].astype(dtype))
-
-        return [
-            failures[slot]
-            if slot in failures
-            else (
-                new(known, slot, np.int64),
-                new(log_probs[0], slot, np.float32),
-                new(log_probs[1], slot, np.float32),
-            )
-            for slot in range(len(batch))
-        ]
+        return samples.generated()
 
     def _by_generate(self, batch: list[Request], purpose: str) -> list[Generated | str]:
         """Ask the module's own, and tell the log-probabilities by ``forward`` where it does not."""
         params = batch[0].params
         width = max(len(each.prompt) for each in batch)
-        ids = torch.full((len(batch), width), self.pad_id, dtype=torch.int64, device=self._device)
+        ids = torch.full((len(batch), width), self.pad_id, dtype=torch.int64, device=self.device)
         mask = torch.zeros_like(ids)
         for row, each in enumerate(batch):
             ids[row, width - len(each.prompt) :] = each.prompt
             mask[row, width - len(each.prompt) :] = 1
-        devices = [self._device] if self._device.type == "cuda" else []
+        devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(self._batch_seed(batch, purpose))
             output: Any = self.module.generate(  # type: ignore[operator]
@@ -231,12 +198,12 @@ class UserEngine:
     def _log_probs(self, prompts: list[Tensor], new: list[Tensor], temperature: float) -> list[Tensor]:
         """Return log-probabilities of new tokens under ``forward``."""
         whole = [torch.cat(pair) for pair in zip(prompts, new, strict=True)]
-        ids = nn.utils.rnn.pad_sequence(whole, batch_first=True, padding_value=self.pad_id).to(self._device)
+        ids = nn.utils.rnn.pad_sequence(whole, batch_first=True, padding_value=self.pad_id).to(self.device)
         logits = self._logits(ids)
         found = []
         for row, prompt, tokens in zip(logits, prompts, new, strict=True):
             rows = row[len(prompt) - 1 : len(prompt) - 1 + len(tokens)]
-            targets = tokens.to(self._device)
+            targets = tokens.to(self.device)
             found.append(
                 vocab_parallel_log_probs(
                     rows, targets, group=self.group, vocab_size=self.vocab_size, temperature=temperature
@@ -268,6 +235,86 @@ class UserEngine:
             versions=torch.full((len(tokens),), self.version, dtype=torch.int32),
             finish="stop" if is_stop else "length",
         )
+
+
+class Samples:
+    """Samples of some requests, token by token, with the noise of each sample's own place.
+
+    Args:
+        requests: With equal parameters.
+        purpose: What they are for, a key of ``PURPOSES``.
+        engine: Whose they are.
+
+    Attributes:
+        open: Numbers of the samples that are not done, ``[open]`` int64.
+    """
+
+    def __init__(self, requests: list[Request], purpose: str, engine: UserEngine) -> None:
+        self._params, lengths = requests[0].params, np.array([len(each.prompt) for each in requests])
+        self._known = np.full(
+            (len(requests), int(lengths.max()) + self._params.max_new_tokens), engine.pad_id, np.int32
+        )
+        self._sampler = Sampler(len(requests), engine.group, engine.vocab_size, engine.device)
+        for slot, each in enumerate(requests):
+            self._known[slot, : lengths[slot]] = each.prompt.numpy()
+            seed = engine.seed if self._params.seed is None else self._params.seed
+            key = sequence_key(seed, purpose, each.prompt_index, each.index)
+            self._sampler.seat(slot, self._params, key, int(lengths[slot]))
+        self._log_probs = np.zeros((2, *self._known.shape), np.float32)
+        self._first, self._lengths = lengths, lengths.copy()
+        self._failures: dict[int, str] = {}
+        self.open = np.arange(len(requests))
+
+    @property
+    def num_left(self) -> int:
+        """Return how many more tokens an open sample may have; all have equally many."""
+        return self._params.max_new_tokens - int((self._lengths - self._first)[self.open[0]])
+
+    def tokens(self) -> list[np.ndarray]:
+        """Return the tokens of the open samples, prompts included."""
+        return [self._known[slot, : self._lengths[slot]] for slot in self.open]
+
+    def take(self, logits: Tensor) -> Tensor:
+        """Choose the next token of each open sample; who is done is closed.
+
+        Args:
+            logits: ``[open, vocab]``.
+
+        Returns:
+            The tokens, ``[open]`` int64; below 0 where there is none.
+        """
+        slots, lengths = self.open, self._lengths
+        positions = torch.from_numpy(lengths[slots])
+        got = self._sampler.sample(logits, torch.from_numpy(slots), positions, self._known)
+        tokens = got.tokens.cpu().numpy()
+        self._failures |= {int(slot): FAILURES[int(each)] for slot, each in zip(slots, tokens, strict=True) if each < 0}
+        at = slots, lengths[slots]
+        self._known[at] = tokens
+        self._log_probs[0][at], self._log_probs[1][at] = (
+            got.log_probs.cpu().numpy(),
+            got.sampled_log_probs.cpu().numpy(),
+        )
+        lengths[slots] += 1
+        is_done = np.isin(tokens, self._params.stop_ids) | (tokens < 0)
+        is_done |= (lengths - self._first)[slots] == self._params.max_new_tokens
+        self.open = slots[~is_done]
+        return got.tokens
+
+    def generated(self) -> list[Generated | str]:
+        """Return what is new of each sample, or why it failed."""
+
+        def new(array: np.ndarray, slot: int, dtype: type[np.generic]) -> Tensor:
+            return torch.from_numpy(array[slot, self._first[slot] : self._lengths[slot]].astype(dtype))
+
+        return [
+            self._failures.get(slot)
+            or (
+                new(self._known, slot, np.int64),
+                new(self._log_probs[0], slot, np.float32),
+                new(self._log_probs[1], slot, np.float32),
+            )
+            for slot in range(len(self._known))
+        ]
 
 
 def _until_stop(tokens: Tensor, stop_ids: tuple[int, ...]) -> Tensor:

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybridflow.errors import DataError, EngineError
 from hybridflow.families.config_json import Described, update_config
+from hybridflow.families.model import ModelConfig
 from hybridflow.rollout.engines.answers import (
     Answer,
     LogProbsKind,
@@ -64,7 +65,8 @@ class VllmEngine:
     Collective: with several ranks, all of the job make it together; each then generates for itself.
 
     Args:
-        described: The model, the vocabulary and ``max_context`` included.
+        model: Its settings, the vocabulary and ``max_context`` included.
+        config: Its ``config.json``, as ``config_of`` gives it for a family with a table.
         log_probs: What log-probabilities are of. ``raw``: exact at temperature 1; ``processed``: where nothing is cut.
         seed: Seed of the noise.
         vocab_size: Ids that are sampled.
@@ -83,7 +85,8 @@ class VllmEngine:
 
     def __init__(
         self,
-        described: Described,
+        model: ModelConfig,
+        config: Mapping[str, Any],
         *,
         log_probs: LogProbsKind,
         seed: int,
@@ -100,13 +103,11 @@ class VllmEngine:
         self._seed = seed
         self._vocab_size = vocab_size
         self._log_probs: LogProbsKind = log_probs
-        model = described.model
         self._max_context = model.max_context
         has_groups = dist.is_initialized()
         # vLLM reads what the model is from a directory; there are no weights in it.
         with tempfile.TemporaryDirectory(prefix="hybridflow-vllm-") as folder:
-            config = update_config(None, described, dtype=_DTYPES[model.dtype])
-            (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+            (Path(folder) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
             try:
                 self._llm = vllm.LLM(
                     model=folder,
@@ -274,6 +275,11 @@ class VllmEngine:
             return response_of(request, answer, version=self.version, vocab_size=self._vocab_size)
         except BadAnswer as error:
             return failed(request, str(error))
+
+
+def config_of(described: Described) -> dict[str, Any]:
+    """Return the ``config.json`` of a model whose family has a table."""
+    return update_config(None, described, dtype=_DTYPES[described.model.dtype])
 
 
 def _executor(device: torch.device) -> Any:

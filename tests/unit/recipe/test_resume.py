@@ -21,7 +21,7 @@ from hybridflow.recipe.resume import check_resume
 from hybridflow.sections import Bounds, put_over, read_section, to_dict
 from tests.support.recipes import POLICY, SCORER, SMALLEST, write_config
 
-NUM_LEAF_KEYS = 594
+NUM_LEAF_KEYS = 606
 
 
 class Key(NamedTuple):
@@ -77,10 +77,11 @@ ALGORITHMS = {
 """Beginning of a key -> what reads it. The first that matches counts."""
 
 GIVEN = {
-    r"model\.path": ["model={path: DIR/policy-1}"],
-    r"(critic|cost_critic|teacher)\.model\.path": [r"\1.model={path: DIR/policy-1}"],
-    r"(reward|cost)\.model\.path": [r"\1={model: {path: DIR/scorer-1}}"],
-    r"(reward|cost)\.(model(?!\.path)|layout|offload)": [r"\1={model: {}}"],
+    r"model\.(path|implementation|trust_remote_code)": ["model={path: DIR/policy-1}"],
+    r"(critic|cost_critic|teacher)\.model\.(path|implementation|trust_remote_code)": [r"\1.model={path: DIR/policy-1}"],
+    r"(reward|cost)\.model\.(path|implementation|trust_remote_code)": [r"\1={model: {path: DIR/scorer-1}}"],
+    r"(reward|cost)\.(model(?!\.(path|implementation|trust_remote_code))|layout|offload)": [r"\1={model: {}}"],
+    r"(.*\bmodel)\.trust_remote_code": [r"\1.implementation=transformers"],
     r"(.*\bmodel)\.window_layers": [r"\1.window=4"],
     r"(.*\bmodel)\.rotary_scaling": [r"\1.rotary_scaling={kind: linear, original_context: 8}"],
     r"(.*\bmodel)\.rotary_scaling\.(short|long)_factor": [
@@ -127,6 +128,7 @@ ALSO = {
 
 VALUES: dict[str, Any] = {
     r"algorithm": "rloo",
+    r"actor\.lora\.targets": ["q_proj"],
     r"(reward|cost)\.model\.path": "DIR/scorer-2",
     r"(\w+\.)?model\.path": "DIR/policy-2",
     r".*\.urls": ["http://b:1"],

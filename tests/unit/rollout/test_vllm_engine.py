@@ -53,11 +53,13 @@ def make(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     name = "hybridflow.rollout.engines.vllm_engine"
     monkeypatch.delitem(sys.modules, name, raising=False)
-    engine = importlib.import_module(name).VllmEngine
+    module = importlib.import_module(name)
 
     def made(device, can_sleep=True):
-        found = engine(
-            describe(replace(MODEL), family="llama", has_value_head=False),
+        described = describe(replace(MODEL), family="llama", has_value_head=False)
+        found = module.VllmEngine(
+            described.model,
+            module.config_of(described),
             log_probs="raw",
             seed=1,
             vocab_size=16,

@@ -1,0 +1,101 @@
+"""Models that run in ``transformers``: their tensors have the names that they have there, in every format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hybridflow.checkpoint.formats.huggingface import DTYPE_WORDS, INDEX, HuggingFaceTarget, Parts, open_files
+from hybridflow.checkpoint.formats.source import Source
+from hybridflow.checkpoint.manifest import TensorEntry
+from hybridflow.errors import ConfigError
+from hybridflow.families.assets import ASSETS, CONFIG, identity_of, read_assets, read_json
+from hybridflow.families.other_config import has_no_table, read_other_config
+from hybridflow.models.hf_model import VALUE_HEAD, has_scorer
+
+_HEAD = "score.weight"
+"""The value head of the ``*ForSequenceClassification`` of ``transformers``."""
+
+
+def is_named(path: Path) -> bool:
+    """Return whether a directory of Hugging Face lies at a path whose family has no table.
+
+    Raises:
+        CheckpointError: ``config.json`` is damaged.
+    """
+    return (path / CONFIG).is_file() and has_no_table(read_json(path / CONFIG))
+
+
+class NamedSource(Source):
+    """A directory of Hugging Face of a family without a table, see ``source.Source``.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+        ConfigError: ``config.json`` does not tell the sizes.
+    """
+
+    format = "hf"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        described = read_other_config(read_json(path / CONFIG), where=str(path / CONFIG))
+        self.family, self.model, self.has_value_head = described.model_type, described.model, described.has_value_head
+        self._files = open_files(path)
+        self._where = {name: file for file in self._files.values() for name in file.entries}
+        self.tensors: Mapping[str, TensorEntry] = {name: file.entries[name] for name, file in self._where.items()}
+
+    def read(self, tensor: str) -> Tensor:
+        """See ``Source``."""
+        return self._where[tensor].read(tensor)
+
+    def release(self) -> None:
+        """See ``Source``."""
+        for file in self._files.values():
+            file.release()
+
+    def assets(self) -> dict[str, bytes]:
+        """See ``Source``."""
+        return read_assets(self.path)
+
+    def identity(self) -> str:
+        """See ``Source``."""
+        return identity_of([*(self.path / name for name in (*ASSETS, INDEX)), *(f.path for f in self._files.values())])
+
+
+class NamedTarget(HuggingFaceTarget):
+    """A directory that ``transformers`` loads, of a model that ran there; see ``HuggingFaceTarget``.
+
+    Raises:
+        ConfigError: It has a value head, and ``transformers`` no model with one; or no ``config.json`` travels along.
+    """
+
+    def _name(self) -> dict[str, Parts]:
+        source = self._source
+        if CONFIG not in source.assets():
+            raise ConfigError(f"{source.path}: has no {CONFIG} beside it, which says what the model is; restore it")
+        if source.has_value_head and (source.family is None or not has_scorer(source.family)):
+            raise ConfigError(
+                f"{source.path}: transformers has no *ForSequenceClassification of {source.family!r} to hold the value "
+                "head; keep the checkpoint as it is"
+            )
+        return {
+            name: Parts("same", (_HEAD if name == VALUE_HEAD else name,), (entry.shape,), entry.shape)
+            for name, entry in source.tensors.items()
+        }
+
+    def _largest(self) -> str:
+        return max(self._source.tensors, key=lambda name: self._source.tensors[name].num_bytes)
+
+    def _config(self, original: Mapping[str, Any] | None) -> dict[str, Any]:
+        assert original is not None, "checked by _name"
+        config = {key: value for key, value in original.items() if key != "torch_dtype"}
+        config["dtype"] = DTYPE_WORDS[self._dtype]
+        name = str((original.get("architectures") or [""])[0])
+        if self._source.has_value_head and not name.endswith("ForSequenceClassification"):
+            stem = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+            config |= {"architectures": [f"{stem}ForSequenceClassification"], "num_labels": 1}
+            config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        return config

@@ -1,0 +1,120 @@
+"""Sizes of a causal language model of ``transformers`` that no table describes, from its ``config.json``. No torch.
+
+The module of ``transformers`` computes such a model, so these sizes decide nothing but plans: layouts, memory, lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hybridflow.errors import ConfigError
+from hybridflow.families.config_json import dtype_of
+from hybridflow.families.model import ModelConfig
+from hybridflow.families.tables import FAMILIES
+from hybridflow.sections import read_section
+
+_SPELLINGS = {
+    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "vocab_size": ("vocab_size",),
+    "max_context": (
+        "max_position_embeddings",
+        "n_positions",
+        "max_seq_len",
+        "max_sequence_length",
+        "seq_length",
+        "n_ctx",
+    ),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "num_query_groups": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
+    "ffn_hidden_size": ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim"),
+    "head_dim": ("head_dim",),
+}
+"""Setting -> its names among the configurations of ``transformers``, the most frequent first."""
+
+_NEEDED = ("num_layers", "hidden_size", "vocab_size", "max_context")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_CAUSAL, _SCORER = ("ForCausalLM", "LMHeadModel"), "ForSequenceClassification"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherModel:
+    """A model of ``transformers`` without a table.
+
+    Attributes:
+        model_type: The ``model_type`` of its ``config.json``.
+        model: Its sizes, the vocabulary included.
+        has_value_head: Whether it gives a number instead of logits.
+    """
+
+    model_type: str
+    model: ModelConfig
+    has_value_head: bool
+
+
+def has_no_table(values: Mapping[str, Any]) -> bool:
+    """Return whether a parsed ``config.json`` names a type of model that no table describes."""
+    name = values.get("model_type")
+    return isinstance(name, str) and name.isprintable() and name not in FAMILIES
+
+
+def read_other_config(values: Mapping[str, Any], *, where: str) -> OtherModel:
+    """Read the sizes of a parsed ``config.json`` for which ``has_no_table`` holds.
+
+    Args:
+        values: The parsed file.
+        where: What messages call it.
+
+    Raises:
+        ConfigError: A size is missing or ill-typed, or it is neither a causal language model nor a scorer.
+    """
+    name = str(values["model_type"])
+    if values.get("quantization_config") is not None:
+        raise ConfigError(f"{where}: quantization_config: quantized weights are not trained; choose another model")
+    found = {setting: _size(values, names) for setting, names in _SPELLINGS.items()}
+    for setting in _NEEDED:
+        if found[setting] is None:
+            raise ConfigError(
+                f"{where}: {_SPELLINGS[setting][0]}: missing; model_type={name!r} has no table here, so config.json "
+                "must tell its sizes: add the key"
+            )
+    sizes = {setting: value for setting, value in found.items() if value is not None}
+    sizes.setdefault("num_attention_heads", 1)
+    sizes.setdefault("ffn_hidden_size", 4 * sizes["hidden_size"])
+    # Plans count weights, and those of all experts are held.
+    sizes["ffn_hidden_size"] *= _size(values, _EXPERTS) or 1
+    return OtherModel(
+        model_type=name,
+        model=read_section(
+            ModelConfig,
+            {
+                **sizes,
+                "tied_embeddings": values.get("tie_word_embeddings") is True,
+                "dtype": dtype_of(values),
+                "implementation": "transformers",
+            },
+            source=where,
+        ),
+        has_value_head=_has_value_head(values, where),
+    )
+
+
+def _size(values: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    """Return the first of some keys that is an integer above 0."""
+    return next((value for name in names if type(value := values.get(name)) is int and value > 0), None)
+
+
+def _has_value_head(values: Mapping[str, Any], where: str) -> bool:
+    architectures = values.get("architectures") or ["ForCausalLM"]
+    labels = values.get("num_labels", len(values.get("id2label") or {0: "", 1: ""}))
+    (name,) = architectures if isinstance(architectures, list) and len(architectures) == 1 else ("",)
+    if str(name).endswith(_CAUSAL):
+        return False
+    if str(name).endswith(_SCORER) and labels == 1:
+        return True
+    raise ConfigError(
+        f"{where}: architectures={architectures}: expected one causal language model (*{', *'.join(_CAUSAL)}), or a "
+        f"*{_SCORER} with one label; choose another model"
+    )

@@ -1,0 +1,404 @@
+"""Models of ``transformers`` as actors and critics: any causal language model. The one door to ``transformers``.
+
+They are classes as in ``user_model``: whole on each rank. A reward model is a critic that is not trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from hybridflow.config.roles import LoRAConfig
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.families.model import ModelConfig
+from hybridflow.models.adapters import is_factor
+from hybridflow.models.initial import initial_factor
+from hybridflow.models.user_model import ActorModel, CriticModel
+
+Filling = Literal["read", "later", "never"]
+"""What fills a module's weights: the directory, somebody else before its use, or nobody: it has no memory."""
+
+VALUE_HEAD = "value_head.weight"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ADAPTER = "default"
+_RENAMED = {
+    ".base_layer.": ".",
+    f".lora_A.{_ADAPTER}.weight": ".lora.A",
+    f".lora_B.{_ADAPTER}.weight": ".lora.B",
+}
+_SCORER = "ForSequenceClassification"
+
+
+class TransformersActor(ActorModel):
+    """A causal language model of ``transformers``. Its tensors have the names that they have there.
+
+    The factors of an adapter are named after their layer, as in ``models.adapters``: ``….q_proj.lora.A``.
+
+    Dropout is off, also while it learns: the sampler's log-probabilities are to be the trainer's.
+
+    Args:
+        inner: The module of ``transformers``.
+        vocab_size: Token ids that are chosen among.
+        max_context: Longest sequence.
+
+    Attributes:
+        inner: The module of ``transformers``.
+    """
+
+    def __init__(self, inner: Any, *, vocab_size: int, max_context: int) -> None:
+        super().__init__()
+        self.vocab_size, self.max_context = vocab_size, max_context
+        self.inner = inner
+        self.train(False)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """Return the transformer layers."""
+        return layers_of(self.inner)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """See ``ActorModel.forward``."""
+        logits: Tensor = self.inner(input_ids=input_ids, use_cache=False).logits
+        return logits
+
+    def train(self, mode: bool = True) -> TransformersActor:
+        """Note the mode; the module computes as in evaluation in both."""
+        self.training = mode
+        self.inner.eval()
+        return self
+
+    @contextlib.contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        """Switch the adapters off for the duration."""
+        self.inner.disable_adapters()
+        try:
+            yield
+        finally:
+            self.inner.enable_adapters()
+
+    def updates(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the weights that have an adapter, each with ``scale * B A``, of the weight's number format."""
+        for each in self.inner.modules():
+            if hasattr(each, "lora_A"):
+                yield each.get_base_layer().weight, each.get_delta_weight(_ADAPTER)
+
+    @torch.no_grad()
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors but the adapters', with the updates of these."""
+        updates = {id(weight): update for weight, update in self.updates()}
+        for name, each in [*self.named_parameters(), *self.named_buffers()]:
+            if not is_factor(name):
+                yield name, each + updates[id(each)] if id(each) in updates else each
+
+    # Names as in transformers, without that of the attribute.
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+        """Yield parameters by their names in ``transformers``."""
+        if not recurse:
+            return super().named_parameters(prefix, recurse, remove_duplicate)
+        found = self.inner.named_parameters(prefix, recurse, remove_duplicate)
+        return ((_told(name), each) for name, each in found)
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+        """Yield buffers by their names in ``transformers``."""
+        if not recurse:
+            return super().named_buffers(prefix, recurse, remove_duplicate)
+        return self.inner.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the module of ``transformers``."""
+        return self.inner.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the state of the module of ``transformers``."""
+        return self.inner.load_state_dict(*args, **kwargs)
+
+
+class TransformersCritic(CriticModel):
+    """The backbone of a model of ``transformers`` below a value head of ours.
+
+    The backbone's tensors have the names that they have in the causal language model, so that a critic can begin as the
+    actor; the head is ``value_head.weight``, ``[1, hidden]``. Dropout is off, as in ``TransformersActor``.
+
+    Args:
+        backbone: The module of ``transformers`` that gives hidden states.
+        prefix: Its name in the causal language model.
+        hidden_size: Width of the hidden states.
+        max_context: Longest sequence.
+    """
+
+    def __init__(self, backbone: Any, *, prefix: str, hidden_size: int, max_context: int) -> None:
+        super().__init__()
+        self.max_context = max_context
+        self._prefix = prefix
+        self.add_module(prefix, backbone)
+        parameter = next(backbone.parameters())
+        self.value_head = nn.Linear(hidden_size, 1, bias=False, dtype=parameter.dtype, device=parameter.device)
+        self.train(False)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """Return the transformer layers."""
+        return layers_of(self.get_submodule(self._prefix))
+
+    def values(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """See ``CriticModel.values``."""
+        backbone: Any = self.get_submodule(self._prefix)
+        hidden: Tensor = backbone(input_ids=input_ids, use_cache=False).last_hidden_state
+        values: Tensor = self.value_head(hidden)[:, :, 0]
+        return values
+
+    def train(self, mode: bool = True) -> TransformersCritic:
+        """Note the mode; the module computes as in evaluation in both."""
+        self.training = mode
+        self.get_submodule(self._prefix).eval()
+        return self
+
+
+def add_adapters(actor: TransformersActor, lora: LoRAConfig, *, seed: int) -> None:
+    """Freeze the weights of an actor and give its linear layers adapters of PEFT, whose update is zero.
+
+    Raises:
+        ConfigError: PEFT cannot be imported, or the model has no such layers.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(f"actor.lora: a model in transformers needs peft: {error}; pip install peft") from error
+    head = actor.inner.get_output_embeddings()
+    linears = [name for name, each in actor.inner.named_modules() if isinstance(each, nn.Linear) and each is not head]
+    known = dict.fromkeys(name.rpartition(".")[2] for name in linears)
+    strangers = [target for target in lora.targets if target not in known]
+    if strangers:
+        raise ConfigError(
+            f"actor.lora.targets: {', '.join(strangers)}: no linear layers of {type(actor.inner).__name__}, which has "
+            f"{', '.join(known)}; name some of these"
+        )
+    # PEFT calls it an integer, and divides by it as by any number.
+    settings: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.effective_alpha, "bias": "none"}
+    actor.inner.add_adapter(peft.LoraConfig(target_modules=list(lora.targets), **settings))
+    for name, parameter in actor.named_parameters():
+        parameter.requires_grad_(is_factor(name))
+    restart_adapters(actor, seed=seed)
+    actor.train(False)
+
+
+@torch.no_grad()
+def restart_adapters(actor: TransformersActor, *, seed: int, variant: int = 0) -> None:
+    """Set the factors of an actor: B to 0, A to a function of (seed, name, variant), as ``models.weights`` does."""
+    for name, parameter in actor.named_parameters():
+        if is_factor(name) and parameter.device.type != "meta":
+            parameter.copy_(initial_factor(name, parameter.shape, seed=seed, variant=variant))
+
+
+def _told(name: str) -> str:
+    """Return a parameter's name without what PEFT adds to it."""
+    for found, told in _RENAMED.items():
+        name = name.replace(found, told)
+    return name
+
+
+def layers_of(module: nn.Module) -> nn.ModuleList:
+    """Return the transformer layers of a model: its longest list of modules of one class.
+
+    Raises:
+        ConfigError: It has no such list.
+    """
+    lists = [each for each in module.modules() if isinstance(each, nn.ModuleList)]
+    alike = [each for each in lists if len(each) > 0 and len({type(layer) for layer in each}) == 1]
+    if not alike:
+        raise ConfigError(f"{type(module).__name__}: expected a ModuleList of layers of one class, found none")
+    return max(alike, key=len)
+
+
+def make_actor(folder: Path, model: ModelConfig, *, filling: Filling) -> TransformersActor:
+    """Make a causal language model of a directory, in host memory.
+
+    Args:
+        folder: Has ``config.json``, and the weights if they are read.
+        model: The settings of the recipe.
+        filling: What fills its weights.
+
+    Raises:
+        ConfigError: ``transformers`` is not there, or has no such model.
+        CheckpointError: The weights are not the model's.
+    """
+    assert model.vocab_size is not None, "a directory has a vocabulary"
+    inner = _make("AutoModelForCausalLM", folder, model, filling)
+    return TransformersActor(inner, vocab_size=model.vocab_size, max_context=model.max_context)
+
+
+def make_critic(folder: Path, model: ModelConfig, *, is_scorer: bool, filling: Filling) -> TransformersCritic:
+    """Make a critic, or a reward model, of a directory, in host memory.
+
+    Args:
+        folder: Has ``config.json``, and the weights if they are read.
+        model: The settings of the recipe.
+        is_scorer: The directory has a value head; else its ``value_head.weight`` is undefined.
+        filling: What fills its weights.
+
+    Raises:
+        ConfigError: ``transformers`` is not there, or has no such model; or its backbone or head is not found.
+        CheckpointError: The weights are not the model's.
+    """
+    inner = _make(f"AutoModel{_SCORER}" if is_scorer else "AutoModelForCausalLM", folder, model, filling)
+    prefix, name = inner.base_model_prefix, type(inner).__name__
+    backbone: nn.Module | None = getattr(inner, prefix, None)
+    if backbone is None:
+        raise ConfigError(f"{folder}: {name} has no backbone {prefix!r} to make a critic of; choose another model")
+    heads = [each for each in inner.children() if isinstance(each, nn.Linear) and each is not backbone]
+    if len(heads) != 1 or (is_scorer and (heads[0].out_features != 1 or "bias" in dict(heads[0].named_parameters()))):
+        raise ConfigError(
+            f"{folder}: {name}: expected one linear head{' with one output and no bias' if is_scorer else ''}, found "
+            f"{heads}; choose another model"
+        )
+    width = heads[0].in_features
+    critic = TransformersCritic(backbone, prefix=prefix, hidden_size=width, max_context=model.max_context)
+    if is_scorer:
+        critic.value_head.weight = heads[0].weight
+    return critic
+
+
+def _make(auto_class: str, folder: Path, model: ModelConfig, filling: Filling) -> Any:
+    """Return a module of ``transformers``, in evaluation mode."""
+    library = _library(f"{folder}: runs in transformers")
+    auto = getattr(library, auto_class)
+    bars = library.utils.logging
+    has_bars = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    asked: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    found: Mapping[str, Any] = {}
+    try:
+        config = library.AutoConfig.from_pretrained(folder, local_files_only=True, **asked)
+        asked["dtype"] = _DTYPES[model.dtype]
+        if filling == "read":
+            module, found = auto.from_pretrained(
+                folder, config=config, local_files_only=True, use_safetensors=True, output_loading_info=True, **asked
+            )
+        else:
+            without: AbstractContextManager[Any] = torch.device("meta") if filling == "never" else _without_values()
+            with without:
+                module = auto.from_config(config, **asked)
+            module.tie_weights()
+    except (ImportError, KeyError, OSError, RuntimeError, SafetensorError, ValueError) as error:
+        raise ConfigError(
+            f"{folder}: transformers {library.__version__} cannot make the model: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:400]}; update transformers, restore the directory, or, if you trust its "
+            "Python files, set trust_remote_code=true in the recipe's model section"
+        ) from error
+    finally:
+        if has_bars:
+            bars.enable_progress_bar()
+    missing = sorted(found.get("missing_keys", ()))
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {missing[0]}: missing, one of {len(missing)} tensors that {type(module).__name__} has and the "
+            "files have not; restore them from a copy"
+        )
+    # What a directory says of sampling is not what the recipe says.
+    if hasattr(module, "generation_config"):
+        module.generation_config = library.GenerationConfig()
+    return module.eval()
+
+
+def _library(what: str) -> Any:
+    """Return ``transformers``, imported where it is needed alone.
+
+    Raises:
+        ConfigError: It cannot be imported.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(f"{what}, which cannot be imported: {error}; pip install transformers") from error
+    return transformers
+
+
+def _without_values() -> AbstractContextManager[Any]:
+    """Return what skips the computation of initial values."""
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:  # of an older one, which is slower to start then
+        return nullcontext()
+    made: AbstractContextManager[Any] = no_init_weights()
+    return made
+
+
+@torch.no_grad()
+def generate(
+    actor: TransformersActor,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    *,
+    max_new_tokens: int,
+    pad_id: int,
+    choose: Callable[[Tensor], Tensor],
+    is_over: Callable[[], bool],
+) -> None:
+    """Run the model token by token with a key-value cache; the caller chooses the tokens.
+
+    Args:
+        actor: The model.
+        input_ids: ``[samples, tokens]`` int64, with padding before shorter samples.
+        attention_mask: ``[samples, tokens]`` int64: 1, and 0 on padding.
+        max_new_tokens: Most tokens that are asked for.
+        pad_id: Token of padding.
+        choose: Gets logits of the next tokens, ``[samples, vocab]`` fp32; returns these, ``[samples]`` int64.
+        is_over: Asked after each token; whether to end.
+
+    Raises:
+        ConfigError: ``transformers`` cannot be imported.
+    """
+    library = _library("sampling needs transformers")
+
+    class Choose(library.LogitsProcessor):  # type: ignore[name-defined]
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            return torch.full_like(scores, -torch.inf).scatter_(1, choose(scores)[:, None], 0.0)
+
+    class Stop(library.StoppingCriteria):  # type: ignore[name-defined]
+        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+            return torch.full((len(input_ids),), is_over(), device=input_ids.device)
+
+    actor.inner.generate(
+        input_ids,
+        attention_mask=attention_mask,
+        generation_config=library.GenerationConfig(
+            # The likeliest of scores that leave one token each.
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=pad_id,
+            use_cache=True,
+        ),
+        logits_processor=library.LogitsProcessorList([Choose()]),
+        stopping_criteria=library.StoppingCriteriaList([Stop()]),
+    )
+
+
+def can_generate(actor: TransformersActor) -> bool:
+    """Return whether ``generate`` can be called: not every class with code of its own has it."""
+    return bool(getattr(actor.inner, "can_generate", lambda: False)())
+
+
+def has_scorer(model_type: str) -> bool:
+    """Return whether ``transformers`` has a ``*ForSequenceClassification`` for a type of model.
+
+    Raises:
+        ConfigError: ``transformers`` cannot be imported.
+    """
+    auto = _library("writing a model that runs in transformers needs transformers").models.auto.modeling_auto
+    return model_type in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+
+def names_as_saved(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename tensors as in a saved directory: transformers 5 keeps the experts of a layer in one tensor in memory."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # of an older one, where both have the same names
+        return dict(state)
+    return dict(revert_weight_conversion(model, dict(state)))

@@ -1,0 +1,125 @@
+"""Modules of ``transformers`` for the roles of a recipe whose models run there, made from their directories."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hybridflow.checkpoint.formats.registry import open_model
+from hybridflow.checkpoint.manifest import NAME
+from hybridflow.checkpoint.model_info import read_model_info
+from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.families.model import ModelConfig
+from hybridflow.models.hf_model import (
+    VALUE_HEAD,
+    Filling,
+    TransformersActor,
+    TransformersCritic,
+    add_adapters,
+    make_actor,
+    make_critic,
+)
+from hybridflow.models.initial import initial_matrix
+from hybridflow.models.user_model import Uncut
+from hybridflow.placement.job import Job
+
+_MESHES = {
+    "actor": ("actor.update", "actor.rollout", "reference"),
+    "critic": ("critic",),
+    "cost_critic": ("cost_critic",),
+    "reward": ("reward",),
+    "cost": ("cost",),
+    "teacher": ("teacher",),
+}
+"""Role -> the meshes whose ranks need its module."""
+
+_FROZEN = ("reward", "cost", "teacher")
+"""Roles that no checkpoint holds."""
+
+
+def with_library_models(job: Job) -> Job:
+    """Return the job with the modules of its models that run in ``transformers``; one that has none as it is.
+
+    The first rank of a mesh reads the weights, and the others get them when the model is placed. A rank without a part
+    of a model has its module without memory, which tells names and shapes.
+
+    Raises:
+        ConfigError: ``transformers`` is not there, or has no such model.
+        CheckpointError: A directory is damaged, or its tensors are not the model's.
+    """
+    recipe, modules = job.recipe, dict[str, nn.Module]()
+    for role, names in _MESHES.items():
+        section = getattr(recipe, role)
+        if section is None or role in job.objects or (role in _FROZEN and section.model is None):
+            continue
+        if recipe.model_of(role).implementation == "transformers":
+            has_value_head = role not in ("actor", "teacher") or (role == "actor" and recipe.traits.is_scorer)
+            module = modules[role] = _make(
+                job.model_of(role), _filling(job, role, names), has_value_head=has_value_head, seed=recipe.seed
+            )
+            if role == "actor" and recipe.actor.lora is not None:
+                assert isinstance(module, TransformersActor), "of a scorer refused by the recipe"
+                add_adapters(module, recipe.actor.lora, seed=recipe.seed)
+    return replace(job, modules=modules) if modules else job
+
+
+def _filling(job: Job, role: str, names: tuple[str, ...]) -> Filling:
+    """Return what fills a role's module on this rank."""
+    meshes, rank = [job.meshes[name] for name in names if name in job.meshes], job.world.rank
+    if not any(rank in mesh for mesh in meshes):
+        return "never"
+    if job.is_resumed:
+        return "read" if role in _FROZEN else "later"
+    return "read" if rank == meshes[0].ranks[0] else "later"
+
+
+def _make(model: ModelConfig, filling: Filling, *, has_value_head: bool, seed: int) -> nn.Module:
+    assert model.path is not None, "refused by the recipe"
+    path = Path(model.path)
+    info = read_model_info(path)
+    assert info.assets is not None, "of a directory"
+    # A model directory of ours holds the tensors, and beside them what a directory of Hugging Face has.
+    is_ours = (path / NAME).is_file()
+    if is_ours and info.model.implementation != "transformers":
+        raise ConfigError(
+            f"{path}: was trained with implementation=megatron, whose tensors transformers does not know; leave "
+            "implementation out, or convert it: hybridflow convert SOURCE OUT --to hf"
+        )
+    made: Filling = "later" if is_ours and filling == "read" else filling
+    module: nn.Module
+    if has_value_head:
+        is_scorer = info.has_value_head and not is_ours
+        module = make_critic(info.assets, model, is_scorer=is_scorer, filling=made)
+        if filling == "read" and not info.has_value_head:
+            assert isinstance(module, TransformersCritic), "just made"
+            initial = initial_matrix(VALUE_HEAD, module.value_head.weight.shape, seed=seed, std=model.init_std)
+            module.value_head.weight.data.copy_(initial)
+    else:
+        module = make_actor(info.assets, model, filling=made)
+    if is_ours and filling == "read":
+        _fill(module, path)
+    return module
+
+
+@torch.no_grad()
+def _fill(module: nn.Module, path: Path) -> None:
+    """Read a module's tensors from a model directory of ours; a new value head stays as it is.
+
+    Raises:
+        CheckpointError: A tensor is missing or has another shape.
+    """
+    source = open_model(path)
+    for name, tensor in Uncut(module).tensors():
+        entry = source.tensors.get(name)
+        if entry is None and name == VALUE_HEAD:
+            continue
+        if entry is None or entry.shape != (tuple(tensor.shape) or (1,)):
+            found = "no such tensor" if entry is None else list(entry.shape)
+            raise CheckpointError(
+                f"{path}: {name}: found {found}, expected {list(tensor.shape)}; is it of another model?"
+            )
+        tensor.copy_(source.read(name).view(tensor.shape))
+        source.release()

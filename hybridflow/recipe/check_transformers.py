@@ -1,0 +1,75 @@
+"""Checks of models that run in ``transformers``. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridflow.config.recipe import Recipe
+from hybridflow.errors import ConfigError, LayoutError
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.recipe.meshes import meshes_in_recipe_order
+
+
+def transformers_meshes(recipe: Recipe) -> tuple[str, ...]:
+    """Return the names of the meshes whose models run in ``transformers``."""
+    scorers = [name for name in ("reward", "cost") if getattr(getattr(recipe, name), "model", None) is None]
+    return tuple(
+        name
+        for name in meshes_in_recipe_order(recipe)
+        if name not in scorers and recipe.model_of(name.partition(".")[0]).implementation == "transformers"
+    )
+
+
+def check_transformers(recipe: Recipe, sections: Sequence[str]) -> None:
+    """Refuse what a model that runs in ``transformers`` cannot do.
+
+    Args:
+        recipe: The recipe.
+        sections: Those of the recipe that are models.
+
+    Raises:
+        ConfigError: A key asks for it.
+    """
+    for key in sections:
+        model = recipe.model_of(key.removesuffix(".model"))
+        if model.implementation == "transformers" and model.path is None:
+            raise ConfigError(
+                f"{key}.path: missing; {key}.implementation=transformers reads a directory of Hugging Face: name it"
+            )
+        if model.implementation == "megatron" and model.trust_remote_code:
+            raise ConfigError(
+                f"{key}.trust_remote_code=true: no code of a directory runs in {key}.implementation=megatron; remove it"
+            )
+    if recipe.model.implementation == "transformers":
+        _check_actor(recipe)
+
+
+def check_whole(mesh: DeviceMesh) -> None:
+    """Refuse to cut a model that runs in ``transformers``. Raises LayoutError."""
+    key = mesh.name if mesh.name in ("actor.update", "actor.rollout") else f"{mesh.name}.layout"
+    for axis in ("tp", "pp", "cp", "ep"):
+        size = getattr(mesh.layout, axis)
+        if size > 1:
+            raise LayoutError(
+                f"{key}.{axis}={size}: the model runs in transformers (docs/families.md), whole on each rank; set "
+                f"{axis}=1, and dp to its {len(mesh.ranks)} ranks"
+            )
+
+
+def _check_actor(recipe: Recipe) -> None:
+    rollout = recipe.rollout
+    refused = {
+        "actor.lora.path": recipe.actor.lora is not None and recipe.actor.lora.path is not None,
+        "actor.lora.dropout": recipe.actor.lora is not None and recipe.actor.lora.dropout > 0,
+        "actor.reshard_every": recipe.actor.reshard_every > 1,
+        "actor.rollout_ranks": recipe.actor.rollout_ranks is not None,
+        "rollout.environment": rollout.environment is not None,
+        "rollout.partial_rollouts": rollout.partial_rollouts,
+        "rollout.stop": bool(rollout.stop),
+    }
+    for key, is_there in refused.items():
+        if is_there:
+            raise ConfigError(
+                f"{key}: cannot be had with an actor that runs in transformers; remove it, or choose a model of "
+                "docs/families.md"
+            )

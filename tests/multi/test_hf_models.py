@@ -1,0 +1,433 @@
+"""Models without a table run in ``transformers``: what roles compute, learn, sample, save and export is theirs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from hybridflow import cli
+from hybridflow.checkpoint.model_dir import ModelDir
+from hybridflow.errors import CheckpointError, ConfigError, LayoutError
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.models.hf_model import make_actor, make_critic
+from hybridflow.models.microbatch import pack
+from hybridflow.parallel.world import World
+from hybridflow.recipe.load import recipe_from_dict
+from hybridflow.rollout.engines.hf_engine import HFEngine
+from hybridflow.rollout.engines.user_engine import UserEngine
+from hybridflow.rollout.request import Request, SamplingParams, expand
+from tests.multi.models import place
+from tests.multi.test_train_pretrained import batch, begun, close, lines, run, sequences, their_log_probs
+from tests.multi.test_train_pretrained import recipe as of_directories
+from tests.support.complaints import complains
+from tests.support.conversions import convert
+from tests.support.hf_models import randomize, write_model, write_tokenizer
+from tests.support.ranks import run_ranks
+
+FAMILIES = {
+    "StableLm": {"use_qkv_bias": True, "partial_rotary_factor": 0.5},
+    "Falcon": {"num_kv_heads": 2, "new_decoder_architecture": True, "bias": True, "attention_dropout": 0.2},
+    "Granite": {"embedding_multiplier": 2.0, "logits_scaling": 1.5, "residual_multiplier": 0.7},
+}
+"""None has a table, and what each computes has another form: no family of ours could stand in for it."""
+
+WITH_SCORER = ("StableLm", "Falcon")
+VOCAB = 45
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of each family an actor with a tokenizer, and a scorer."""
+    path = tmp_path_factory.mktemp("hf")
+    for seed, (name, changes) in enumerate(FAMILIES.items()):
+        write_model(path / name, name, seed=seed, **changes)
+        write_tokenizer(path / name)
+        if name in WITH_SCORER:
+            write_model(path / f"{name}-score", name, "ForSequenceClassification", seed=seed + 10, **changes)
+    return path
+
+
+def recipe(folder: Path, algorithm: str, name: str, family: str, ranks: int = 1, **changes: Any) -> dict[str, Any]:
+    """Two steps; ``changes`` go over the sections, key by key."""
+    made = of_directories(
+        folder,
+        algorithm,
+        name,
+        cluster={"ranks": ranks},
+        model={"path": str(folder / family), "max_context": 32, "dtype": "fp32"},
+        actor={"update": {"dp": ranks}, "optimizer": {"lr": 1e-3}},
+        kl={"coef": 0.1},
+    )
+    if algorithm == "ppo":
+        made["critic"] = {"layout": {"dp": ranks}, "optimizer": {"lr": 1e-3}}
+        made["reward"] = {"function": "tests.multi.test_placement:share_of_ones"}
+    for key, section in changes.items():
+        made[key] = {**made.get(key, {}), **section}
+    return made
+
+
+def computed(world: World, values: dict[str, Any]) -> dict[str, np.ndarray]:
+    """What the roles compute before the first step, of the same samples on each rank."""
+    roles = begun(world, values).roles.by_name
+    calls = {"actor": "log_probs", "reference": "log_probs", "critic": "values", "reward": "score"}
+    found = {}
+    for role, call in calls.items():
+        if role != "reward" or "model" in values["reward"]:
+            (column,) = roles[role].calls[call](batch(), {}).columns.values()
+            found[role] = (column if isinstance(column, Tensor) else column.values).numpy()
+    return found
+
+
+def their_values(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """The head's number before each response token, and the score of each sequence."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(path).eval()
+    values, scores = [], []
+    with torch.no_grad():
+        for row, prompt in zip(*sequences(), strict=True):
+            values.append(model.score(model.base_model(row[None]).last_hidden_state)[0, prompt - 1 : -1, 0])
+            scores.append(model(row[None]).logits[0, 0])
+    return torch.cat(values).numpy(), torch.stack(scores).numpy()
+
+
+@pytest.mark.parametrize("family", WITH_SCORER)
+def test_roles_compute_what_transformers_computes(folder, family):
+    scorer = {"model": {"path": str(folder / f"{family}-score"), "max_context": 32, "dtype": "fp32"}}
+    values = recipe(folder, "ppo", f"computed-{family}", family, 2, critic=scorer)
+    values["reward"] = scorer
+    for found in run_ranks(computed, 2, values):
+        assert close(found["actor"], their_log_probs(folder / family)) and (found["actor"] == found["reference"]).all()
+        values_of, scores = their_values(folder / f"{family}-score")
+        assert close(found["critic"], values_of) and close(found["reward"], scores)
+
+
+def weights_of(path: Path, trained: tuple[list[Tensor], list[int]]) -> tuple[float, dict[str, np.ndarray]]:
+    """Loss and gradients of plain ``transformers``: the mean of the responses' cross-entropy."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    rows = [
+        model(row[None]).logits[0, prompt - 1 : -1].log_softmax(-1).gather(1, row[prompt:, None])
+        for row, prompt in zip(*trained, strict=True)
+    ]
+    loss = -torch.cat(rows).mean()
+    loss.backward()
+    return float(loss.detach()), {name: each.grad.numpy() for name, each in model.named_parameters()}
+
+
+def learned(world: World, values: dict[str, Any]) -> tuple[float, dict[str, np.ndarray]]:
+    """The same by the actor, its samples dealt to the ranks, several in a micro-batch."""
+    actor = begun(world, values).roles.actor
+    rows, prompts = sequences()
+    count, mine = sum(map(len, rows)) - sum(prompts), range(world.rank, len(rows), world.size)
+    parts = [pack(list(mine), rows, prompts, torch.device("cpu"))]
+
+    def loss(output: Tensor, part: Any) -> tuple[Tensor, Tensor]:
+        share = -actor.model.log_probs(output, part)[0].sum() / count
+        return share, share.detach()[None]
+
+    (total,) = actor.model.add_up(actor.trainable.accumulate(parts, loss), 1)
+    gradients = actor.trainable.state()["gradient"]
+    shapes = {name: each.shape for name, each in actor.model.module.named_parameters()}
+    return total, {name: each.view(shapes[name]).numpy() for name, each in gradients.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_and_gradients_are_those_of_autograd(folder, family):
+    expected, gradients = weights_of(folder / family, sequences())
+    for loss, found in run_ranks(learned, 2, recipe(folder, "grpo", f"learned-{family}", family, 2)):
+        assert loss == pytest.approx(expected, abs=1e-6 * max(1.0, expected))
+        assert found.keys() == gradients.keys()
+        for name, theirs in gradients.items():
+            assert np.abs(found[name] - theirs).max() <= 1e-5 * max(1.0, np.abs(theirs).max()), name
+    assert max(np.abs(each).max() for each in gradients.values()) > 0.01
+
+
+def settings(path: Path) -> ModelConfig:
+    return replace(recipe_from_dict(of_directory(path)).model, dtype="fp32")
+
+
+def of_directory(path: Path, **changes: Any) -> dict[str, Any]:
+    made = of_directories(path.parent, "grpo", cluster={"ranks": 1})
+    return {**made, "model": {"path": str(path)}, "actor": {"update": {}, "optimizer": {"lr": 1e-4}}, **changes}
+
+
+def test_logits_and_values_equal_those_of_transformers_to_the_bit_of_fp32(folder):
+    ids = torch.randint(3, 40, (3, 11), generator=torch.Generator().manual_seed(1))
+    for family in FAMILIES:
+        actor = make_actor(folder / family, settings(folder / family), filling="read")
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32).eval()
+        with torch.no_grad():
+            assert (actor.train()(ids) - theirs(ids).logits).abs().max() <= 1e-6
+        assert {*actor.state_dict()} == {*theirs.state_dict()} and len(actor.layers) == 2
+        critic = make_critic(folder / family, settings(folder / family), is_scorer=False, filling="later")
+        names = {name for name, _ in critic.named_parameters()} - {"value_head.weight"}
+        assert names and names <= {name for name, _ in actor.named_parameters()}
+
+
+def sampled(world: World, path: Path, kind: type[UserEngine], max_concurrent: int) -> list[tuple[Any, ...]]:
+    _, groups = place(world, ParallelLayout())
+    actor = make_actor(path, settings(path), filling="read")
+    options = {"vocab_size": VOCAB, "max_context": 48, "seed": 5, "max_concurrent": max_concurrent, "pad_id": 2}
+    params = SamplingParams(max_new_tokens=9, temperature=0.7, stop_ids=(4, 5, 6, 9))
+    prompts = [torch.tensor([7, 8, 9]), torch.tensor([3]), torch.tensor([11, 12, 13, 14, 15])]
+    requests = [
+        each
+        for prompt_index, prompt in enumerate(prompts)
+        for each in expand(Request(prompt=prompt, params=params, prompt_index=prompt_index), 3)
+    ]
+    requests[4] = replace(requests[4], params=replace(params, greedy=True))
+    responses = kind(actor, groups.tp, **options).generate(requests)
+    return [(each.tokens.tolist(), each.log_probs.numpy(), each.finish) for each in responses]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampling_with_a_cache_is_sampling_by_forward_in_every_batch(folder, family):
+    (expected,) = run_ranks(sampled, 1, folder / family, UserEngine, 9)
+    assert len({tuple(tokens) for tokens, *_ in expected}) > 5 and {each[2] for each in expected} == {"stop", "length"}
+    for max_concurrent in (1, 4, 9):
+        (found,) = run_ranks(sampled, 1, folder / family, HFEngine, max_concurrent)
+        for one, other in zip(expected, found, strict=True):
+            assert one[0] == other[0] and one[2] == other[2]
+            assert np.abs(one[1] - other[1]).max() <= 1e-5
+
+
+def saved(folder: Path, name: str, step: int, role: str = "actor") -> dict[tuple[str, str], Tensor]:
+    """Weights and optimizer state of a checkpoint."""
+    held = ModelDir(folder / name / f"checkpoints/step_{step:06}/{role}")
+    return {(kind, tensor): held.read(kind, tensor) for kind, each in held.manifest.tensors.items() for tensor in each}
+
+
+def equal(one: dict[Any, Tensor], other: dict[Any, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(each, other[name]) for name, each in one.items())
+
+
+def held(world: World, values: dict[str, Any]) -> dict[tuple[str, str], np.ndarray]:
+    """Weights and optimizer state of an actor that has just been resumed."""
+    from hybridflow.trainer.trainer import make_trainer
+
+    trainer = make_trainer(recipe_from_dict(values), world, resume=True)
+    assert trainer.begin()
+    actor = trainer.roles.actor
+    found = {("weight", name): each for name, each in actor.model.tensors().items()}
+    state = actor.trainable.state()
+    found |= {(kind, name): each for kind in ("exp_avg", "exp_avg_sq") for name, each in state[kind].items()}
+    return {key: each.detach().numpy() for key, each in found.items()}
+
+
+def test_a_run_is_saved_resumed_on_fewer_ranks_and_exported(folder, capsys):
+    values = recipe(folder, "ppo", "whole", "StableLm", 2, trainer={"steps": 3})
+    run_ranks(run, 2, values)
+    rows = lines(folder, "whole")
+    assert len(rows) == 3 and all(row["rollout/logprob_abs_diff"] < 1e-5 for row in rows)
+    assert rows[0]["kl/ref"] == pytest.approx(0, abs=1e-6) and rows[2]["kl/ref"] > 1e-6
+    begun_at = recipe(folder, "ppo", "parted", "StableLm", 2, trainer={"steps": 2})
+    run_ranks(run, 2, begun_at)
+    # Resumed on one rank it holds bit for bit what two have written.
+    alone = recipe(folder, "ppo", "parted", "StableLm", 1, trainer={"steps": 3})
+    (found,) = run_ranks(held, 1, alone)
+    for key, each in saved(folder, "parted", 2).items():
+        assert np.array_equal(found[key].reshape(-1), each.numpy().reshape(-1)), key
+    # On as many as before it goes on bit for bit.
+    again = recipe(folder, "ppo", "parted", "StableLm", 2, trainer={"steps": 3})
+    run_ranks(run, 2, again, True)
+    for role in ("actor", "critic"):
+        assert equal(saved(folder, "parted", 3, role), saved(folder, "whole", 3, role)), role
+    check_export(folder, capsys)
+
+
+def check_export(folder: Path, capsys: Any) -> None:
+    for role, auto in (("actor", "AutoModelForCausalLM"), ("critic", "AutoModelForSequenceClassification")):
+        source, out = folder / "whole/checkpoints/step_000003" / role, folder / f"export-{role}"
+        assert cli.main(["inspect", str(source)]) == 0 and "stablelm" in capsys.readouterr().out
+        convert(source, "hf", out)
+        exported, weights = getattr(transformers, auto).from_pretrained(out), saved(folder, "whole", 3, role)
+        names = {"score.weight": "value_head.weight"}
+        for name, each in exported.named_parameters():
+            assert torch.equal(each.data, weights["weight", names.get(name, name)]), name
+        assert (out / "tokenizer.json").read_bytes() == (folder / "StableLm/tokenizer.json").read_bytes()
+        assert cli.main(["inspect", str(out)]) == 0 and "stablelm" in capsys.readouterr().out
+    complains(
+        lambda: convert(folder / "whole/checkpoints/step_000003/actor", "megatron", folder / "no"),
+        ["a stablelm that runs in transformers", "write hf"],
+        ConfigError,
+    )
+    # The next run begins where this one ended, from the checkpoint as from the export.
+    from_ours = recipe(folder, "grpo", "next", "whole/checkpoints/step_000003/actor")
+    (found,) = run_ranks(begins_with, 1, from_ours)
+    assert close(found, their_log_probs(folder / "export-actor"))
+
+
+def begins_with(world: World, values: dict[str, Any]) -> np.ndarray:
+    actor = begun(world, values).roles.actor
+    return actor.log_probs(batch(), {}).columns["old_log_probs"].values.numpy()
+
+
+LORA = {"lora": {"rank": 4, "targets": ["q_proj", "v_proj", "up_proj"]}, "optimizer": {"lr": 1e-2}}
+
+
+def test_adapters_are_those_of_peft(folder):
+    """The base stays as it is and is the reference; PEFT computes with the exported adapter what the actor computed."""
+    made = recipe(folder, "grpo", "lora", "StableLm", 2, actor=LORA)
+    run_ranks(run, 2, made)
+    rows = lines(folder, "lora")
+    assert rows[0]["kl/ref"] == pytest.approx(0, abs=1e-6) and rows[1]["kl/ref"] > 1e-6
+    checkpoint = folder / "lora/checkpoints/step_000002/actor"
+    base = ModelDir(folder / "lora/checkpoints/base")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "StableLm")
+    for name, each in theirs.named_parameters():
+        assert torch.equal(base.read("weight", name), each.data), name
+    held = ModelDir(checkpoint).manifest.tensors
+    assert len(held["weight"]) == 2 * 3 * 2 and held["weight"].keys() == held["exp_avg"].keys()
+    for out, kind in (("adapter", "peft"), ("merged", "hf")):
+        assert cli.main(["convert", str(checkpoint), str(folder / out), "--to", kind, "--quiet"]) == 0
+    expected = their_log_probs(folder / "merged")
+    assert np.abs(their_log_probs(folder / "StableLm", folder / "adapter") - expected).max() <= 1e-5
+    assert np.abs(their_log_probs(folder / "StableLm") - expected).max() > 1e-3
+    # A resumed run begins with the adapter.
+    run_ranks(run, 2, recipe(folder, "grpo", "lora", "StableLm", 2, actor=LORA, trainer={"steps": 3}), True)
+    assert len(lines(folder, "lora")) == 3
+
+
+def no_adapters(world: World, values: dict[str, Any]) -> None:
+    said = "actor.lora.targets: q_proj: no linear layers of FalconForCausalLM, which has query_key_value, dense"
+    complains(lambda: begun(world, values), [said, "name some of these"], ConfigError)
+
+
+def test_layers_that_the_model_lacks_are_refused(folder):
+    lora = {"lora": {"rank": 2, "targets": ["q_proj", "query_key_value"]}}
+    run_ranks(no_adapters, 1, recipe(folder, "grpo", "no", "Falcon", actor=lora))
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "distill": {"teacher": {"model": "Falcon", "top_k": 5}},
+    "dpo": {},
+    "kto": {},
+    "reward-model": {},
+    "sft": {},
+    "remax": {},
+    "gspo": {},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", OTHERS)
+def test_other_algorithms_learn_on_two_ranks_as_on_one(folder, algorithm):
+    found = []
+    for ranks in (1, 2):
+        made = recipe(folder, algorithm, f"{algorithm}-{ranks}", "StableLm", ranks)
+        if algorithm == "distill":
+            teacher = {"path": str(folder / "Falcon"), "max_context": 32, "dtype": "fp32"}
+            made["teacher"] = {"model": teacher, "top_k": 5}
+        if algorithm in ("dpo", "kto", "reward-model", "sft"):
+            made["rollout"] = {"max_new_tokens": 6 if algorithm == "sft" else 1}
+            made["data"] |= {
+                "train": str(folder / f"{algorithm}.jsonl"),
+                "held_out": str(folder / f"{algorithm}-held.jsonl"),
+            }
+            made.pop("reward")
+        if algorithm not in ("remax", "gspo"):
+            made.pop("kl")
+        run_ranks(run, ranks, made)
+        found.append(lines(folder, made["name"]))
+    alone, two = found
+    assert len(alone) == len(two) == 2 and alone[0]["actor/grad_norm"] > 1e-3
+    for row, other in zip(alone, two, strict=True):
+        for metric in ("actor/loss", "actor/grad_norm"):
+            assert other[metric] == pytest.approx(row[metric], rel=1e-4, abs=1e-5), metric
+
+
+@pytest.mark.slow
+def test_grpo_on_two_ranks_learns_the_arithmetic_task(folder):
+    path = folder / "untrained"
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
+    model = write_model(path, "StableLm", **sizes)
+    randomize(model, 1, 0.05)
+    model.save_pretrained(path)
+    write_tokenizer(path)
+    made = recipe(folder, "grpo", "task", "untrained", 2, actor={"optimizer": {"lr": 1e-3}}, kl={"coef": 0.0})
+    files = {"train": str(folder / "task.jsonl"), "held_out": str(folder / "task-held.jsonl")}
+    made["data"] = {**files, "arithmetic": {"num_train": 48, "num_held_out": 8, "max_operand": 30}}
+    made["reward"] = {}
+    made["warm_start"] = {"steps": 30, "batch_size": 64, "lr": 3e-3}
+    made["rollout"] = {"max_new_tokens": 4, "group_size": 8}
+    made["trainer"] = {"steps": 48, "global_batch_size": 128, "micro_batch_tokens": 4096}
+    run_ranks(run, 2, made)
+    rewards = [row["reward/mean"] for row in lines(folder, "task")]
+    first, last = sum(rewards[:4]) / 4, sum(rewards[-4:]) / 4
+    assert last >= first + 0.2, rewards
+
+
+REFUSED: list[tuple[type[Exception], dict[str, Any], list[str]]] = [
+    (
+        LayoutError,
+        {"actor": {"update": {"tp": 2}, "rollout": {"dp": 2}}},
+        ["actor.update.tp=2", "transformers", "dp to its 2"],
+    ),
+    (LayoutError, {"actor": {"update": {"dp": 2}, "rollout": {"pp": 2}}}, ["actor.rollout.pp=2"]),
+    (LayoutError, {"reference": {"layout": {"tp": 2}}}, ["reference.layout.tp=2"]),
+    (ConfigError, {"actor": {"reshard_every": 2}}, ["actor.reshard_every", "transformers"]),
+    (ConfigError, {"rollout": {"stop": ["="]}}, ["rollout.stop"]),
+    (ConfigError, {"rollout": {"partial_rollouts": True}}, ["rollout.partial_rollouts"]),
+    (
+        ConfigError,
+        {"model": {"implementation": "megatron"}},
+        ["=megatron", "'stablelm'", "no table"],
+    ),
+    (ConfigError, {"model": {"num_layers": 3}}, ["model.num_layers=3", "has 2"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "words"), REFUSED)
+def test_what_it_cannot_do_is_refused_before_anything_starts(folder, kind, changes, words):
+    complains(lambda: recipe_from_dict(recipe(folder, "grpo", "no", "StableLm", 2, **changes)), words, kind)
+
+
+def test_code_of_a_directory_runs_only_where_the_recipe_says_so(folder, tmp_path):
+    """Without the key it is refused in one sentence; with it, it is trained, saved and exported with its code."""
+    path = tmp_path / "own"
+    write_model(path, "StableLm", seed=4)
+    write_tokenizer(path)
+    config = json.loads((path / "config.json").read_text())
+    names = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnForCausalLM"}
+    config |= {"model_type": "own-kind", "architectures": ["OwnForCausalLM"], "auto_map": names}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "own_code.py").write_text(
+        "from transformers import StableLmConfig, StableLmForCausalLM\n\n\n"
+        "class OwnConfig(StableLmConfig):\n    model_type = 'own-kind'\n\n\n"
+        "class OwnForCausalLM(StableLmForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    model = recipe_from_dict(of_directory(path)).model
+    complains(lambda: make_actor(path, model, filling="read"), [str(path), "trust_remote_code=true"], ConfigError)
+    made = of_directory(path, model={"path": str(path), "trust_remote_code": True, "max_context": 32, "dtype": "fp32"})
+    made["run_dir"] = str(tmp_path / "run")
+    run_ranks(run, 1, {**made, "trainer": {**made["trainer"], "steps": 1}})
+    convert(tmp_path / "run/checkpoints/step_000001/actor", "hf", tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert type(theirs).__name__ == "OwnForCausalLM"
+
+
+def test_a_directory_that_lacks_a_tensor_is_refused(folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    write_model(tmp_path / "lacking", "StableLm")
+    tensors = load_file(tmp_path / "lacking/model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "lacking/model.safetensors", metadata={"format": "pt"})
+    make = lambda: make_actor(tmp_path / "lacking", settings(tmp_path / "lacking"), filling="read")  # noqa: E731
+    complains(make, ["model.layers.1.mlp.up_proj.weight: missing"], CheckpointError)
+
+
+def test_the_plan_says_what_runs_in_transformers(folder, capsys):
+    path = folder / "job.yaml"
+    path.write_text(json.dumps(recipe(folder, "ppo", "planned", "Granite", 2)))
+    assert cli.main(["train", str(path), "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert "actor.update, actor.rollout, critic, reference: run in transformers" in said.err
+    assert "memory of each rank" in said.out and not (folder / "planned").exists()

@@ -1,0 +1,83 @@
+"""Sizes of models without a table: read from ``config.json`` as ``transformers`` has them, under all their names."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import transformers
+
+from hybridflow.checkpoint.model_info import read_model_info
+from hybridflow.errors import ConfigError
+from hybridflow.families.other_config import has_no_table, read_other_config
+from tests.support.complaints import complains
+
+TYPES = ("stablelm", "falcon", "granite", "gpt2", "gpt_neox", "gpt_bigcode", "opt", "olmo2", "starcoder2", "gptj")
+SIZES: dict[str, Any] = {
+    "model_type": "stablelm",
+    "architectures": ["StableLmForCausalLM"],
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "max_position_embeddings": 64,
+    "vocab_size": 45,
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_sizes_are_those_of_transformers(name, tmp_path):
+    config = transformers.AutoConfig.for_model(name)
+    config.save_pretrained(tmp_path)
+    found = read_model_info(tmp_path)
+    assert (found.family, found.has_value_head, found.assets) == (name, False, tmp_path)
+    model = found.model
+    assert (model.num_layers, model.hidden_size) == (config.num_hidden_layers, config.hidden_size)
+    assert (model.vocab_size, model.max_context) == (config.vocab_size, config.max_position_embeddings)
+    assert (model.num_attention_heads, model.implementation) == (config.num_attention_heads, "transformers")
+    assert not model.trust_remote_code
+
+
+def test_what_is_left_out_is_estimated_and_experts_are_counted():
+    model = read_other_config(SIZES, where="config.json").model
+    assert (model.num_attention_heads, model.ffn_hidden_size, model.tied_embeddings, model.dtype) == (
+        1,
+        128,
+        False,
+        "fp32",
+    )
+    mixture = read_other_config(
+        {**SIZES, "intermediate_size": 48, "num_local_experts": 4, "dtype": "bfloat16"}, where="config.json"
+    ).model
+    assert (mixture.ffn_hidden_size, mixture.dtype) == (192, "bf16")
+
+
+def test_a_scorer_has_one_label():
+    scorer = {**SIZES, "architectures": ["StableLmForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    assert read_other_config(scorer, where="config.json").has_value_head
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": None}, ["c: num_hidden_layers: missing", "model_type='stablelm'", "add the key"]),
+        ({"vocab_size": 0}, ["c: vocab_size: missing"]),
+        ({"max_position_embeddings": "long"}, ["c: max_position_embeddings: missing"]),
+        ({"architectures": ["StableLmForTokenClassification"]}, ["architectures=", "*ForCausalLM", "one label"]),
+        ({"architectures": ["XForSequenceClassification"], "num_labels": 3}, ["architectures=", "one label"]),
+        ({"architectures": ["AForCausalLM", "BForCausalLM"]}, ["architectures="]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config", "choose another model"]),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(changes, words):
+    complains(lambda: read_other_config({**SIZES, **changes}, where="c"), words, ConfigError)
+
+
+def test_a_manifest_cannot_ask_to_trust_code(tmp_path):
+    """Whose Python files run is said in the recipe alone."""
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "trust_remote_code": True}))
+    assert not read_model_info(tmp_path).model.trust_remote_code
+
+
+def test_families_with_a_table_are_read_by_it():
+    assert not has_no_table({"model_type": "llama"}) and not has_no_table({"model_type": ["falcon"]})
+    assert not has_no_table({}) and has_no_table({"model_type": "falcon"})

@@ -22,6 +22,7 @@ from hybridflow.models.adam import Adam, is_decayed
 from hybridflow.models.lora import Dropout
 from hybridflow.models.microbatch import MicroBatch, pack
 from hybridflow.models.training import LossFunction
+from hybridflow.models.user_model import Uncut
 from hybridflow.parallel.world import World
 
 Output = Callable[[MicroBatch], Tensor]
@@ -162,6 +163,8 @@ class FsdpTrainable(Adam):
         dropout = getattr(self.model, "dropout", None)
         if isinstance(dropout, Dropout):
             dropout.update = self._updates
+        if isinstance(self.model, Uncut):
+            self.model.train()
         kept = []
         for number, micro_batch in enumerate(in_step(micro_batches, self._group, self._gradients.device)):
             output = self._output(micro_batch)
@@ -172,6 +175,8 @@ class FsdpTrainable(Adam):
             else:
                 output.backward(torch.zeros_like(output))
             self._take_gradients()
+        if isinstance(self.model, Uncut):
+            self.model.eval()
         return kept
 
     def step(self, *, is_followed: bool = False) -> float:

@@ -58,11 +58,6 @@ class TransformersActor(ActorModel):
         self.inner = inner
         self.train(False)
 
-    @property
-    def layers(self) -> nn.ModuleList:
-        """Return the transformer layers."""
-        return layers_of(self.inner)
-
     def forward(self, input_ids: Tensor) -> Tensor:
         """See ``ActorModel.forward``."""
         logits: Tensor = self.inner(input_ids=input_ids, use_cache=False).logits
@@ -142,11 +137,6 @@ class TransformersCritic(CriticModel):
         self.value_head = nn.Linear(hidden_size, 1, bias=False, dtype=parameter.dtype, device=parameter.device)
         self.train(False)
 
-    @property
-    def layers(self) -> nn.ModuleList:
-        """Return the transformer layers."""
-        return layers_of(self.get_submodule(self._prefix))
-
     def values(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """See ``CriticModel.values``."""
         backbone: Any = self.get_submodule(self._prefix)
@@ -202,19 +192,6 @@ def _told(name: str) -> str:
     for found, told in _RENAMED.items():
         name = name.replace(found, told)
     return name
-
-
-def layers_of(module: nn.Module) -> nn.ModuleList:
-    """Return the transformer layers of a model: its longest list of modules of one class.
-
-    Raises:
-        ConfigError: It has no such list.
-    """
-    lists = [each for each in module.modules() if isinstance(each, nn.ModuleList)]
-    alike = [each for each in lists if len(each) > 0 and len({type(layer) for layer in each}) == 1]
-    if not alike:
-        raise ConfigError(f"{type(module).__name__}: expected a ModuleList of layers of one class, found none")
-    return max(alike, key=len)
 
 
 def make_actor(folder: Path, model: ModelConfig, *, filling: Filling) -> TransformersActor:

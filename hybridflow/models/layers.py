@@ -24,7 +24,7 @@ def transformer_layers(model: nn.Module, owner: str) -> Sequence[nn.Module]:
     lists = [[*each] for each in model.modules() if isinstance(each, nn.ModuleList) and len({*map(type, each)}) == 1]
     if not lists:
         raise ConfigError(
-            f"{owner}: {type(model).__name__} has no nn.ModuleList of layers of one class, which would be gathered or "
+            f"{owner}: has no nn.ModuleList of layers of one class, which would be gathered or "
             "computed again one by one; keep its layers in one, or use neither fsdp nor gradient_checkpointing"
         )
     return max(lists, key=len)

@@ -20,9 +20,9 @@ from hybridflow.models.training import LossFunction, Trainable, sum_over
 from hybridflow.placement.job import Job
 from hybridflow.placement.loss_mask import is_last_mini_batch, mini_batch
 from hybridflow.placement.peft import check_targets
+from hybridflow.placement.place import place_model
 from hybridflow.placement.placed_model import PlacedModel, role_spec
 from hybridflow.placement.rollout_weights import RolloutWeights
-from hybridflow.placement.user_model import place_model
 from hybridflow.reshard.memory import HostOffload, give_back
 from hybridflow.reshard.plan import shares_storage
 from hybridflow.roles.advantage import KLCoefficient, length_metrics, length_stats

@@ -17,8 +17,8 @@ from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import Trainable
 from hybridflow.placement.job import Job
 from hybridflow.placement.loss_mask import is_last_mini_batch, mini_batch
+from hybridflow.placement.place import place_model
 from hybridflow.placement.placed_model import role_spec
-from hybridflow.placement.user_model import place_model
 from hybridflow.reshard.memory import HostOffload
 
 COLUMNS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cost_returns")}

@@ -10,8 +10,8 @@ from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.role import Role
 from hybridflow.models.lora import adapters_off
 from hybridflow.placement.job import Job
+from hybridflow.placement.place import place_model
 from hybridflow.placement.placed_model import PlacedModel, role_spec
-from hybridflow.placement.user_model import place_model
 from hybridflow.recipe.meshes import reference_is_base
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.offline_samples import mismatched

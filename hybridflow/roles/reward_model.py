@@ -15,8 +15,8 @@ from hybridflow.families.assets import parse_json
 from hybridflow.families.tables import FAMILIES
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.placement.job import Job
+from hybridflow.placement.place import place_frozen
 from hybridflow.placement.placed_model import role_spec
-from hybridflow.placement.user_model import place_frozen
 from hybridflow.placement.user_objects import weights_of
 from hybridflow.roles.reward import SCORES
 from hybridflow.sampling.validation import measure

@@ -12,8 +12,8 @@ from hybridflow.dataflow.role import Role
 from hybridflow.errors import ConfigError
 from hybridflow.models.distillation import top_log_probs
 from hybridflow.placement.job import Job
+from hybridflow.placement.place import place_frozen
 from hybridflow.placement.placed_model import role_spec
-from hybridflow.placement.user_model import place_frozen
 
 
 class Teacher(Role):

@@ -204,3 +204,24 @@ def saved_tensors(world) -> dict[bool, int]:
 def test_computing_activations_again_keeps_a_fraction_of_them():
     (found,) = run_ranks(saved_tensors, 1)
     assert found[True] < found[False] / 4
+
+
+LARGER = replace(TINY, num_layers=4, hidden_size=512, ffn_hidden_size=1408)
+
+
+def resharded(world, reshard: str) -> dict[str, float]:
+    """Bytes of weights that went from eight shards to two tensor-parallel halves, and what held them on the way."""
+    actor = actor_of(world, "fsdp8", model=LARGER, rollout=ParallelLayout.parse("tp2.dp4"), reshard=reshard)
+    actor.enter_phase("rollout")
+    own = sum(tensor.nbytes for tensor in actor._rollout.tensors().values())
+    return {**actor.metrics, "own": float(own)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reshard", ["torch", "shared"])
+def test_eight_shards_become_two_halves_with_little_memory(reshard):
+    for found in run_ranks(resharded, 8, reshard):
+        assert found["reshard/bytes"] <= 1.001 * found["reshard/limit_bytes"]
+        # What the rollout's weights take themselves is in it.
+        assert found["reshard/extra_bytes"] - found["own"] <= 0.10 * found["own"]
+        assert found["own"] > 1 << 22

@@ -173,7 +173,9 @@ class ParallelLayout:
             return
         factors = " × ".join(f"{axis} {getattr(self, axis)}" for axis in ("tp", "pp", "dp", "cp"))
         model_size = self.tp * self.pp * self.cp
-        if num_ranks % model_size == 0:
+        if self.is_sharded:
+            remedy = f"set fsdp={num_ranks}, or dp={num_ranks} with an fsdp that divides it"
+        elif num_ranks % model_size == 0:
             remedy = f"set dp={num_ranks // model_size}, or give it {self.world_size} ranks"
         else:
             sizes = ", ".join(str(size) for size in range(1, num_ranks + 1) if num_ranks % size == 0)

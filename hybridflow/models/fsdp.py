@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 from hybridflow.config.roles import OptimizerConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.adam import Adam, is_decayed
+from hybridflow.models.gpt import Transformer
 from hybridflow.models.lora import Dropout
 from hybridflow.models.microbatch import MicroBatch, pack
-from hybridflow.models.training import LossFunction
+from hybridflow.models.training import LossFunction, count_work
 from hybridflow.models.user_model import Uncut
 from hybridflow.parallel.world import World
 
@@ -108,6 +109,8 @@ def forward_in_step(
 
     Collective: the group, all ranks of the mesh.
     """
+    if isinstance(model, Transformer):
+        count_work(model, micro_batches, 1)
     kept = []
     for number, micro_batch in enumerate(in_step(micro_batches, group, device)):
         found = output(micro_batch)
@@ -146,6 +149,7 @@ class FsdpTrainable(Adam):
         self.model = model
         self._output, self._group, self._updates = output, group, 0
         self._parameters = {name: each for name, each in parameters.items() if each.requires_grad}
+        self._is_frozen = len(self._parameters) < len(parameters)
         decayed = frozenset(name for name, each in self._parameters.items() if is_decayed(name, each))
         super().__init__(
             {name: local_part(each.detach()) for name, each in self._parameters.items()}, decayed, settings, shard_group
@@ -165,6 +169,8 @@ class FsdpTrainable(Adam):
             dropout.update = self._updates
         if isinstance(self.model, Uncut):
             self.model.train()
+        if isinstance(self.model, Transformer):
+            count_work(self.model, micro_batches, 1, is_training=True, is_frozen=self._is_frozen)
         kept = []
         for number, micro_batch in enumerate(in_step(micro_batches, self._group, self._gradients.device)):
             output = self._output(micro_batch)

@@ -116,7 +116,8 @@ class Trainable:
         if not micro_batches:
             self.finish()
             return []
-        _count(self.model, self._groups, micro_batches, is_training=True, is_frozen=self._is_frozen)
+        ranks = self._groups.tp.size() * self._groups.pp.size()
+        count_work(self.model, micro_batches, ranks, is_training=True, is_frozen=self._is_frozen)
         return run_schedule(self._ddp, self._config, self._groups, micro_batches, loss, forward_only=False)
 
     def begin(self) -> None:
@@ -366,19 +367,27 @@ def forward_only(
     def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Any]:
         return output.new_zeros(()), compute(output, micro_batch)
 
-    _count(model, groups, micro_batches)
+    count_work(model, micro_batches, groups.tp.size() * groups.pp.size())
     return run_schedule(model, model.config, groups, micro_batches, loss, forward_only=True)
 
 
-def _count(
+def count_work(
     model: Transformer,
-    groups: ProcessGroupCollection,
     micro_batches: list[MicroBatch],
+    num_ranks: int,
     *,
     is_training: bool = False,
     is_frozen: bool = False,
 ) -> None:
-    """Add this rank's share of what micro-batches take; a prompt that several samples share is computed once."""
+    """Add this rank's share of what micro-batches take; a prompt that several samples share is computed once.
+
+    Args:
+        model: The model.
+        micro_batches: Those of a replica.
+        num_ranks: Ranks that share the work.
+        is_training: Forward and backward, not forward alone.
+        is_frozen: Some weights have no gradients.
+    """
     if model.flops is None:
         return
     tokens = sum(len(each.tokens) for each in micro_batches)
@@ -387,7 +396,6 @@ def _count(
         flops = model.flops.training(tokens, pairs, outputs, is_frozen=is_frozen)
     else:
         flops = model.flops.forward(tokens, pairs, outputs)
-    num_ranks = groups.tp.size() * groups.pp.size()
     add_work(flops / num_ranks, sum(sum(each.lengths) for each in micro_batches) / num_ranks)
 
 

@@ -20,8 +20,7 @@ from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.families.model import ModelConfig
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.specs import logical_parameters
-from hybridflow.models.weights import local_regions, local_shards
+from hybridflow.models.weights import local_regions, regions_of
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
@@ -143,18 +142,22 @@ def add_noise(placed: PlacedModel, spec, rank: int, *, seed: int, std: float = 0
 
 
 def watch(role: Any, rank: int) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
-    """Keep gradients and parts before each of a role's optimizer steps, and its metrics after each update."""
+    """Keep gradients and parts before each of a role's optimizer steps, and its metrics after each update.
+
+    Under FSDP a rank may have several boxes of a tensor: the second is ``NAME:1``.
+    """
     make_step, make_update = role.trainable.step, role.update
     gradients: list[dict[str, Any]] = []
     metrics: list[dict[str, float]] = []
 
     def kept_step(**settings: bool) -> float:
-        parameters = logical_parameters(role.model.transformer)
-        shards = local_shards(role.model.transformer, role.spec, role.model.mesh, rank)
+        flat = role.trainable.state()["gradient"]
+        held = local_regions(role.model.transformer, role.spec, role.model.mesh, rank)
         gradients.append(
             {
-                name: (parameters[name].main_grad.view(part.local_shape)[inner_of(part)].clone().numpy(), part)
-                for name, (_, part) in shards.items()
+                f"{name}:{number}" if number else name: (values[inner_of(part)].clone().numpy(), part)
+                for name, regions in held.items()
+                for number, (values, part) in enumerate(regions_of(flat[name], [part for _, part in regions]))
             }
         )
         return make_step(**settings)

@@ -299,7 +299,7 @@ def cases_of(size: int) -> list[Case]:
     layouts = {
         1: ["tp1.pp1.dp1"],
         2: ["tp2.pp1.dp1", "tp1.pp2.dp1", "tp1.pp1.dp2"],
-        4: ["tp2.pp2.dp1", "tp1.pp2.dp2"],
+        4: ["tp2.pp2.dp1", "tp1.pp2.dp2", "fsdp4", "fsdp2.dp4"],
     }[size]
     return [
         Case(name=name, layout=ParallelLayout.parse(layout), micro_batch_tokens=40 if place % 2 == size % 2 else 4096)
@@ -354,7 +354,8 @@ def check_gradients(case: Case, shares: list[dict[str, Any]], expected: dict[str
     """Together the ranks have every tensor, and each element is right."""
     seen: dict[str, int] = {}
     for share in shares:
-        for name, (found, part) in share.items():
+        for box, (found, part) in share.items():
+            name = box.partition(":")[0]
             wanted = expected[name][outer_of(part)]
             scale = max(float(expected[name].norm()) / math.sqrt(expected[name].numel()), 1e-7)
             difference = float((torch.from_numpy(found).double() - wanted).abs().max())

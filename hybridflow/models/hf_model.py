@@ -72,23 +72,30 @@ class TransformersActor(ActorModel):
     @contextlib.contextmanager
     def adapters_off(self) -> Iterator[None]:
         """Switch the adapters off for the duration."""
-        self.inner.disable_adapters()
+        for each in self._adapted():
+            each.enable_adapters(False)
         try:
             yield
         finally:
-            self.inner.enable_adapters()
+            for each in self._adapted():
+                each.enable_adapters(True)
+
+    def _adapted(self) -> list[Any]:
+        """Return the layers with an adapter, which are PEFT's."""
+        return [each for each in self.inner.modules() if hasattr(each, "lora_A")]
 
     def updates(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the weights that have an adapter, each with ``scale * B A``, of the weight's number format."""
-        for each in self.inner.modules():
-            if hasattr(each, "lora_A"):
-                yield each.get_base_layer().weight, each.get_delta_weight(_ADAPTER)
+        for each in self._adapted():
+            yield each.get_base_layer().weight, each.get_delta_weight(_ADAPTER)
 
     @torch.no_grad()
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors but the adapters', with the updates of these."""
+        """Yield all tensors that are saved but the adapters', with the updates of these."""
         updates = {id(weight): update for weight, update in self.updates()}
-        for name, each in [*self.named_parameters(), *self.named_buffers()]:
+        saved = self.inner.state_dict().keys()
+        buffers = [(name, each) for name, each in self.inner.named_buffers() if name in saved]
+        for name, each in [*self.named_parameters(), *buffers]:
             if not is_factor(name):
                 yield name, each + updates[id(each)] if id(each) in updates else each
 
@@ -172,7 +179,7 @@ def add_adapters(actor: TransformersActor, lora: LoRAConfig, *, seed: int) -> No
         )
     # PEFT calls it an integer, and divides by it as by any number.
     settings: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.effective_alpha, "bias": "none"}
-    actor.inner.add_adapter(peft.LoraConfig(target_modules=list(lora.targets), **settings))
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=list(lora.targets), **settings), actor.inner)
     for name, parameter in actor.named_parameters():
         parameter.requires_grad_(is_factor(name))
     restart_adapters(actor, seed=seed)

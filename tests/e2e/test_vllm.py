@@ -221,16 +221,18 @@ def test_the_actor_and_vllm_in_one_process(trained, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "trained"), [("StableLm", {}), ("Granite", {"lora": {"rank": 4}})], ids=["weights", "adapters"]
+    ("family", "lr", "trained"),
+    [("StableLm", 1e-3, {}), ("Granite", 1e-2, {"lora": {"rank": 4}})],
+    ids=["weights", "adapters"],
 )
-def test_a_model_without_a_table_is_sampled_from_by_vllm(family, trained, tmp_path):
+def test_a_model_without_a_table_is_sampled_from_by_vllm(family, lr, trained, tmp_path):
     """What vLLM samples has the log-probabilities of a module of ``transformers`` that has just been trained."""
     extra = both_environments(tmp_path)
     write_model(tmp_path / "model", family, seed=4, hidden_size=128, intermediate_size=96)
     write_tokenizer(tmp_path / "model")
     recipe = yaml.safe_load(RECIPE)
     recipe["model"] = {"path": "model", "max_context": 64, "dtype": "fp32"}
-    recipe["actor"] = {"update": {"dp": 2}, "optimizer": {"lr": 1e-2}, **trained}
+    recipe["actor"] = {"update": {"dp": 2}, "optimizer": {"lr": lr}, **trained}
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     (tmp_path / "rewards.py").write_text(REWARDS)
     printed_by([PYTHON, "-m", "hybridflow", "train", "recipe.yaml"], extra, folder=tmp_path)

@@ -41,6 +41,10 @@ class Training:
     trainable: Trainable | None
     bucket_size: int | None = None
 
+    def state_holdings(self, model: ModelSpec) -> Holdings:
+        """Return where the optimizer keeps its state; ``model`` has the trained tensors in their order."""
+        return state_holdings(model, self.mesh, is_distributed=self.is_distributed, bucket_size=self.bucket_size)
+
 
 def regroup(
     world: World, model: ModelSpec, source: Training, target: Training, *, with_gradients: bool = False
@@ -70,10 +74,7 @@ def regroup(
     """
     ranks = participants(source.mesh, target.mesh)
     trained = trained_tensors(world, ranks, model, source.trainable or target.trainable)
-    before, after = (
-        state_holdings(trained, side.mesh, is_distributed=side.is_distributed, bucket_size=side.bucket_size)
-        for side in (source, target)
-    )
+    before, after = source.state_holdings(trained), target.state_holdings(trained)
     problem = None
     weights: list[dict[str, Tensor] | None] = []
     try:

@@ -24,7 +24,7 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import pack
-from hybridflow.models.regroup import Training, check_ranges, regroup, state_holdings, trained_tensors
+from hybridflow.models.regroup import Training, check_ranges, regroup, trained_tensors
 from hybridflow.models.specs import logical_parameters
 from hybridflow.models.training import Trainable
 from hybridflow.models.weights import describe_model, initialize
@@ -378,7 +378,7 @@ def check_all(world: World) -> None:
     for model, side in sides:
         run, spec = Run(world, model, side, seed=1), describe(world, model)
         assert trained_tensors(world, run.mesh.ranks, spec, run.trainable) == spec
-        check_ranges(run.trainable, spec, state_holdings(spec, run.training), world.rank)
+        check_ranges(run.trainable, spec, run.training.state_holdings(spec), world.rank)
 
 
 @pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
@@ -397,7 +397,7 @@ def refused(world: World) -> list[str]:
             mock.patch("hybridflow.reshard.optimizer.PARAMETER_ALIGNMENT", alignment),
             pytest.raises(ReshardError) as wrong,
         ):
-            check_ranges(run.trainable, described, state_holdings(spec, run.training), world.rank)
+            check_ranges(run.trainable, described, run.training.state_holdings(spec), world.rank)
         messages.append(str(wrong.value))
     for step, alignment in ((world.rank, 64), (0, 8 if world.rank else 64)):
         run.trainable.set_num_steps(step)

@@ -351,7 +351,9 @@ def test_training_goes_on_in_another_layout(number: int, specs: Any, found: Any)
             moved = np.linalg.norm(stepped[key] - before[key])
             distance = np.linalg.norm(values - stepped[key])
             assert moved > 0, key
-            assert distance <= 2e-5 * np.linalg.norm(stepped[key]), (point, key)
+            # Of a bias, which began as zeros, rounding decides a whole step where the gradient is about zero.
+            limit = 1e-4 if key[1].endswith(".bias") else 2e-5
+            assert distance <= limit * np.linalg.norm(stepped[key]), (point, key)
             assert key[0] not in ("weight", "master") or distance <= 0.02 * moved, (point, key, distance / moved)
 
 

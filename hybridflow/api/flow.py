@@ -31,7 +31,9 @@ class RoleFlow:
     parts: tuple[Part, ...]
     algorithm: str | None = None
 
-    def __rshift__(self, other: RoleFlow) -> RoleFlow:
+    def __rshift__(self, other: RoleFlow | FlowNode) -> RoleFlow:
+        if isinstance(other, FlowNode):
+            other = other.as_flow()
         if not isinstance(other, RoleFlow):
             raise GraphError(
                 f"{other!r:.60} cannot be joined with >>; give what sample(), score(), update() or node(...) return"
@@ -73,6 +75,17 @@ class RoleFlow:
             make_problems=problems_of(prompts),
         ) as session:
             return session.run(steps)
+
+
+class FlowNode:
+    """What stands in a flow without a call: ``RolloutWorker(…) >> RewardModel(…) >> ReplayBuffer() >> PPO()``."""
+
+    def as_flow(self) -> RoleFlow:
+        """Return the node as a flow of its own."""
+        raise NotImplementedError
+
+    def __rshift__(self, other: RoleFlow | FlowNode) -> RoleFlow:
+        return self.as_flow() >> other
 
 
 class _Called(Role):

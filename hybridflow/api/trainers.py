@@ -9,10 +9,10 @@ from typing import Any, cast
 
 from hybridflow.api.algorithms import BaseAlgorithm
 from hybridflow.api.checkpoints import export_actor, keep_checkpoint
-from hybridflow.api.device_mesh import DeviceMesh
+from hybridflow.api.device_mesh import DeviceMesh, settings_of_mesh
 from hybridflow.api.feed import prompts_of
 from hybridflow.api.flow import RoleFlow
-from hybridflow.api.parts import Part, objects_of, settings_of_mesh, tokenizer_of
+from hybridflow.api.parts import Part, objects_of, tokenizer_of
 from hybridflow.api.roles import Actor, Critic, Reward
 from hybridflow.api.session import Rollout, Session, problems_of
 from hybridflow.api.settings import check_count, merge, read_config, recipe_values

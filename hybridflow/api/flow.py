@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.api.parts import Part, objects_of, tokenizer_of
-from hybridflow.api.session import Session, problems_of
+from hybridflow.api.session import Session, problems_of, prompts_per_step
 from hybridflow.api.settings import merge, recipe_values
 from hybridflow.api.world import find_world
 from hybridflow.dataflow.batch import Batch, Column
@@ -73,6 +73,7 @@ class RoleFlow:
             objects=objects_of(self.parts),
             step=self.step,
             make_problems=problems_of(prompts),
+            num_prompts=prompts_per_step(values, prompts),
         ) as session:
             return session.run(steps)
 

@@ -25,7 +25,7 @@ from hybridflow.api.token_rows import IGNORED, TokenRows, labelled, token_rows
 from hybridflow.api.world import find_world
 from hybridflow.checkpoint.formats.in_memory import in_memory_info
 from hybridflow.config.recipe import Recipe
-from hybridflow.data.tokenizer import open_tokenizer, tokenizer_in
+from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.families.assets import ends_in
 from hybridflow.layout import mesh as geometry
@@ -202,6 +202,11 @@ class HybridActor:
     def eval(self) -> HybridActor:
         """Switch to generating: regroup weights into the rollout layout, and offload optimizer state if asked."""
         return self._switch("rollout")
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer, or None if there is none."""
+        return self._job.tokenizer
 
     def sampler(self) -> tuple[Any, geometry.DeviceMesh]:
         """Switch to generating, and return the engine (``rollout.request.Engine``) and the mesh of its replicas."""

@@ -223,8 +223,8 @@ class HybridActor:
         model, tokenizer = self._given
         if self._role.num_updates > 0:
             raise ConfigError(
-                f"HybridActor: has taken {self._role.num_updates} optimizer step(s), and a trainer begins with the model "
-                "that it was made of; call save_pretrained(path), and give the trainer the path"
+                f"HybridActor: has taken {self._role.num_updates} optimizer step(s), and a trainer begins with the "
+                "model that it was made of; call save_pretrained(path), and give the trainer the path"
             )
         actor = self.recipe.actor
         layouts = {"update": actor.update, "rollout": actor.rollout}

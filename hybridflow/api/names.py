@@ -117,8 +117,8 @@ class vLLMActor(Actor):
             )
         if quantization is not None:
             raise ConfigError(
-                f"vLLMActor: quantization={quantization!r}: vLLM samples with the weights that are trained, in their own "
-                "number format; leave it out, or serve a quantized model by vLLM and set rollout.engine.kind=openai"
+                f"vLLMActor: quantization={quantization!r}: vLLM samples with the weights that are trained, in their "
+                "own number format; leave it out, or serve a quantized model by vLLM and set rollout.engine.kind=openai"
             )
         if enable_lora and lora is None:
             lora = LoraConfig(rank=LORA_RANK)

@@ -22,8 +22,8 @@ class DataPipeline:
 
     Args:
         actors: The policy: one, as ``Actor`` takes a model, or a ``HybridActor``, of which a copy is trained.
-        reward_models: What scores: functions, their names, directories, models or ``Reward``. The scores of several functions are
-            added; as ``Reward`` they have the same settings.
+        reward_models: What scores: functions, their names, directories, models or ``Reward``. The scores of several
+            functions are added; as ``Reward`` they have the same settings.
         critics: The value model: one directory, model or ``Critic``, and the algorithm is PPO; none, and it is GRPO.
         rollout_config: Keys of a recipe's ``rollout``, and ``max_length`` for its ``max_new_tokens``.
         train_config: Short names and sections as ``PPOTrainer`` takes them; ``num_epochs`` is how often the prompts are
@@ -78,8 +78,8 @@ class RLTrainer:
         prompts = pipeline.data if data is None else data
         if prompts is None:
             raise ConfigError(
-                "RLTrainer: no prompts; give data=…, here or to the DataPipeline: texts, rows {'prompt': …, 'answer': …}, or a "
-                "DataProvider"
+                "RLTrainer: no prompts; give data=…, here or to the DataPipeline: texts, rows {'prompt': …, "
+                "'answer': …}, or a DataProvider"
             )
         self.trainer = OnlineTrainer(
             pipeline.settings,

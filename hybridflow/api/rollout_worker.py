@@ -30,6 +30,8 @@ from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.rollout.request import Request, SamplingParams, length_refusal
 
+ENGINES = ("megatron", "vllm", "hf")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Generated:

@@ -74,8 +74,8 @@ def shard_by_fsdp(actor: Mapping[str, Any], sharding: Any, num_ranks: int) -> di
         sizes = {axis: size for axis, size in sizes.items() if axis != "dp" and size != 1}
     if sizes:
         raise ConfigError(
-            f"fsdp_sharding={sharding}: actor.update has {sizes} too, and FSDP alone cuts the weights that learn; remove "
-            "these sizes, or give them to the rollout: hybrid_engine={'rollout_tensor_parallel_size': …}"
+            f"fsdp_sharding={sharding}: actor.update has {sizes} too, and FSDP alone cuts the weights that learn; "
+            "remove these sizes, or give them to the rollout: hybrid_engine={'rollout_tensor_parallel_size': …}"
         )
     update = {"fsdp": len(actor.get("ranks", ())) or num_ranks, "fsdp_sharding": sharding}
     return {**actor, "update": update}

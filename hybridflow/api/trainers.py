@@ -224,8 +224,8 @@ class OnlineTrainer:
             raise ConfigError(f"save_checkpoint: found {type(path).__name__}, expected the path of a new directory")
         if save_training_state not in (None, save_optimizer):
             raise ConfigError(
-                f"save_checkpoint: save_optimizer={save_optimizer} and save_training_state={save_training_state}: a run is "
-                "gone on with from both, and transformers reads neither; give the same to both"
+                f"save_checkpoint: save_optimizer={save_optimizer} and save_training_state={save_training_state}: a "
+                "run is gone on with from both, and transformers reads neither; give the same to both"
             )
         if self._closed is not None and self._closed[1] == 0:
             raise ConfigError("save_checkpoint: the trainer is closed, and has learned nothing that could be saved")
@@ -286,8 +286,9 @@ class OnlineTrainer:
         self._objects["reward"] = _zero
         if find_world().rank == 0:
             print(
-                "hybridflow: no reward is given, and token ids have no answers: each response scores 0, and only the KL to "
-                "the reference is learned from; give reward=…, such as a function (prompt, response, answer) -> score",
+                "hybridflow: no reward is given, and token ids have no answers: each response scores 0, and only the "
+                "KL to the reference is learned from; give reward=…, such as a function (prompt, response, answer) -> "
+                "score",
                 file=sys.stderr,
                 flush=True,
             )

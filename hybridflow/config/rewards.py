@@ -157,8 +157,8 @@ def check_reward(reward: RewardConfig, key: str, *, is_in_memory: bool = False) 
             raise ConfigError(f"{key}.{name}: a function has no weights; remove the key, or give {key}.model.path")
         if reward.batch_size is not None:
             raise ConfigError(
-                f"{key}.batch_size={reward.batch_size}: only a model scores several samples at once; remove the key, or give "
-                f"{key}.model.path"
+                f"{key}.batch_size={reward.batch_size}: only a model scores several samples at once; remove the key, "
+                f"or give {key}.model.path"
             )
     elif reward.model is not None and reward.model.path is None and not is_in_memory:
         raise ConfigError(f"{key}.model.path: missing; a model that was not trained scores nothing, name its directory")

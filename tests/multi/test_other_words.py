@@ -130,7 +130,9 @@ def unscored(world: World, folder: Path) -> Any:
     ids = tokenizer.encode("1+2=", return_tensors="pt")
     rollout = trainer.rollout(ids)
     lengths = rollout.batch.dense("prompt_lengths").tolist()
-    prompts = [row[:length].tolist() for row, length in zip(rollout.batch.ragged("tokens").to_list(), lengths, strict=True)]
+    prompts = [
+        row[:length].tolist() for row, length in zip(rollout.batch.ragged("tokens").to_list(), lengths, strict=True)
+    ]
     loss = trainer.update(rollout)["loss"]
     refused = complaint(lambda: trainer.save_checkpoint(folder / "no", save_training_state=True), ConfigError)
     trainer.save_checkpoint(path=folder / "weights", save_optimizer=False, save_training_state=False)
@@ -197,7 +199,9 @@ def flows(world: World, folder: Path) -> Any:
     settings = {"max_new_tokens": 4, "run_dir": str(folder / "flow")}
     metrics = flow.run(PROMPTS, steps=2, **settings)
     whole = [torch.cat([each["prompt"], each["response"]]) for each in buffer.samples]
-    kept = [(row.tolist(), each["score"], len(each["log_probs"])) for row, each in zip(whole, buffer.samples, strict=True)]
+    kept = [
+        (row.tolist(), each["score"], len(each["log_probs"])) for row, each in zip(whole, buffer.samples, strict=True)
+    ]
     refused = [
         complaint(call, ConfigError)
         for call in (
@@ -271,12 +275,15 @@ def by_transformers(world: World, folder: Path) -> Any:
                 expected, is_tie = greedy(lambda ids, model=model: model(ids).logits, prompt, 5, None)
                 assert not is_tie
                 found.append((response.tokens.tolist(), expected))
-    refused = [complaint(call, ConfigError) for call in (
-        lambda: RolloutWorker(torch.nn.Linear(2, 2), engine="hf"),
-        lambda: RolloutWorker(models[0], engine="hf", tensor_parallel_size=2),
-        lambda: RolloutWorker(str(folder / "nowhere"), engine="hf", tokenizer=str(folder / "actor")),
-        lambda: worker.update_weights(str(folder / "reward")),
-    )]
+    refused = [
+        complaint(call, ConfigError)
+        for call in (
+            lambda: RolloutWorker(torch.nn.Linear(2, 2), engine="hf"),
+            lambda: RolloutWorker(models[0], engine="hf", tensor_parallel_size=2),
+            lambda: RolloutWorker(str(folder / "nowhere"), engine="hf", tokenizer=str(folder / "actor")),
+            lambda: worker.update_weights(str(folder / "reward")),
+        )
+    ]
     return found, refused
 
 
@@ -284,5 +291,7 @@ def test_transformers_generates_what_it_says_itself(folder: Path) -> None:
     ((found, refused),) = run_ranks(by_transformers, 1, folder)
     assert len(found) == 8 and all(got == expected for got, expected in found)
     assert len({str(got) for got, _ in found}) > 4
-    for message, words in zip(refused, ("max_context", "leave sizes out", "cannot read it", "other tensors"), strict=True):
+    for message, words in zip(
+        refused, ("max_context", "leave sizes out", "cannot read it", "other tensors"), strict=True
+    ):
         assert words in message, message

@@ -202,4 +202,6 @@ def read_causal_lm(path: Path) -> Any:
     try:
         return AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: transformers cannot read it: {error}; give a directory that it has saved") from error
+        raise ConfigError(
+            f"{path}: transformers cannot read it: {error}; give a directory that it has saved"
+        ) from error

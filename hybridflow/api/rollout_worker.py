@@ -225,7 +225,8 @@ class RolloutWorker(FlowNode):
         elif isinstance(model, Actor):
             actor = model
         else:
-            actor = Actor(model, tokenizer, **{key: size for key, size in sizes.items() if size > 1})
+            given: dict[str, Any] = {key: size for key, size in sizes.items() if size > 1}
+            actor = Actor(model, tokenizer, **given)
         self._worker = None
         sampling = {"rollout": {"engine": {"kind": "vllm"}}} if engine == "vllm" else {}
         parts = (actor, Part(settings_of_mesh(mesh)), Part(sampling))

@@ -229,10 +229,11 @@ class Logits(ActorModel):
         super().__init__()
         self.model = model
         config = model.config.get_text_config()
-        own = next((getattr(config, name) for name in _CONTEXTS if hasattr(config, name)), None)
-        if max_context is None and own is None:
+        own: int | None = next((getattr(config, name) for name in _CONTEXTS if hasattr(config, name)), None)
+        longest = own if max_context is None else max_context
+        if longest is None:
             raise ConfigError(f"RolloutWorker: {type(model).__name__} says no longest sequence; give max_context=…")
-        self.max_context = own if max_context is None else max_context
+        self.max_context = longest
         self.vocab_size = config.vocab_size
 
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -66,7 +66,9 @@ class RoleFlow:
         merged = merge([*(part.settings for part in self.parts), settings])
         if steps is not None:
             merged["trainer"] = {"steps": steps, **merged.get("trainer", {})}
-        values = recipe_values(merged, algorithm=self.algorithm, num_ranks=find_world().size)
+        world = find_world()
+        ranks = {"num_ranks": world.size, "ranks_per_node": world.ranks_per_node}
+        values = recipe_values(merged, algorithm=self.algorithm, **ranks)
         with Session(
             values,
             tokenizer=tokenizer_of(self.parts),

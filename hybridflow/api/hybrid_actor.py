@@ -22,6 +22,7 @@ from hybridflow.api.responses import requests_to, respond
 from hybridflow.api.roles import Actor, split_model
 from hybridflow.api.settings import finish_recipe, merge, recipe_values, sizes_of
 from hybridflow.api.token_rows import IGNORED, TokenRows, labelled, token_rows
+from hybridflow.api.trainers import OnlineTrainer
 from hybridflow.api.world import find_world
 from hybridflow.checkpoint.formats.in_memory import in_memory_info
 from hybridflow.config.recipe import Recipe
@@ -31,6 +32,7 @@ from hybridflow.families.assets import ends_in
 from hybridflow.layout import mesh as geometry
 from hybridflow.mapping.memory import check_memory
 from hybridflow.parallel.megatron import rank_sets
+from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
 from hybridflow.placement.peft import load_adapters
 from hybridflow.placement.pretrained import assets_of
@@ -130,8 +132,9 @@ class HybridActor:
     ) -> None:
         section, objects = split_model(model, "actor")
         self._given = model, tokenizer
+        self._has_learned = False
         self._world = find_world()
-        self.recipe = _recipe(section, hybrid_config, objects, self._world.size)
+        self.recipe = _recipe(section, hybrid_config, objects, self._world)
         torch.set_num_threads(self.recipe.cluster.threads_per_rank)
         plan = plan_job(self.recipe)
         check_memory(self.recipe, plan.meshes)
@@ -214,17 +217,35 @@ class HybridActor:
         assert self._role.rollouts is not None, "all ranks generate"
         return self._role.rollouts.engine, self._job.meshes["actor.rollout"]
 
-    def as_actor(self) -> Actor:
-        """Return the policy that it is, with its layouts and adapters, for a trainer, which trains a copy.
+    def update_weights(self, trainer: OnlineTrainer) -> None:
+        """Take the weights of a trainer's actor, that has the same shape, without a file. Calls ``train``.
+
+        Args:
+            trainer: The trainer, before it is closed.
 
         Raises:
-            ConfigError: It has learned, which a copy of what it began with would not have.
+            ConfigError: Its actor has adapters, or another shape.
+        """
+        self.train()
+        assert self._role.model is not None and self._role.trainable is not None, "all ranks are in its mesh"
+        # A class of the user's own is the very object that was trained.
+        if user_class_of(self._job, "actor") is None:
+            trainer.copy_actor(self._role.model)
+        self._role.trainable.reload_weights()
+        self._role.mark_changed()
+        self._has_learned = True
+
+    def as_actor(self) -> Actor:
+        """Return the policy that it is, with its layouts and adapters, for a trainer; see ``update_weights``.
+
+        Raises:
+            ConfigError: It has learned, and a trainer would begin with the model that it was made of.
         """
         model, tokenizer = self._given
-        if self._role.num_updates > 0:
+        if self._has_learned or self._role.num_updates > 0:
             raise ConfigError(
-                f"HybridActor: has taken {self._role.num_updates} optimizer step(s), and a trainer begins with the "
-                "model that it was made of; call save_pretrained(path), and give the trainer the path"
+                "HybridActor: has learned, and a trainer would begin with the model that it was made of; call "
+                "save_pretrained(path), and give the trainer the path"
             )
         actor = self.recipe.actor
         layouts = {"update": actor.update, "rollout": actor.rollout}
@@ -445,7 +466,7 @@ class _Refusing(torch.autograd.Function):
 
 
 def _recipe(
-    section: Mapping[str, Any], hybrid_config: Mapping[str, Any] | None, objects: Mapping[str, Any], num_ranks: int
+    section: Mapping[str, Any], hybrid_config: Mapping[str, Any] | None, objects: Mapping[str, Any], world: World
 ) -> Recipe:
     """Return the recipe of supervised training that has such an actor."""
     config = dict(hybrid_config or {})
@@ -456,10 +477,11 @@ def _recipe(
         engine = {**{f"rollout_{key}": size for key, size in sizes.items()}, **engine}
         sizes = {}
     sections = {"model": section, "actor": sizes, "hybrid_engine": engine}
-    values = recipe_values(merge([sections, config]), algorithm="sft", num_ranks=num_ranks)
+    ranks = {"num_ranks": world.size, "ranks_per_node": world.ranks_per_node}
+    values = recipe_values(merge([sections, config]), algorithm="sft", **ranks)
     # How long responses may be, and how they are sampled, is told with each call.
     values.setdefault("rollout", {})["max_new_tokens"] = 1
-    values.setdefault("trainer", {})["global_batch_size"] = num_ranks
+    values.setdefault("trainer", {})["global_batch_size"] = world.size
     recipe = finish_recipe(values, in_memory=in_memory_info(objects))
     if recipe.rollout.temperature != 1:
         raise ConfigError(

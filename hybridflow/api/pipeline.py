@@ -21,7 +21,8 @@ class DataPipeline:
     """Which roles take part, how they sample and how they learn.
 
     Args:
-        actors: The policy: one, as ``Actor`` takes a model, or a ``HybridActor``, of which a copy is trained.
+        actors: The policy: one, as ``Actor`` takes a model; or a ``HybridActor``, which has the trained weights in the
+            end, unless it has adapters.
         reward_models: What scores: functions, their names, directories, models or ``Reward``. The scores of several
             functions are added; as ``Reward`` they have the same settings.
         critics: The value model: one directory, model or ``Critic``, and the algorithm is PPO; none, and it is GRPO.
@@ -49,6 +50,7 @@ class DataPipeline:
         if len(critics) > 1:
             raise ConfigError(f"DataPipeline: {len(critics)} critics; give one, or none for GRPO")
         self.actor = _as_actor(actors[0])
+        self.hybrid_actor = actors[0] if isinstance(actors[0], HybridActor) else None
         self.reward = _sum_of(reward_models)
         self.critic = critics[0] if critics else None
         rollout = dict(rollout_config or {})
@@ -120,6 +122,9 @@ class RLTrainer:
                 found += trainer.train()
             if output_dir is not None:
                 trainer.save_checkpoint(output_dir)
+            hybrid_actor = self.pipeline.hybrid_actor
+            if hybrid_actor is not None and hybrid_actor.recipe.actor.lora is None:
+                hybrid_actor.update_weights(trainer)
             return found
 
 

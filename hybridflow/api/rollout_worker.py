@@ -274,7 +274,7 @@ class RolloutWorker(FlowNode):
 
 def _kept(model: Any) -> Callable[[], Any]:
     """Return what gives the model again; of a module in memory only as long as the program has it."""
-    return (lambda: model) if isinstance(model, str | Path | Part | HybridActor) else weakref.ref(model)
+    return weakref.ref(model) if isinstance(model, torch.nn.Module) else lambda: model
 
 
 def _of_part(model: Any, tokenizer: Any) -> tuple[Any, Any]:

@@ -20,7 +20,12 @@ from hybridflow.api.settings import check_count, merge, read_config, recipe_valu
 from hybridflow.api.world import find_world
 from hybridflow.checkpoint.store import latest_step
 from hybridflow.errors import ConfigError, DataError
+from hybridflow.families.model import ModelConfig, differing
 from hybridflow.observe.exporters import Exporter
+from hybridflow.placement.model_on_mesh import ModelOnMesh, copy_weights
+from hybridflow.placement.placed_model import part_of
+from hybridflow.placement.user_objects import user_class_of
+from hybridflow.reshard.plan import participants
 
 _ELSEWHERE = {
     "model": "the policy is actor_model=…",
@@ -47,7 +52,8 @@ class OnlineTrainer:
             ``hybrid_engine``, and of a recipe's own sections.
         actor_model: The policy: directory, model of transformers, megatron-core ``GPTModel``, own class, or ``Actor``.
         critic_model: The value model, likewise, or ``Critic``; None: it begins as a copy of the actor.
-        reward: A function ``(prompt, response, answer) -> score``, a scorer, or ``Reward``.
+        reward: A function ``(prompt, response, answer) -> score``, a scorer, its directory, or ``Reward``; None: a
+            response is compared with its prompt's answer.
         tokenizer: Path, or fast tokenizer of transformers; None: the one that lies beside the model.
         data_provider: Where prompts come from: a ``DataProvider``, or prompts as ``rollout`` takes them; None: they
             are given to ``rollout`` and ``step``.
@@ -108,7 +114,9 @@ class OnlineTrainer:
         if namespace is not None:
             given["namespace"] = namespace
         merged = merge([*(part.settings for part in parts), settings_of_mesh(device_mesh), given])
-        self._values = recipe_values(merged, algorithm=self.algorithm, num_ranks=find_world().size)
+        world = find_world()
+        ranks = {"num_ranks": world.size, "ranks_per_node": world.ranks_per_node}
+        self._values = recipe_values(merged, algorithm=self.algorithm, **ranks)
         self._objects = objects_of(parts)
         self._tokenizer = tokenizer_of(parts) if tokenizer is None else tokenizer
         self._data = data_provider
@@ -233,6 +241,27 @@ class OnlineTrainer:
         keep = keep_checkpoint if save_optimizer else export_actor
         keep(run_dir, Path(path), find_world())
 
+    def copy_actor(self, target: ModelOnMesh) -> None:
+        """Fill a model of the actor's shape with its weights, from its layout into the model's, without a file between.
+
+        Collective: all ranks.
+
+        Args:
+            target: The model; on a rank outside its mesh one without weights.
+
+        Raises:
+            ConfigError: The actor has adapters, is a class of the user's own, or has another shape.
+        """
+        job, actor = self.session().trainer.job, self.session().trainer.roles.actor
+        if job.recipe.actor.lora is not None or user_class_of(job, "actor") is not None:
+            raise ConfigError(
+                "update_weights: the trainer's actor has adapters, or is a class of your own; give the directory that "
+                "save_checkpoint writes, or the class itself"
+            )
+        check_same_shape(job.model_of("actor"), target.model)
+        job.world.make_groups([participants(job.meshes["actor.update"], target.mesh)])
+        copy_weights(job.world, part_of(job, "actor.update", actor.spec, actor.model), target)
+
     def close(self) -> None:
         """End the job with its last checkpoint in ``run_dir``. Collective: all ranks."""
         if self._session is not None:
@@ -304,6 +333,14 @@ class GRPOTrainer(OnlineTrainer):
     """GRPO: samples are judged against those of their group; see ``OnlineTrainer``."""
 
     algorithm = "grpo"
+
+
+def check_same_shape(found: ModelConfig, model: ModelConfig) -> None:
+    """Refuse weights of a model whose settings are others than those of the one that takes them. Raises ConfigError."""
+    different = differing(found, model)
+    if different:
+        told = ", ".join(f"{name}={getattr(found, name)!r}" for name in different)
+        raise ConfigError(f"update_weights: the model has {told}, which the worker's has not; give one of its shape")
 
 
 def _is_bare(prompt: GivenPrompt) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridflow.api.hybrid_actor import HybridActor
-from hybridflow.api.trainers import OnlineTrainer
+from hybridflow.api.trainers import OnlineTrainer, check_same_shape
 from hybridflow.checkpoint.formats.in_memory import InMemoryModel, in_memory_model, is_model, read_causal_lm
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.formats.source import Source
@@ -19,16 +19,11 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.families.config_json import describe
 from hybridflow.families.cut import check_cut
-from hybridflow.families.model import ModelConfig, differing
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.user_model import ActorModel, user_model_info
 from hybridflow.parallel.megatron import collection
 from hybridflow.parallel.world import World
-from hybridflow.placement.model_on_mesh import copy_weights
-from hybridflow.placement.placed_model import part_of
 from hybridflow.placement.pretrained import from_pretrained
-from hybridflow.placement.user_objects import user_class_of
-from hybridflow.reshard.plan import participants
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.engines.hf_weights import hf_weights
 from hybridflow.rollout.engines.user_engine import UserEngine
@@ -93,7 +88,6 @@ class MegatronWorker:
     def __init__(self, model: Any, world: World, mesh: DeviceMesh, options: Options) -> None:
         source = source_of(model)
         check_cut(source.model, mesh.layout, mesh.name)
-        self._world = world
         # Once: of a GPTModel that is cut it is brought together from all ranks.
         given = InMemoryModel(source.model, source)
         self._placed = from_pretrained(
@@ -112,24 +106,12 @@ class MegatronWorker:
         A trainer's actor moves from its layout into this one without a file in between.
         """
         if isinstance(model, OnlineTrainer):
-            self._copy_actor(model)
+            model.copy_actor(self._placed)
             return
         source = source_of(model)
-        _check_same(source.model, self._placed.model)
+        check_same_shape(source.model, self._placed.model)
         if self.engine is not None:
             self._placed.load(source)
-
-    def _copy_actor(self, trainer: OnlineTrainer) -> None:
-        """Fill the worker's weights with those of a trainer's actor. Collective: all ranks."""
-        job, actor = trainer.session().trainer.job, trainer.session().trainer.roles.actor
-        if job.recipe.actor.lora is not None or user_class_of(job, "actor") is not None:
-            raise ConfigError(
-                "update_weights: the trainer's actor has adapters, or is a class of your own; give the directory that "
-                "save_checkpoint writes, or the class itself"
-            )
-        _check_same(job.model_of("actor"), self._placed.model)
-        self._world.make_groups([participants(job.meshes["actor.update"], self._placed.mesh)])
-        copy_weights(self._world, part_of(job, "actor.update", actor.spec, actor.model), self._placed)
 
 
 class VllmWorker:
@@ -172,7 +154,7 @@ class VllmWorker:
         self._fill(source_of(model))
 
     def _fill(self, source: Source) -> None:
-        _check_same(source.model, self._model)
+        check_same_shape(source.model, self._model)
         self.engine.load(hf_weights(self._described, source.read))
 
 
@@ -307,10 +289,3 @@ class HybridWorker:
     def load(self, model: Any) -> None:
         """Refuse: the actor learns by itself. Raises ConfigError."""
         raise ConfigError("update_weights: the worker generates with a HybridActor, whose own training changes them")
-
-
-def _check_same(found: ModelConfig, model: ModelConfig) -> None:
-    different = differing(found, model)
-    if different:
-        told = ", ".join(f"{name}={getattr(found, name)!r}" for name in different)
-        raise ConfigError(f"update_weights: the model has {told}, which the worker's has not; give one of its shape")

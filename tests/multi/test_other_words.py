@@ -157,11 +157,19 @@ def pipelines(world: World, folder: Path) -> Any:
         "reward_models": [str(folder / "reward")],
         "critics": [str(folder / "actor")],
         "rollout_config": {"max_length": 4},
-        "train_config": {"num_epochs": 2, "run_dir": str(folder / "pipeline")},
+        "train_config": {"num_epochs": 2, "lr": 1e-2, "run_dir": str(folder / "pipeline")},
     }
-    metrics = RLTrainer(DataPipeline(actors=[actor], **sections, data=PROMPTS)).run()
     no_data = complaint(lambda: RLTrainer(pipeline=DataPipeline(actors=[actor], **sections)).run(), ConfigError)
     a_class = complaint(lambda: DataPipeline(actors=[HybridActor], **sections), ConfigError)
+    ids = actor.tokenizer.encode("1+2=3")
+    losses = [float(actor([ids], [ids]).loss)]
+    actor.eval()
+    metrics = RLTrainer(DataPipeline(actors=[actor], **sections, data=PROMPTS)).run(output_dir=folder / "trained")
+    losses.append(float(actor([ids], [ids]).loss))
+    told = []
+    for name in ("actor", "trained"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder / name)
+        told.append(float(model(torch.tensor([ids]), labels=torch.tensor([ids])).loss))
     # A manager generates with what the actor has at the time.
     manager = RolloutManager(actor)
     ids = actor.tokenizer.encode("1+2=")
@@ -176,14 +184,23 @@ def pipelines(world: World, folder: Path) -> Any:
     costs = [measure_switch_overhead(actor, mode) for mode in ("generate", "train")]
     mode = complaint(lambda: measure_switch_overhead(actor, "faster"), ConfigError)
     other = complaint(lambda: measure_switch_overhead(Actor("models/actor")), ConfigError)
-    return len(metrics), (no_data, a_class, learned, pushed, mode, other), said, costs, actor.switch_cost()
+    return (
+        len(metrics),
+        (losses, told),
+        (no_data, a_class, learned, pushed, mode, other),
+        said,
+        costs,
+        actor.switch_cost(),
+    )
 
 
 def test_a_pipeline_of_paths_and_a_hybrid_actor(folder: Path) -> None:
-    ((steps, refused, said, (there, back), cost),) = run_ranks(pipelines, 1, folder)
+    ((steps, (losses, told), refused, said, (there, back), cost),) = run_ranks(pipelines, 1, folder)
     # Four prompts without a size of the batch are one step, twice.
     assert steps == 2 and (folder / "pipeline" / "checkpoints" / "latest").is_file()
-    words = ("give data=…", "is the class HybridActor", "2 optimizer step", "own training", "'faster'", "found Actor")
+    # The actor has learned what the pipeline has.
+    assert losses == pytest.approx(told, abs=1e-5) and abs(losses[0] - losses[1]) > 1e-3
+    words = ("give data=…", "is the class HybridActor", "has learned", "own training", "'faster'", "found Actor")
     for message, each in zip(refused, words, strict=True):
         assert each in message, message
     assert all(tokens == got for tokens, got in said) and said[0] != said[1]

@@ -21,7 +21,7 @@ from hybridflow.recipe.resume import check_resume
 from hybridflow.sections import Bounds, put_over, read_section, to_dict
 from tests.support.recipes import POLICY, SCORER, SMALLEST, write_config
 
-NUM_LEAF_KEYS = 559
+NUM_LEAF_KEYS = 561
 
 
 class Key(NamedTuple):
@@ -80,7 +80,7 @@ GIVEN = {
     r"model\.path": ["model={path: DIR/policy-1}"],
     r"(critic|cost_critic|teacher)\.model\.path": [r"\1.model={path: DIR/policy-1}"],
     r"(reward|cost)\.model\.path": [r"\1={model: {path: DIR/scorer-1}}"],
-    r"(reward|cost)\.(model(?!\.path)|layout|offload)": [r"\1={model: {}}"],
+    r"(reward|cost)\.(model(?!\.path)|layout|batch_size|offload)": [r"\1={model: {}}"],
     r"(.*\bmodel)\.window_layers": [r"\1.window=4"],
     r"(.*\bmodel)\.rotary_scaling": [r"\1.rotary_scaling={kind: linear, original_context: 8}"],
     r"(.*\bmodel)\.rotary_scaling\.(short|long)_factor": [

@@ -139,6 +139,8 @@ class RolloutManager(RolloutWorker):
     """
 
     def __init__(self, actor: Any, **options: Any) -> None:
+        if isinstance(actor, vLLMActor):
+            options.setdefault("engine", "vllm")
         super().__init__(actor, **options)
 
     def rollout(self, prompts: Any, max_new_tokens: int = 128, **sampling: Any) -> list[Generated]:

@@ -66,9 +66,7 @@ class RoleFlow:
         merged = merge([*(part.settings for part in self.parts), settings])
         if steps is not None:
             merged["trainer"] = {"steps": steps, **merged.get("trainer", {})}
-        world = find_world()
-        ranks = {"num_ranks": world.size, "ranks_per_node": world.ranks_per_node}
-        values = recipe_values(merged, algorithm=self.algorithm, **ranks)
+        values = recipe_values(merged, algorithm=self.algorithm, num_ranks=find_world().size)
         with Session(
             values,
             tokenizer=tokenizer_of(self.parts),

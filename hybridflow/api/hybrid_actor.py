@@ -32,7 +32,6 @@ from hybridflow.families.assets import ends_in
 from hybridflow.layout import mesh as geometry
 from hybridflow.mapping.memory import check_memory
 from hybridflow.parallel.megatron import rank_sets
-from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
 from hybridflow.placement.peft import load_adapters
 from hybridflow.placement.pretrained import assets_of
@@ -134,7 +133,7 @@ class HybridActor:
         self._given = model, tokenizer
         self._has_learned = False
         self._world = find_world()
-        self.recipe = _recipe(section, hybrid_config, objects, self._world)
+        self.recipe = _recipe(section, hybrid_config, objects, self._world.size)
         torch.set_num_threads(self.recipe.cluster.threads_per_rank)
         plan = plan_job(self.recipe)
         check_memory(self.recipe, plan.meshes)
@@ -466,7 +465,7 @@ class _Refusing(torch.autograd.Function):
 
 
 def _recipe(
-    section: Mapping[str, Any], hybrid_config: Mapping[str, Any] | None, objects: Mapping[str, Any], world: World
+    section: Mapping[str, Any], hybrid_config: Mapping[str, Any] | None, objects: Mapping[str, Any], num_ranks: int
 ) -> Recipe:
     """Return the recipe of supervised training that has such an actor."""
     config = dict(hybrid_config or {})
@@ -477,11 +476,10 @@ def _recipe(
         engine = {**{f"rollout_{key}": size for key, size in sizes.items()}, **engine}
         sizes = {}
     sections = {"model": section, "actor": sizes, "hybrid_engine": engine}
-    ranks = {"num_ranks": world.size, "ranks_per_node": world.ranks_per_node}
-    values = recipe_values(merge([sections, config]), algorithm="sft", **ranks)
+    values = recipe_values(merge([sections, config]), algorithm="sft", num_ranks=num_ranks)
     # How long responses may be, and how they are sampled, is told with each call.
     values.setdefault("rollout", {})["max_new_tokens"] = 1
-    values.setdefault("trainer", {})["global_batch_size"] = world.size
+    values.setdefault("trainer", {})["global_batch_size"] = num_ranks
     recipe = finish_recipe(values, in_memory=in_memory_info(objects))
     if recipe.rollout.temperature != 1:
         raise ConfigError(

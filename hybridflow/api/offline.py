@@ -138,9 +138,7 @@ class OfflineTrainer:
         if output_dir is not None:
             check_free(Path(output_dir), find_world())
         given = merge([self._actor.settings, self._settings, settings, {"lr": learning_rate}])
-        world = find_world()
-        ranks = {"num_ranks": world.size, "ranks_per_node": world.ranks_per_node}
-        values = recipe_values(given, algorithm=self.algorithm, **ranks)
+        values = recipe_values(given, algorithm=self.algorithm, num_ranks=find_world().size)
         self._check_settings(values)
         rows = per_device_train_batch_size * gradient_accumulation_steps * self._replicas(values)
         steps = math.ceil(num_train_epochs * self._num_rows() / rows) if max_steps is None else max_steps
@@ -234,10 +232,7 @@ class OfflineTrainer:
 
     def _replicas(self, values: Mapping[str, Any]) -> int:
         update = values.get("actor", {}).get("update")
-        if update is None:
-            return int(values["cluster"]["ranks"])
-        # Ranks of FSDP each have rows of their own.
-        replicas: int = update.get("dp", 1) * update.get("fsdp", 1)
+        replicas: int = values["cluster"]["ranks"] if update is None else update.get("dp", 1)
         return replicas
 
     def _context(self, values: Mapping[str, Any]) -> int:

@@ -96,14 +96,13 @@ def read_config(config: Any) -> dict[str, Any]:
     return copy.deepcopy(dict(config))
 
 
-def recipe_values(config: Any, *, algorithm: str, num_ranks: int, ranks_per_node: int | None = None) -> dict[str, Any]:
+def recipe_values(config: Any, *, algorithm: str, num_ranks: int) -> dict[str, Any]:
     """Return a recipe's nested mapping from short names, sections of roles, and a recipe's own keys.
 
     Args:
         config: As ``read_config`` takes it.
         algorithm: Of ``flows.registry.ALGORITHMS``.
         num_ranks: That are there.
-        ranks_per_node: Of these on each node; None: all.
 
     Raises:
         ConfigError: A key is none of these, or says what another one says.
@@ -120,7 +119,7 @@ def recipe_values(config: Any, *, algorithm: str, num_ranks: int, ranks_per_node
             given[role] = _role(values, role, dict(given[role]), num_ranks)
     actor = given.get("actor", {})
     if sharding is not None and isinstance(actor, Mapping):
-        given["actor"] = shard_by_fsdp(actor, sharding, num_ranks, ranks_per_node)
+        given["actor"] = shard_by_fsdp(actor, sharding, num_ranks)
     top = {field.name for field in fields(Recipe)}
     for key, value in given.items():
         if key in top:

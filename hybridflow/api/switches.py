@@ -56,19 +56,16 @@ def in_our_words(given: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def shard_by_fsdp(
-    actor: Mapping[str, Any], sharding: Any, num_ranks: int, ranks_per_node: int | None = None
-) -> dict[str, Any]:
+def shard_by_fsdp(actor: Mapping[str, Any], sharding: Any, num_ranks: int) -> dict[str, Any]:
     """Return the section ``actor`` of a recipe with the update layout that ``fsdp_sharding`` asks for.
 
     Args:
         actor: The section, as a recipe has it.
         sharding: One of ``SHARDINGS``.
         num_ranks: Ranks of the job.
-        ranks_per_node: Ranks within which ``HYBRID_SHARD`` cuts; None: all.
 
     Raises:
-        ConfigError: The sharding is unknown, the section cuts the model otherwise too, or has ranks that fill no nodes.
+        ConfigError: The sharding is unknown, or the section cuts the model otherwise too.
     """
     if sharding not in SHARDINGS:
         raise ConfigError(f"fsdp_sharding={sharding!r}: unknown; give one of {', '.join(SHARDINGS)}")
@@ -80,15 +77,8 @@ def shard_by_fsdp(
             f"fsdp_sharding={sharding}: actor.update has {sizes} too, and FSDP alone cuts the weights that learn; "
             "remove these sizes, or give them to the rollout: hybrid_engine={'rollout_tensor_parallel_size': …}"
         )
-    count = len(actor.get("ranks", ())) or num_ranks
-    update: dict[str, Any] = {"fsdp": count, "fsdp_sharding": sharding}
-    if sharding == "HYBRID_SHARD" and ranks_per_node is not None and count > ranks_per_node:
-        if count % ranks_per_node:
-            raise ConfigError(
-                f"fsdp_sharding=HYBRID_SHARD: the actor has {count} ranks, {ranks_per_node} on a node; give it whole "
-                "nodes, or FULL_SHARD"
-            )
-        update |= {"fsdp": ranks_per_node, "dp": count // ranks_per_node}
+    # How many ranks share a parameter the layout tells by itself, also within nodes.
+    update = {"dp": len(actor.get("ranks", ())) or num_ranks, "fsdp_sharding": sharding}
     return {**actor, "update": update}
 
 

@@ -114,9 +114,7 @@ class OnlineTrainer:
         if namespace is not None:
             given["namespace"] = namespace
         merged = merge([*(part.settings for part in parts), settings_of_mesh(device_mesh), given])
-        world = find_world()
-        ranks = {"num_ranks": world.size, "ranks_per_node": world.ranks_per_node}
-        self._values = recipe_values(merged, algorithm=self.algorithm, **ranks)
+        self._values = recipe_values(merged, algorithm=self.algorithm, num_ranks=find_world().size)
         self._objects = objects_of(parts)
         self._tokenizer = tokenizer_of(parts) if tokenizer is None else tokenizer
         self._data = data_provider

@@ -102,17 +102,13 @@ def test_refused(config: dict[str, Any], words: tuple[str, ...]) -> None:
 
 
 def test_sharding() -> None:
-    def update(num_ranks: int, ranks_per_node: int | None = None, **config: Any) -> Any:
-        ranks = {"num_ranks": num_ranks, "ranks_per_node": ranks_per_node}
-        return recipe_values(config, algorithm="ppo", **ranks)["actor"]["update"]
+    def update(num_ranks: int, **config: Any) -> Any:
+        return recipe_values(config, algorithm="ppo", num_ranks=num_ranks)["actor"]["update"]
 
-    assert update(4, fsdp_sharding="SHARD_GRAD_OP") == {"fsdp": 4, "fsdp_sharding": "SHARD_GRAD_OP"}
+    for sharding in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"):
+        assert update(4, fsdp_sharding=sharding) == {"dp": 4, "fsdp_sharding": sharding}
     replicas = {"devices": [0, 1, 3], "data_parallel_size": 3}
-    assert update(4, fsdp_sharding="FULL_SHARD", actor=replicas) == {"fsdp": 3, "fsdp_sharding": "FULL_SHARD"}
-    hybrid = {"fsdp_sharding": "HYBRID_SHARD", "ranks_per_node": 4}
-    assert update(4, **hybrid) == {"fsdp": 4, "fsdp_sharding": "HYBRID_SHARD"}
-    assert update(8, **hybrid) == {"fsdp": 4, "dp": 2, "fsdp_sharding": "HYBRID_SHARD"}
-    complains(lambda: update(6, **hybrid), ["6 ranks, 4 on a node", "FULL_SHARD"], ConfigError)
+    assert update(4, fsdp_sharding="FULL_SHARD", actor=replicas) == {"dp": 3, "fsdp_sharding": "FULL_SHARD"}
 
 
 def test_debug_mode() -> None:

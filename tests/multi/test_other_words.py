@@ -264,7 +264,7 @@ def replicas(world: World, folder: Path) -> Any:
 def test_a_trainer_of_replicas_is_a_trainer(folder: Path) -> None:
     (((one, other), update, unknown),) = run_ranks(replicas, 1, folder)
     assert one == other and one[2] > 0
-    assert update == {"fsdp": 1, "fsdp_sharding": "FULL_SHARD"}
+    assert update == {"dp": 1, "fsdp_sharding": "FULL_SHARD"}
     assert "strategy='ddp'; expected 'fsdp' or 'megatron'" in unknown
 
 

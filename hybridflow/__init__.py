@@ -16,7 +16,10 @@ _API = {
     "api.device_mesh": ("DeviceMesh",),
     "api.flow": ("RoleFlow", "node"),
     "api.hybrid_actor": ("HybridActor", "HybridOutput", "SwitchCost", "TrainingStep"),
-    "api.names": ("DataParallelTrainer", "LoraConfig", "RolloutManager", "vLLMActor"),
+    "api.names": (
+        *("DataLoader", "DataParallelTrainer", "LoraConfig", "ReplayBuffer", "RolloutManager"),
+        *("SwitchOverhead", "measure_switch_overhead", "vLLMActor"),
+    ),
     "api.offline": ("DPOTrainer", "KTOTrainer", "OfflineTrainer", "RewardTrainer", "SFTTrainer"),
     "api.pipeline": ("DataPipeline", "RLTrainer"),
     "api.roles": ("Actor", "Critic", "Reward", "RewardModel"),
@@ -34,10 +37,15 @@ _API = {
 
 _MODULES = {name: module for module, names in _API.items() for name in names}
 
+_PATHS = ("config", "data", "metrics", "trainer")
+"""Modules that a program reaches after ``import hybridflow`` alone, as ``hybridflow.config.auto_cache_clear``."""
+
 __all__ = ["__version__", *sorted(_MODULES)]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PATHS:
+        return importlib.import_module(f"hybridflow.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module 'hybridflow' has no attribute {name!r}; its names: {', '.join(sorted(_MODULES))}")
     from hybridflow.parallel.rank import silence_libraries
@@ -47,4 +55,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_MODULES])
+    return sorted(__all__)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridflow.api.flow import RoleFlow
+from hybridflow.api.flow import FlowNode, RoleFlow
 from hybridflow.api.parts import Part
 from hybridflow.api.roles import Critic
 from hybridflow.dataflow.graph import Flow, Step
@@ -15,7 +15,7 @@ from hybridflow.flows import nodes
 from hybridflow.flows.registry import ALGORITHMS
 
 
-class BaseAlgorithm(Part):
+class BaseAlgorithm(Part, FlowNode):
     """How a policy learns from scores. A subclass overrides ``advantages``, ``loss``, or both.
 
     Args:
@@ -80,6 +80,10 @@ class BaseAlgorithm(Part):
             step = step.map(lambda flow: _reading(flow, scores))
             parts.append(Part({}, {"scores": scores}))
         return RoleFlow(step=step, parts=tuple(parts), algorithm=self.name)
+
+    def as_flow(self) -> RoleFlow:
+        """Return ``update()``."""
+        return self.update()
 
 
 class PPO(BaseAlgorithm):

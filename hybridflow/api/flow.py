@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.api.parts import Part, objects_of, tokenizer_of
-from hybridflow.api.session import Session, problems_of
+from hybridflow.api.session import Session, problems_of, prompts_per_step
 from hybridflow.api.settings import merge, recipe_values
 from hybridflow.api.world import find_world
 from hybridflow.dataflow.batch import Batch, Column
@@ -31,7 +31,9 @@ class RoleFlow:
     parts: tuple[Part, ...]
     algorithm: str | None = None
 
-    def __rshift__(self, other: RoleFlow) -> RoleFlow:
+    def __rshift__(self, other: RoleFlow | FlowNode) -> RoleFlow:
+        if isinstance(other, FlowNode):
+            other = other.as_flow()
         if not isinstance(other, RoleFlow):
             raise GraphError(
                 f"{other!r:.60} cannot be joined with >>; give what sample(), score(), update() or node(...) return"
@@ -71,8 +73,20 @@ class RoleFlow:
             objects=objects_of(self.parts),
             step=self.step,
             make_problems=problems_of(prompts),
+            num_prompts=prompts_per_step(values, prompts),
         ) as session:
             return session.run(steps)
+
+
+class FlowNode:
+    """What stands in a flow without a call: ``RolloutWorker(…) >> RewardModel(…) >> ReplayBuffer() >> PPO()``."""
+
+    def as_flow(self) -> RoleFlow:
+        """Return the node as a flow of its own."""
+        raise NotImplementedError
+
+    def __rshift__(self, other: RoleFlow | FlowNode) -> RoleFlow:
+        return self.as_flow() >> other
 
 
 class _Called(Role):

@@ -19,15 +19,17 @@ from hybridflow.api.checkpoints import check_free, export_actor
 from hybridflow.api.feed import Feed
 from hybridflow.api.generation import generation_of
 from hybridflow.api.responses import requests_to, respond
-from hybridflow.api.roles import split_model
+from hybridflow.api.roles import Actor, split_model
 from hybridflow.api.settings import finish_recipe, merge, recipe_values, sizes_of
 from hybridflow.api.token_rows import IGNORED, TokenRows, labelled, token_rows
+from hybridflow.api.trainers import OnlineTrainer
 from hybridflow.api.world import find_world
 from hybridflow.checkpoint.formats.in_memory import in_memory_info
 from hybridflow.config.recipe import Recipe
-from hybridflow.data.tokenizer import open_tokenizer, tokenizer_in
+from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.families.assets import ends_in
+from hybridflow.layout import mesh as geometry
 from hybridflow.mapping.memory import check_memory
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.placement.job import Job
@@ -37,6 +39,7 @@ from hybridflow.placement.pretrained import assets_of
 from hybridflow.placement.user_objects import check_objects, runs_in_transformers, user_class_of
 from hybridflow.roles.stepped_actor import SteppedActor
 from hybridflow.rollout.engine import MegatronEngine
+from hybridflow.sections import to_dict
 from hybridflow.trainer.checkpoints import Checkpoints, ResumePoint
 from hybridflow.trainer.plan import plan_job
 
@@ -128,6 +131,8 @@ class HybridActor:
         self, model: Any, hybrid_config: Mapping[str, Any] | None = None, *, tokenizer: str | Path | None = None
     ) -> None:
         section, objects = split_model(model, "actor")
+        self._given = model, tokenizer
+        self._has_learned = False
         self._world = find_world()
         self.recipe = _recipe(section, hybrid_config, objects, self._world.size)
         torch.set_num_threads(self.recipe.cluster.threads_per_rank)
@@ -202,6 +207,52 @@ class HybridActor:
         """Switch to generating: regroup weights into the rollout layout, and offload optimizer state if asked."""
         return self._switch("rollout")
 
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer, or None if there is none."""
+        return self._job.tokenizer
+
+    def sampler(self) -> tuple[Any, geometry.DeviceMesh]:
+        """Switch to generating, and return the engine (``rollout.request.Engine``) and the mesh of its replicas."""
+        self.eval()
+        assert self._role.rollouts is not None, "all ranks generate"
+        return self._role.rollouts.engine, self._job.meshes["actor.rollout"]
+
+    def update_weights(self, trainer: OnlineTrainer) -> None:
+        """Take the weights of a trainer's actor, that has the same shape, without a file. Calls ``train``.
+
+        Args:
+            trainer: The trainer, before it is closed.
+
+        Raises:
+            ConfigError: Its actor has adapters, or another shape.
+        """
+        self.train()
+        assert self._role.model is not None and self._role.trainable is not None, "all ranks are in its mesh"
+        # A class of the user's own is the very object that was trained.
+        if user_class_of(self._job, "actor") is None:
+            trainer.copy_actor(self._role.model)
+        self._role.trainable.reload_weights()
+        self._role.mark_changed()
+        self._has_learned = True
+
+    def as_actor(self) -> Actor:
+        """Return the policy that it is, with its layouts and adapters, for a trainer; see ``update_weights``.
+
+        Raises:
+            ConfigError: It has learned, and a trainer would begin with the model that it was made of.
+        """
+        model, tokenizer = self._given
+        if self._has_learned or self._role.num_updates > 0:
+            raise ConfigError(
+                "HybridActor: has learned, and a trainer would begin with the model that it was made of; call "
+                "save_pretrained(path), and give the trainer the path"
+            )
+        actor = self.recipe.actor
+        layouts = {"update": actor.update, "rollout": actor.rollout}
+        given = {name: to_dict(layout) for name, layout in layouts.items() if layout is not None}
+        return Actor(model, tokenizer, lora=actor.lora, **given)
+
     def generate(self, input_ids: Any, attention_mask: Any = None, **generation: Any) -> Tensor:
         """Return responses to prompts, as ``generate`` of transformers does. Calls ``eval`` first.
 
@@ -225,7 +276,6 @@ class HybridActor:
         rows = self._rows(input_ids, attention_mask)
         asked = generation_of(generation, self._ends, longest_prompt=rows.padded.shape[1])
         most, context, count = asked.params.max_new_tokens, self.recipe.model.max_context, asked.num_samples
-        self.eval()
         for index, sequence in enumerate(rows.sequences):
             if len(sequence) > context - most:
                 raise DataError(
@@ -236,8 +286,7 @@ class HybridActor:
         first_prompt_index = self._next_prompt_index if asked.params.seed is None else 0
         self._next_prompt_index += len(rows.sequences)
         requests = requests_to(rows.sequences, asked.params, first_prompt_index=first_prompt_index, num_samples=count)
-        assert self._role.rollouts is not None, "all ranks generate"
-        engine, mesh = self._role.rollouts.engine, self._job.meshes["actor.rollout"]
+        engine, mesh = self.sampler()
         try:
             found = respond(engine, requests, mesh, self._world, group_size=count)
         except DataError as error:
@@ -423,7 +472,12 @@ def _recipe(
     """Return the recipe of supervised training that has such an actor."""
     config = dict(hybrid_config or {})
     engine = {key: config.pop(key) for key in list(config) if key.startswith("rollout_")}
-    sections = {"model": section, "actor": sizes_of(config), "hybrid_engine": engine}
+    sizes = sizes_of(config)
+    if "fsdp_sharding" in config:
+        # FSDP cuts no matrix: the sizes are those of the rollout.
+        engine = {**{f"rollout_{key}": size for key, size in sizes.items()}, **engine}
+        sizes = {}
+    sections = {"model": section, "actor": sizes, "hybrid_engine": engine}
     values = recipe_values(merge([sections, config]), algorithm="sft", num_ranks=num_ranks)
     # How long responses may be, and how they are sampled, is told with each call.
     values.setdefault("rollout", {})["max_new_tokens"] = 1

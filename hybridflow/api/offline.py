@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridflow.api.checkpoints import check_free, export_actor
-from hybridflow.api.parts import Part, settings_of_mesh
+from hybridflow.api.device_mesh import DeviceMesh, settings_of_mesh
 from hybridflow.api.roles import Actor
 from hybridflow.api.session import Session
 from hybridflow.api.settings import check_count, merge, recipe_values
@@ -67,7 +67,7 @@ class OfflineTrainer:
         too_long: Literal["error", "drop"] = "error",
         lora: LoRAConfig | None = None,
         ref_model: Any = None,
-        device_mesh: Part | None = None,
+        device_mesh: DeviceMesh | None = None,
         **settings: Any,
     ) -> None:
         if dataset is None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hybridflow.errors import ConfigError
-
 
 class Part:
     """What contributes to a job: settings, and objects that settings cannot name.
@@ -21,17 +19,6 @@ class Part:
         self.settings = dict(settings)
         self.objects = {} if objects is None else dict(objects)
         self.tokenizer: Any = None
-
-
-def settings_of_mesh(mesh: Any) -> Mapping[str, Any]:
-    """Return the role placement that a program's ``device_mesh`` asks for. Raises ConfigError: it is none."""
-    if mesh is None:
-        return {}
-    if not isinstance(mesh, Part):
-        raise ConfigError(
-            f"device_mesh: found {type(mesh).__name__}; give a DeviceMesh, such as DeviceMesh(devices=[0, 1])"
-        )
-    return mesh.settings
 
 
 def objects_of(parts: Iterable[Part]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.api.checkpoints import check_free
+from hybridflow.api.hybrid_actor import HybridActor
 from hybridflow.api.parts import Part
 from hybridflow.api.roles import Actor, Critic, Reward
 from hybridflow.api.settings import check_count, merge
@@ -20,10 +21,11 @@ class DataPipeline:
     """Which roles take part, how they sample and how they learn.
 
     Args:
-        actors: The policy: one.
-        reward_models: What scores: functions, their names, models or ``Reward``. The scores of several functions are
-            added; as ``Reward`` they have the same settings.
-        critics: The value model: one, and the algorithm is PPO; none, and it is GRPO.
+        actors: The policy: one, as ``Actor`` takes a model; or a ``HybridActor``, which has the trained weights in the
+            end, unless it has adapters.
+        reward_models: What scores: functions, their names, directories, models or ``Reward``. The scores of several
+            functions are added; as ``Reward`` they have the same settings.
+        critics: The value model: one directory, model or ``Critic``, and the algorithm is PPO; none, and it is GRPO.
         rollout_config: Keys of a recipe's ``rollout``, and ``max_length`` for its ``max_new_tokens``.
         train_config: Short names and sections as ``PPOTrainer`` takes them; ``num_epochs`` is how often the prompts are
             gone through.
@@ -47,7 +49,8 @@ class DataPipeline:
             raise ConfigError(f"DataPipeline: {len(actors)} actors; one is trained, give a pipeline to each")
         if len(critics) > 1:
             raise ConfigError(f"DataPipeline: {len(critics)} critics; give one, or none for GRPO")
-        self.actor = actors[0] if isinstance(actors[0], Actor) else Actor(actors[0])
+        self.actor = _as_actor(actors[0])
+        self.hybrid_actor = actors[0] if isinstance(actors[0], HybridActor) else None
         self.reward = _sum_of(reward_models)
         self.critic = critics[0] if critics else None
         rollout = dict(rollout_config or {})
@@ -76,7 +79,10 @@ class RLTrainer:
         self.pipeline = pipeline
         prompts = pipeline.data if data is None else data
         if prompts is None:
-            raise ConfigError("RLTrainer: no prompts; give data=…, here or to the DataPipeline")
+            raise ConfigError(
+                "RLTrainer: no prompts; give data=…, here or to the DataPipeline: texts, rows {'prompt': …, "
+                "'answer': …}, or a DataProvider"
+            )
         self.trainer = OnlineTrainer(
             pipeline.settings,
             actor_model=pipeline.actor,
@@ -116,7 +122,21 @@ class RLTrainer:
                 found += trainer.train()
             if output_dir is not None:
                 trainer.save_checkpoint(output_dir)
+            hybrid_actor = self.pipeline.hybrid_actor
+            if hybrid_actor is not None and hybrid_actor.recipe.actor.lora is None:
+                hybrid_actor.update_weights(trainer)
             return found
+
+
+def _as_actor(given: Any) -> Actor:
+    if isinstance(given, HybridActor):
+        return given.as_actor()
+    if isinstance(given, type):
+        raise ConfigError(
+            f"DataPipeline: actors[0] is the class {given.__name__}, which has no model; give an object of it, such as "
+            "HybridActor.from_pretrained(path), or the path"
+        )
+    return given if isinstance(given, Actor) else Actor(given)
 
 
 def _sum_of(rewards: Sequence[Any]) -> Part:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.api.flow import RoleFlow
+from hybridflow.api.flow import FlowNode, RoleFlow
 from hybridflow.api.parts import Part
 from hybridflow.config.roles import LoRAConfig
 from hybridflow.dataflow.graph import step
@@ -38,7 +38,7 @@ def split_model(model: Any, role: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return {}, {role: model}
 
 
-class Actor(Part):
+class Actor(Part, FlowNode):
     """The policy.
 
     Args:
@@ -84,6 +84,10 @@ class Actor(Part):
         """
         return RoleFlow(step=step(sample=nodes.SAMPLE), parts=(self, Part({"rollout": sampling})))
 
+    def as_flow(self) -> RoleFlow:
+        """Return ``sample()``."""
+        return self.sample()
+
 
 class Critic(Part):
     """The value model.
@@ -100,7 +104,7 @@ class Critic(Part):
         super().__init__({"critic": settings}, objects)
 
 
-class Reward(Part):
+class Reward(Part, FlowNode):
     """What scores responses.
 
     Args:
@@ -131,6 +135,10 @@ class Reward(Part):
     def score(self) -> RoleFlow:
         """Return the flow node that scores samples."""
         return RoleFlow(step=step(score=nodes.SCORE), parts=(self,))
+
+    def as_flow(self) -> RoleFlow:
+        """Return ``score()``."""
+        return self.score()
 
 
 class RewardModel(Reward):

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from hybridflow.api.device_mesh import DeviceMesh
+from hybridflow.api.device_mesh import DeviceMesh, settings_of_mesh
+from hybridflow.api.flow import FlowNode, RoleFlow
+from hybridflow.api.hybrid_actor import HybridActor
 from hybridflow.api.parts import Part
 from hybridflow.api.responses import requests_to, respond
+from hybridflow.api.roles import Actor
 from hybridflow.api.token_rows import token_rows
-from hybridflow.api.worker_engines import MegatronWorker, Options, UserWorker, VllmWorker
+from hybridflow.api.worker_engines import HFWorker, HybridWorker, MegatronWorker, Options, UserWorker, VllmWorker
 from hybridflow.api.world import find_world
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError, DataError, EngineError
@@ -25,6 +29,8 @@ from hybridflow.models.user_model import is_user_class
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.rollout.request import Request, SamplingParams, length_refusal
+
+ENGINES = ("megatron", "vllm", "hf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +52,19 @@ class Generated:
     finish: str
 
 
-class RolloutWorker:
+class RolloutWorker(FlowNode):
     """Generates with a model, cut over the ranks of a mesh. Collective: all ranks, with the same arguments.
+
+    In a flow it is the policy: ``RolloutWorker(model) >> RewardModel(path) >> PPO()``.
 
     Args:
         model: A directory; a model of ``transformers``; a ``GPTModel`` of megatron-core; an actor class of one's own;
-            or a ``hybridflow.Actor``.
+            a ``hybridflow.Actor``; or a ``HybridActor``, which generates where and with the weights that it has.
         device_mesh: Where; its layout is that of its groups, or ``tensor_parallel_size`` and
             ``pipeline_parallel_size``. None: all ranks.
-        engine: ``megatron``: ours. ``vllm``: vLLM within this process, which has the whole model on each rank.
+        engine: ``megatron``: ours. ``vllm``: vLLM within this process, which has the whole model on each rank. ``hf``:
+            forward passes of ``transformers``, also of models that ours does not know, whole on each rank, sampled with
+            our noise; it keeps no cache, so it is for short texts.
         tokenizer: Path, or a fast tokenizer of ``transformers``; None: the one that lies beside the model. Without any
             prompts are token ids.
         tensor_parallel_size: Ranks that share each matrix.
@@ -74,7 +84,7 @@ class RolloutWorker:
         self,
         model: Any,
         device_mesh: DeviceMesh | None = None,
-        engine: Literal["megatron", "vllm"] = "megatron",
+        engine: Literal["megatron", "vllm", "hf"] = "megatron",
         *,
         tokenizer: Any = None,
         tensor_parallel_size: int = 1,
@@ -84,23 +94,32 @@ class RolloutWorker:
         max_concurrent: int = 256,
         seed: int = 0,
     ) -> None:
-        if engine not in ("megatron", "vllm"):
-            raise ConfigError(f"RolloutWorker: engine={engine!r}; expected 'megatron' or 'vllm'")
-        model, tokenizer = _of_part(model, tokenizer)
-        self.tokenizer = _tokenizer(model, tokenizer)
+        if engine not in ENGINES:
+            raise ConfigError(f"RolloutWorker: engine={engine!r}; expected {' or '.join(map(repr, ENGINES))}")
+        sizes = {"tensor_parallel_size": tensor_parallel_size, "pipeline_parallel_size": pipeline_parallel_size}
+        self._given = _kept(model), tokenizer, device_mesh, engine, sizes
         self._world = find_world()
-        self._mesh = _mesh(self._world, device_mesh, tensor_parallel_size, pipeline_parallel_size, engine)
-        self._world.make_groups(rank_sets([self._mesh], self._world.size))
         self._version = 0
         self._next_prompt_index = 0
+        self._worker: MegatronWorker | VllmWorker | UserWorker | HFWorker | HybridWorker | None
+        if isinstance(model, HybridActor):
+            self._worker = HybridWorker(model)
+            self._mesh = self._worker.mesh
+            self.tokenizer = self._worker.tokenizer if tokenizer is None else _tokenizer(None, tokenizer)
+            return
+        self._mesh = _mesh(self._world, device_mesh, tensor_parallel_size, pipeline_parallel_size, engine)
+        model, tokenizer = _of_part(model, tokenizer)
+        self.tokenizer = _tokenizer(model, tokenizer)
+        self._world.make_groups(rank_sets([self._mesh], self._world.size))
         options = Options(max_context, dtype, max_concurrent, seed, self.tokenizer)
-        self._worker: MegatronWorker | VllmWorker | UserWorker
         if is_user_class(model):
             if engine == "vllm":
                 raise ConfigError("RolloutWorker: engine='vllm' does not run a class of your own; leave it out")
             self._worker = UserWorker(model, self._world, self._mesh, options)
         elif engine == "vllm":
             self._worker = VllmWorker(model, self._world, options)
+        elif engine == "hf":
+            self._worker = HFWorker(model, self._world, self._mesh, options)
         else:
             self._worker = MegatronWorker(model, self._world, self._mesh, options)
 
@@ -159,7 +178,7 @@ class RolloutWorker:
         if seed is None:
             self._next_prompt_index += len(encoded)
         responses = []
-        for number, got in enumerate(respond(self._worker.engine, requests, self._mesh, self._world)):
+        for number, got in enumerate(respond(self._open_worker().engine, requests, self._mesh, self._world)):
             prompt = number // num_samples
             if got.finish == "failed":
                 raise EngineError(f"RolloutWorker.generate: prompt {prompt}: {got.error}")
@@ -181,16 +200,48 @@ class RolloutWorker:
             CheckpointError: Its tensors are others.
         """
         model, _ = _of_part(model, None)
-        self._worker.load(model)
+        worker = self._open_worker()
+        worker.load(model)
         self._version += 1
-        if self._worker.engine is not None:
-            self._worker.engine.version = self._version
-            self._worker.engine.weights_changed()
+        if worker.engine is not None:
+            worker.engine.version = self._version
+            worker.engine.weights_changed()
+
+    def as_flow(self) -> RoleFlow:
+        """Return the source of a flow whose policy is the model. Its weights here are freed: the flow has its own.
+
+        Raises:
+            ConfigError: The engine samples for no trainer, or the worker has other weights than those of its model.
+        """
+        kept, tokenizer, mesh, engine, sizes = self._given
+        model = kept()
+        if engine == "hf" or self._version > 0:
+            why = "engine='hf' samples for no trainer" if engine == "hf" else "its weights were updated"
+            raise ConfigError(f"RolloutWorker: {why}, so that it is no node of a flow; give Actor(path).sample()")
+        if model is None:
+            raise ConfigError("RolloutWorker: the model is gone; keep it in a variable until the flow is there")
+        if isinstance(model, HybridActor):
+            actor = model.as_actor()
+        elif isinstance(model, Actor):
+            actor = model
+        else:
+            given: dict[str, Any] = {key: size for key, size in sizes.items() if size > 1}
+            actor = Actor(model, tokenizer, **given)
+        self._worker = None
+        sampling = {"rollout": {"engine": {"kind": "vllm"}}} if engine == "vllm" else {}
+        parts = (actor, Part(settings_of_mesh(mesh)), Part(sampling))
+        return replace(actor.sample(), parts=parts)
+
+    def _open_worker(self) -> MegatronWorker | VllmWorker | UserWorker | HFWorker | HybridWorker:
+        """Return what generates. Raises ConfigError: a flow has it."""
+        if self._worker is None:
+            raise ConfigError("RolloutWorker: is the policy of a flow, which samples; make another one to generate")
+        return self._worker
 
     def _check(self, requests: list[Request], first_prompt_index: int) -> None:
         """Refuse, alike on all ranks, what an engine would refuse on those that are to meet it."""
         for request in requests:
-            reason = length_refusal(request, self._worker.max_context, "the model's context")
+            reason = length_refusal(request, self._open_worker().max_context, "the model's context")
             if reason is None and request.params.has_texts and self.tokenizer is None:
                 reason = "stop texts need a tokenizer; give tokenizer=…, or stop_ids"
             if reason is not None:
@@ -199,7 +250,7 @@ class RolloutWorker:
     def _encoded(self, prompts: Any) -> list[Tensor]:
         if isinstance(prompts, Mapping) and "input_ids" in prompts:
             # Which ids there are the engine knows.
-            limits = {"vocab_size": torch.iinfo(torch.int64).max, "most_tokens": self._worker.max_context}
+            limits = {"vocab_size": torch.iinfo(torch.int64).max, "most_tokens": self._open_worker().max_context}
             return token_rows(prompts["input_ids"], prompts.get("attention_mask"), **limits).sequences
         if isinstance(prompts, str | Mapping):
             raise DataError(
@@ -219,6 +270,11 @@ class RolloutWorker:
             if rows[-1].dim() != 1 or len(rows[-1]) == 0:
                 raise DataError(f"prompt {number}: found shape {[*rows[-1].shape]}, expected token ids, at least one")
         return rows
+
+
+def _kept(model: Any) -> Callable[[], Any]:
+    """Return what gives the model again; of a module in memory only as long as the program has it."""
+    return weakref.ref(model) if isinstance(model, torch.nn.Module) else lambda: model
 
 
 def _of_part(model: Any, tokenizer: Any) -> tuple[Any, Any]:
@@ -257,6 +313,8 @@ def _mesh(world: World, device_mesh: DeviceMesh | None, tp: int, pp: int, engine
         layout = ParallelLayout(tp=tp, pp=pp, dp=max(1, len(ranks) // (tp * pp)))
     elif tp * pp > 1:
         raise ConfigError(f"RolloutWorker: the mesh's groups say {layout}; leave tensor and pipeline sizes out")
+    if engine == "hf" and layout.tp * layout.pp > 1:
+        raise ConfigError("RolloutWorker: engine='hf' has the whole model on every rank; leave sizes out")
     if engine == "vllm" and (layout.tp * layout.pp > 1 or len(ranks) != world.size):
         raise ConfigError("RolloutWorker: engine='vllm' has the whole model on every rank; leave sizes and devices out")
     return geometry.DeviceMesh(name="RolloutWorker", layout=layout, ranks=ranks, ranks_per_node=world.ranks_per_node)

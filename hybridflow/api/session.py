@@ -38,6 +38,9 @@ MakeProblems = Callable[[Tokenizer, Recipe, Coordinator], Problems]
 
 _TOKENIZER = "tokenizer"
 
+MOST_PROMPTS = 64
+"""Prompts of a step, where the program says nothing of it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
@@ -267,6 +270,21 @@ class Session:
         )
         align_ends(job)
         return job
+
+
+def prompts_per_step(values: Mapping[str, Any], prompts: Any) -> int | None:
+    """Return the prompts of a step where a program gives prompts all at once: all of them, ``MOST_PROMPTS`` at most.
+
+    Args:
+        values: As of ``Session``.
+        prompts: As of ``problems_of``; None: there are none.
+
+    Returns:
+        None: ``values`` has a size of the batch, or there are no prompts.
+    """
+    if prompts is None or values.get("trainer", {}).keys() & {"global_batch_size", "mini_batch_size"}:
+        return None
+    return MOST_PROMPTS if hasattr(prompts, "problems") else min(MOST_PROMPTS, len(prompts_of(prompts)))
 
 
 def problems_of(prompts: Any) -> MakeProblems:

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from hybridflow.api.switches import REPLACED, in_our_words
+from hybridflow.api.switches import in_our_words, shard_by_fsdp
 from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError
@@ -113,10 +113,13 @@ def recipe_values(config: Any, *, algorithm: str, num_ranks: int) -> dict[str, A
     given = in_our_words(read_config(config))
     values: dict[str, Any] = {"algorithm": algorithm, "cluster": {"ranks": num_ranks}}
     values["data"] = {"train": "given by the program", "held_out": "given by the program"}
-    engine = given.pop("hybrid_engine", {})
+    engine, sharding = given.pop("hybrid_engine", {}), given.pop("fsdp_sharding", None)
     for role in _PLACES:
         if isinstance(given.get(role), Mapping):
             given[role] = _role(values, role, dict(given[role]), num_ranks)
+    actor = given.get("actor", {})
+    if sharding is not None and isinstance(actor, Mapping):
+        given["actor"] = shard_by_fsdp(actor, sharding, num_ranks)
     top = {field.name for field in fields(Recipe)}
     for key, value in given.items():
         if key in top:
@@ -138,7 +141,8 @@ def finish_recipe(
 
     Args:
         values: From ``recipe_values``.
-        num_prompts: Prompts of a step, where the program has given no size of its batch.
+        num_prompts: Prompts of a step, where the program has given no size of its batch. One prompt is sampled for the
+            whole batch, unless the program says how often.
         in_memory: As for ``config.recipe_from_dict``.
 
     Raises:
@@ -157,6 +161,8 @@ def finish_recipe(
     if "critic" in ALGORITHMS[algorithm].traits.reads:
         _put_under(values, "critic.layout", values["actor"]["update"])
     trainer, rollout = values["trainer"], values["rollout"]
+    if num_prompts == 1 and "group_size" not in rollout and "global_batch_size" in trainer:
+        rollout["group_size"] = trainer["global_batch_size"]
     if "global_batch_size" not in trainer:
         per_prompt = 2 if ALGORITHMS[algorithm].traits.is_paired else rollout.get("group_size", 1)
         size = trainer.get("mini_batch_size") if num_prompts is None else num_prompts * per_prompt
@@ -278,8 +284,13 @@ def sizes_of(config: dict[str, Any]) -> dict[str, Any]:
     return {key: config.pop(key) for key in _SIZES if key in config}
 
 
-def ranks_of(devices: Any, num_ranks: int, *, key: str) -> list[int]:
+def ranks_of(devices: Any, num_ranks: int | None, *, key: str) -> list[int]:
     """Return ranks from their numbers or from names such as ``cuda:1``.
+
+    Args:
+        devices: One, or several.
+        num_ranks: Ranks that are there; None: this is not asked.
+        key: Their name in messages.
 
     Raises:
         ConfigError: One is none of these, or is not there.
@@ -291,7 +302,7 @@ def ranks_of(devices: Any, num_ranks: int, *, key: str) -> list[int]:
         number = text.partition(":")[2] if text.startswith(("cuda:", "cpu:")) else text
         if not number.isdigit():
             raise ConfigError(f"{key}: {device!r}; give ranks, such as 0, or devices, such as 'cuda:0'")
-        if int(number) >= num_ranks:
+        if num_ranks is not None and int(number) >= num_ranks:
             raise ConfigError(
                 f"{key}: {device!r} is not there: this job has {num_ranks} rank(s), one for each device, "
                 f"0 to {num_ranks - 1}; start more ranks, or name one of these"
@@ -305,8 +316,6 @@ def _hybrid_engine(values: dict[str, Any], engine: Any, num_ranks: int) -> None:
     if not isinstance(engine, Mapping):
         raise ConfigError(f"hybrid_engine: found {engine!r:.60}; expected a section with {', '.join(sorted(known))}")
     for key in engine:
-        if key in REPLACED:
-            raise ConfigError(f"hybrid_engine.{key}: {REPLACED[key]}")
         if key not in known:
             hint = _did_you_mean(str(key), sorted(known))
             raise ConfigError(f"hybrid_engine.{key}: unknown key{hint} keys: {', '.join(sorted(known))}")

@@ -5,55 +5,44 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from hybridflow.errors import ConfigError
 
 LORA_RANK = 8
 """Of ``use_lora`` without a rank."""
 
+SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
+"""Values of ``fsdp_sharding``."""
+
 _PROFILED_STEPS = (1, 2, 3)
-
-REPLACED: Mapping[str, str] = {
-    "fsdp_sharding": (
-        "weights are cut by tp_size and pp_size, and the optimizer's state over the replicas by Megatron's distributed "
-        "optimizer, which is on (actor.optimizer.distributed); remove the key, and where memory is short raise tp_size "
-        "or pp_size"
-    ),
-    "enable_debug_mode": (
-        "there is no such mode: errors always name the key, file, tensor or rank; to look closer set profile.steps, or "
-        "TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment; remove the key"
-    ),
-    "allow_unsafe_operations": (
-        "nothing here needs it: pickled files are read by restricted unpickling alone, and nothing is evaluated; "
-        "remove the key, and give code of your own as objects"
-    ),
-}
-"""Key of a configuration -> what does it here."""
-
-_OFF_IS_ALWAYS_SO = ("enable_debug_mode", "allow_unsafe_operations")
+_SWITCHES = ("use_lora", "enable_profiling", "enable_debug_mode", "allow_unsafe_operations")
 
 
 def in_our_words(given: dict[str, Any]) -> dict[str, Any]:
     """Return settings in which switches of other frameworks have become keys of a recipe.
 
-    ``use_lora`` is ``actor.lora.rank``, ``enable_profiling`` is ``profile.steps``, ``device`` is ``actor.devices``;
-    ``enable_debug_mode`` and ``allow_unsafe_operations`` may be false.
+    ``use_lora`` is ``actor.lora.rank``, ``enable_profiling`` is ``profile.steps``, ``device`` is ``actor.devices``.
+    ``enable_debug_mode`` turns on torch's anomaly detection in this process: a backward pass that makes a NaN names the
+    operation. ``allow_unsafe_operations`` may be false.
 
     Args:
         given: Short names and sections.
 
     Raises:
-        ConfigError: A key has another name here, or two of them contradict each other.
+        ConfigError: A switch is neither true nor false, asks for what is not done here, or contradicts another key.
     """
     found = dict(given)
-    for key in ("use_lora", "enable_profiling", *_OFF_IS_ALWAYS_SO):
+    for key in _SWITCHES:
         if type(found.get(key, False)) is not bool:
             raise ConfigError(f"{key}={found[key]!r}: give true or false")
-    for key in _OFF_IS_ALWAYS_SO:
-        if found.get(key) is False:
-            del found[key]
-    for key, instead in REPLACED.items():
-        if key in found:
-            raise ConfigError(f"{key}: {instead}")
+    if found.pop("allow_unsafe_operations", False):
+        raise ConfigError(
+            "allow_unsafe_operations: nothing here needs it: pickled files are read by restricted unpickling alone, "
+            "and nothing is evaluated; remove the key, and give code of your own as objects"
+        )
+    if found.pop("enable_debug_mode", False):
+        torch.autograd.set_detect_anomaly(True)
     if found.pop("enable_profiling", False):
         _put_into(found, "profile", {"steps": list(_PROFILED_STEPS)}, "enable_profiling")
     if "device" in found:
@@ -65,6 +54,32 @@ def in_our_words(given: dict[str, Any]) -> dict[str, Any]:
     if uses_lora and "lora_rank" not in found and not (isinstance(actor, Mapping) and actor.get("lora")):
         found["lora_rank"] = LORA_RANK
     return found
+
+
+def shard_by_fsdp(actor: Mapping[str, Any], sharding: Any, num_ranks: int) -> dict[str, Any]:
+    """Return the section ``actor`` of a recipe with the update layout that ``fsdp_sharding`` asks for.
+
+    Args:
+        actor: The section, as a recipe has it.
+        sharding: One of ``SHARDINGS``.
+        num_ranks: Ranks of the job.
+
+    Raises:
+        ConfigError: The sharding is unknown, or the section cuts the model otherwise too.
+    """
+    if sharding not in SHARDINGS:
+        raise ConfigError(f"fsdp_sharding={sharding!r}: unknown; give one of {', '.join(SHARDINGS)}")
+    sizes = actor.get("update", {})
+    if isinstance(sizes, Mapping):
+        sizes = {axis: size for axis, size in sizes.items() if axis != "dp" and size != 1}
+    if sizes:
+        raise ConfigError(
+            f"fsdp_sharding={sharding}: actor.update has {sizes} too, and FSDP alone cuts the weights that learn; "
+            "remove these sizes, or give them to the rollout: hybrid_engine={'rollout_tensor_parallel_size': …}"
+        )
+    # How many ranks share a parameter the layout tells by itself, also within nodes.
+    update = {"dp": len(actor.get("ranks", ())) or num_ranks, "fsdp_sharding": sharding}
+    return {**actor, "update": update}
 
 
 def _put_into(found: dict[str, Any], section: str, values: Mapping[str, Any], key: str) -> None:

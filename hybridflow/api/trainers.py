@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from hybridflow.api.algorithms import BaseAlgorithm
 from hybridflow.api.checkpoints import export_actor, keep_checkpoint
-from hybridflow.api.device_mesh import DeviceMesh
-from hybridflow.api.feed import prompts_of
+from hybridflow.api.device_mesh import DeviceMesh, settings_of_mesh
+from hybridflow.api.feed import GivenPrompt, prompts_of
 from hybridflow.api.flow import RoleFlow
-from hybridflow.api.parts import Part, objects_of, settings_of_mesh, tokenizer_of
+from hybridflow.api.parts import Part, objects_of, tokenizer_of
 from hybridflow.api.roles import Actor, Critic, Reward
-from hybridflow.api.session import Rollout, Session, problems_of
+from hybridflow.api.session import Rollout, Session, problems_of, prompts_per_step
 from hybridflow.api.settings import check_count, merge, read_config, recipe_values
 from hybridflow.api.world import find_world
 from hybridflow.checkpoint.store import latest_step
 from hybridflow.errors import ConfigError, DataError
+from hybridflow.families.model import ModelConfig, differing
 from hybridflow.observe.exporters import Exporter
+from hybridflow.placement.model_on_mesh import ModelOnMesh, copy_weights
+from hybridflow.placement.placed_model import part_of
+from hybridflow.placement.user_objects import user_class_of
+from hybridflow.reshard.plan import participants
 
 _ELSEWHERE = {
     "model": "the policy is actor_model=…",
@@ -46,7 +52,8 @@ class OnlineTrainer:
             ``hybrid_engine``, and of a recipe's own sections.
         actor_model: The policy: directory, model of transformers, megatron-core ``GPTModel``, own class, or ``Actor``.
         critic_model: The value model, likewise, or ``Critic``; None: it begins as a copy of the actor.
-        reward: A function ``(prompt, response, answer) -> score``, a scorer, or ``Reward``.
+        reward: A function ``(prompt, response, answer) -> score``, a scorer, its directory, or ``Reward``; None: a
+            response is compared with its prompt's answer.
         tokenizer: Path, or fast tokenizer of transformers; None: the one that lies beside the model.
         data_provider: Where prompts come from: a ``DataProvider``, or prompts as ``rollout`` takes them; None: they
             are given to ``rollout`` and ``step``.
@@ -203,26 +210,55 @@ class OnlineTrainer:
         else:
             self._session.trainer.add_exporter(name, found)
 
-    def save_checkpoint(self, path: str | Path, save_optimizer: bool = False) -> None:
+    def save_checkpoint(
+        self, path: str | Path, save_optimizer: bool = False, save_training_state: bool | None = None
+    ) -> None:
         """Save what was trained, also after ``close``. Collective: all ranks. Nothing is at ``path`` yet.
 
         Args:
             path: Without the optimizer a directory as transformers reads it, with the actor's weights. With it a run
                 directory, which ``resume=True`` and ``{"run_dir": path}`` go on from.
             save_optimizer: Whether to save all that training goes on from.
+            save_training_state: As ``save_optimizer``, or left out: one is of no use without the other.
 
         Raises:
-            ConfigError: ``path`` is none, or there is nothing to save.
+            ConfigError: ``path`` is none, there is nothing to save, or only one of the two is asked for.
             CheckpointError: ``path`` is there.
             WriteError: The file system refuses.
         """
         if not isinstance(path, str | os.PathLike):
             raise ConfigError(f"save_checkpoint: found {type(path).__name__}, expected the path of a new directory")
+        if save_training_state not in (None, save_optimizer):
+            raise ConfigError(
+                f"save_checkpoint: save_optimizer={save_optimizer} and save_training_state={save_training_state}: a "
+                "run is gone on with from both, and transformers reads neither; give the same to both"
+            )
         if self._closed is not None and self._closed[1] == 0:
             raise ConfigError("save_checkpoint: the trainer is closed, and has learned nothing that could be saved")
         run_dir = self.session().save() if self._closed is None else self._closed[0]
         keep = keep_checkpoint if save_optimizer else export_actor
         keep(run_dir, Path(path), find_world())
+
+    def copy_actor(self, target: ModelOnMesh) -> None:
+        """Fill a model of the actor's shape with its weights, from its layout into the model's, without a file between.
+
+        Collective: all ranks.
+
+        Args:
+            target: The model; on a rank outside its mesh one without weights.
+
+        Raises:
+            ConfigError: The actor has adapters, is a class of the user's own, or has another shape.
+        """
+        job, actor = self.session().trainer.job, self.session().trainer.roles.actor
+        if job.recipe.actor.lora is not None or user_class_of(job, "actor") is not None:
+            raise ConfigError(
+                "update_weights: the trainer's actor has adapters, or is a class of your own; give the directory that "
+                "save_checkpoint writes, or the class itself"
+            )
+        check_same_shape(job.model_of("actor"), target.model)
+        job.world.make_groups([participants(job.meshes["actor.update"], target.mesh)])
+        copy_weights(job.world, part_of(job, "actor.update", actor.spec, actor.model), target)
 
     def close(self) -> None:
         """End the job with its last checkpoint in ``run_dir``. Collective: all ranks."""
@@ -252,7 +288,10 @@ class OnlineTrainer:
         if self._session is None:
             if "model" not in self._values and "actor" not in self._objects:
                 raise ConfigError(f"{type(self).__name__}: no model; give actor_model=…, a directory or a model")
-            num_prompts = None if batch is None else len(prompts_of(batch))
+            prompts = None if batch is None else prompts_of(batch)
+            if prompts is not None and self._data is None and all(_is_bare(each) for each in prompts):
+                self._score_nothing()
+            num_prompts = prompts_per_step(self._values, self._data) if prompts is None else len(prompts)
             self._session = Session(
                 self._values,
                 tokenizer=self._tokenizer,
@@ -265,6 +304,21 @@ class OnlineTrainer:
             for name, exporter in self._exporters:
                 self._session.trainer.add_exporter(name, exporter)
         return self._session
+
+    def _score_nothing(self) -> None:
+        """Score 0 where nothing scores and prompts are token ids, which have no answers to compare with."""
+        scorers = {"reward", "teacher"} & {*self._values, *self._objects}
+        if scorers or "environment" in self._values.get("rollout", {}):
+            return
+        self._objects["reward"] = _zero
+        if find_world().rank == 0:
+            print(
+                "hybridflow: no reward is given, and token ids have no answers: each response scores 0, and only the "
+                "KL to the reference is learned from; give reward=…, such as a function (prompt, response, answer) -> "
+                "score",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 class PPOTrainer(OnlineTrainer):
@@ -279,15 +333,35 @@ class GRPOTrainer(OnlineTrainer):
     algorithm = "grpo"
 
 
+def check_same_shape(found: ModelConfig, model: ModelConfig) -> None:
+    """Refuse weights of a model whose settings are others than those of the one that takes them. Raises ConfigError."""
+    different = differing(found, model)
+    if different:
+        told = ", ".join(f"{name}={getattr(found, name)!r}" for name in different)
+        raise ConfigError(f"update_weights: the model has {told}, which the worker's has not; give one of its shape")
+
+
+def _is_bare(prompt: GivenPrompt) -> bool:
+    """Return whether a prompt is token ids without an answer."""
+    return prompt.tokens is not None and prompt.example.answer == ""
+
+
+def _zero(prompt: str, response: str, answer: str) -> float:
+    return 0.0
+
+
 def as_reward(reward: Any) -> Part:
-    """Return a ``Reward`` from a function, the name of one, a path or a model.
+    """Return a ``Reward`` from a function, the name of one, a directory or a model.
 
     Raises:
         ConfigError: It is nothing of these.
     """
     if isinstance(reward, Part):
         return reward
-    if isinstance(reward, Path) or hasattr(reward, "scores") or hasattr(reward, "state_dict"):
+    is_directory = isinstance(reward, Path) or (
+        isinstance(reward, str) and (os.sep in reward or (Path(reward) / "config.json").is_file())
+    )
+    if is_directory or hasattr(reward, "scores") or hasattr(reward, "state_dict"):
         return Reward(model=reward)
     if isinstance(reward, str) or callable(reward):
         return Reward(reward)

@@ -1,37 +1,40 @@
-"""What a ``RolloutWorker`` generates with: our engine, vLLM, or a class of the user's own; and how it gets weights."""
+"""What a ``RolloutWorker`` generates with, and how it gets weights: our engine, vLLM, transformers, a user's class."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from hybridflow.api.trainers import OnlineTrainer
-from hybridflow.checkpoint.formats.in_memory import InMemoryModel, in_memory_model, is_model
+from hybridflow.api.hybrid_actor import HybridActor
+from hybridflow.api.trainers import OnlineTrainer, check_same_shape
+from hybridflow.checkpoint.formats.in_memory import InMemoryModel, in_memory_model, is_model, read_causal_lm
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.families.config_json import describe
 from hybridflow.families.cut import check_cut
-from hybridflow.families.model import ModelConfig, differing
 from hybridflow.layout.mesh import DeviceMesh
-from hybridflow.models.user_model import user_model_info
+from hybridflow.models.user_model import ActorModel, user_model_info
 from hybridflow.parallel.megatron import collection
 from hybridflow.parallel.world import World
-from hybridflow.placement.model_on_mesh import copy_weights
-from hybridflow.placement.placed_model import part_of
 from hybridflow.placement.pretrained import check_table, from_pretrained
-from hybridflow.placement.user_objects import user_class_of
-from hybridflow.reshard.plan import participants
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.engines.hf_weights import hf_weights
 from hybridflow.rollout.engines.user_engine import UserEngine
 
 _VLLM_CACHE_BYTES = 1 << 29
 """Of vLLM's key-value cache on a CPU."""
+
+_CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+"""Where settings of transformers say how long sequences may be."""
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Options(NamedTuple):
@@ -87,7 +90,6 @@ class MegatronWorker:
     def __init__(self, model: Any, world: World, mesh: DeviceMesh, options: Options) -> None:
         source = source_of(model)
         check_cut(source.model, mesh.layout, mesh.name)
-        self._world = world
         # Once: of a GPTModel that is cut it is brought together from all ranks.
         given = InMemoryModel(source.model, source)
         self._placed = from_pretrained(
@@ -106,24 +108,12 @@ class MegatronWorker:
         A trainer's actor moves from its layout into this one without a file in between.
         """
         if isinstance(model, OnlineTrainer):
-            self._copy_actor(model)
+            model.copy_actor(self._placed)
             return
         source = source_of(model)
-        _check_same(source.model, self._placed.model)
+        check_same_shape(source.model, self._placed.model)
         if self.engine is not None:
             self._placed.load(source)
-
-    def _copy_actor(self, trainer: OnlineTrainer) -> None:
-        """Fill the worker's weights with those of a trainer's actor. Collective: all ranks."""
-        job, actor = trainer.session().trainer.job, trainer.session().trainer.roles.actor
-        if job.recipe.actor.lora is not None or user_class_of(job, "actor") is not None:
-            raise ConfigError(
-                "update_weights: the trainer's actor has adapters, or is a class of your own; give the directory that "
-                "save_checkpoint writes, or the class itself"
-            )
-        _check_same(job.model_of("actor"), self._placed.model)
-        self._world.make_groups([participants(job.meshes["actor.update"], self._placed.mesh)])
-        copy_weights(self._world, part_of(job, "actor.update", actor.spec, actor.model), self._placed)
 
 
 class VllmWorker:
@@ -167,7 +157,7 @@ class VllmWorker:
         self._fill(source_of(model))
 
     def _fill(self, source: Source) -> None:
-        _check_same(source.model, self._model)
+        check_same_shape(source.model, self._model)
         self.engine.load(hf_weights(self._described, source.read))
 
 
@@ -209,8 +199,96 @@ class UserWorker:
         self._module.load_state_dict(model.state_dict())
 
 
-def _check_same(found: ModelConfig, model: ModelConfig) -> None:
-    different = differing(found, model)
-    if different:
-        told = ", ".join(f"{name}={getattr(found, name)!r}" for name in different)
-        raise ConfigError(f"update_weights: the model has {told}, which the worker's has not; give one of its shape")
+class Logits(ActorModel):
+    """A causal language model of ``transformers`` as an actor class.
+
+    Args:
+        model: The model.
+        max_context: Longest sequence; None: the model's own.
+
+    Raises:
+        ConfigError: The model does not say how long its sequences are.
+    """
+
+    def __init__(self, model: Any, max_context: int | None) -> None:
+        super().__init__()
+        self.model = model
+        config = model.config.get_text_config()
+        own: int | None = next((getattr(config, name) for name in _CONTEXTS if hasattr(config, name)), None)
+        longest = own if max_context is None else max_context
+        if longest is None:
+            raise ConfigError(f"RolloutWorker: {type(model).__name__} says no longest sequence; give max_context=…")
+        self.max_context = longest
+        self.vocab_size = config.vocab_size
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return logits, see ``ActorModel``."""
+        logits: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
+        return logits
+
+
+class HFWorker(UserWorker):
+    """A model of ``transformers`` as it is, whole on each rank, see ``MegatronWorker``.
+
+    Args:
+        model: Directory or model; of a model a copy is taken.
+        world: This rank and the others.
+        mesh: Where it is.
+        options: How it generates.
+    """
+
+    def __init__(self, model: Any, world: World, mesh: DeviceMesh, options: Options) -> None:
+        found = _opened(model)
+        module = copy.deepcopy(found) if found is model else found
+        if options.dtype is not None:
+            module = module.to(_DTYPES[options.dtype])
+        self._causal_lm = module.eval()
+        super().__init__(Logits(module, options.max_context), world, mesh, options)
+
+    def load(self, model: Any) -> None:
+        """See ``MegatronWorker``."""
+        state = _opened(model).state_dict()
+        own = self._causal_lm.state_dict()
+        if {name: each.shape for name, each in own.items()} != {name: each.shape for name, each in state.items()}:
+            raise ConfigError("update_weights: the model has other tensors than the worker's; give one of its shape")
+        self._causal_lm.load_state_dict(state)
+
+
+def _opened(model: Any) -> Any:
+    """Return a model of ``transformers``, read from its directory if it is one. Raises ConfigError: it is none."""
+    if isinstance(model, str | Path):
+        return read_causal_lm(Path(model))
+    if not hasattr(model, "config") or not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"RolloutWorker: engine='hf' with {type(model).__name__}; give a directory, or a causal language model of "
+            "transformers"
+        )
+    return model
+
+
+class HybridWorker:
+    """A ``HybridActor`` that generates with the weights that it has, see ``MegatronWorker``.
+
+    Args:
+        actor: The actor.
+
+    Attributes:
+        mesh: Where its replicas generate.
+        max_context: Longest sequence, in tokens.
+        tokenizer: The actor's; None: it has none.
+    """
+
+    def __init__(self, actor: HybridActor) -> None:
+        self._actor = actor
+        self.max_context = actor.recipe.model.max_context
+        self.tokenizer: Tokenizer | None = actor.tokenizer
+        _, self.mesh = actor.sampler()
+
+    @property
+    def engine(self) -> Any:
+        """Switch the actor to generating, and return its engine. Collective: all ranks."""
+        return self._actor.sampler()[0]
+
+    def load(self, model: Any) -> None:
+        """Refuse: the actor learns by itself. Raises ConfigError."""
+        raise ConfigError("update_weights: the worker generates with a HybridActor, whose own training changes them")

@@ -104,6 +104,8 @@ class RewardConfig:
         ranks: Global ranks, in mesh order. None means the actor's ranks for a model and the rollout's ranks for all
             else. Only a model needs an accelerator: the ranks of other rewards may hold no model.
         layout: Layout of the model. None means the actor's update layout.
+        batch_size: Most samples that the model scores in one forward pass. None leaves the bound to
+            ``trainer.micro_batch_tokens``, which holds too.
         offload: Keep the model's weights in host memory while it is not in use.
         timeout_s: Longest time of a call from its beginning, in seconds. None means no limit for a function, 60 for a
             service or judge, and 10 for ``maths``.
@@ -124,6 +126,7 @@ class RewardConfig:
     judge: JudgeConfig | None = None
     ranks: tuple[int, ...] | None = field(default=None, metadata=MAY_CHANGE)
     layout: ParallelLayout | None = field(default=None, metadata=MAY_CHANGE)
+    batch_size: Count | None = field(default=None, metadata=MAY_CHANGE)
     offload: bool = field(default=False, metadata=MAY_CHANGE)
     timeout_s: Seconds | None = field(default=None, metadata=MAY_CHANGE)
     retries: CountOrZero = field(default=0, metadata=MAY_CHANGE)
@@ -152,6 +155,11 @@ def check_reward(reward: RewardConfig, key: str, *, is_in_memory: bool = False) 
     if kind != "model":
         for name in changed_keys(reward, ("layout", "offload")):
             raise ConfigError(f"{key}.{name}: a function has no weights; remove the key, or give {key}.model.path")
+        if reward.batch_size is not None:
+            raise ConfigError(
+                f"{key}.batch_size={reward.batch_size}: only a model scores several samples at once; remove the key, "
+                f"or give {key}.model.path"
+            )
     elif reward.model is not None and reward.model.path is None and not is_in_memory:
         raise ConfigError(f"{key}.model.path: missing; a model that was not trained scores nothing, name its directory")
     _check_reward_policy(reward, key)

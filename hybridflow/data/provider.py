@@ -65,6 +65,8 @@ class DataProvider:
         self,
         data_path: Any,
         file_format: FileFormat | None = None,
+        prefetch_factor: int = 4,
+        num_workers: int = 8,
         *,
         batch_size: int = 1,
         seed: int | None = None,
@@ -76,8 +78,6 @@ class DataProvider:
         max_prompt_tokens: int | None = None,
         on_bad_row: str = "error",
         num_epochs: int | None = None,
-        prefetch_factor: int = 4,
-        num_workers: int = 8,
         cache_dir: str | Path | None = None,
         **fields: Any,
     ) -> None:

@@ -26,6 +26,8 @@ _DTYPES: dict[torch.dtype, DType] = {torch.float32: "fp32", torch.bfloat16: "bf1
 class ActorModel(nn.Module):
     """A policy of one's own: subclass it, or have the same attributes and methods.
 
+    ``ActorModel(model)`` is ``model`` itself.
+
     Attributes:
         vocab_size: Token ids that it knows.
         max_context: Longest sequence, prompt and response, in tokens.
@@ -41,6 +43,10 @@ class ActorModel(nn.Module):
     vocab_size: int
     max_context: int
     generate: Any = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return the model that ``ActorModel(model)`` was called with: trainers take it as it is."""
+        return given_model(*args, **kwargs) if cls is ActorModel and (args or kwargs) else super().__new__(cls)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return logits of the next token at each place.
@@ -58,11 +64,17 @@ class ActorModel(nn.Module):
 class CriticModel(nn.Module):
     """A value model of one's own: subclass it, or have the same attributes and methods.
 
+    ``CriticModel(model)`` is ``model`` itself.
+
     Attributes:
         max_context: Longest sequence, prompt and response, in tokens.
     """
 
     max_context: int
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return the model that ``CriticModel(model)`` was called with: trainers take it as it is."""
+        return given_model(*args, **kwargs) if cls is CriticModel and (args or kwargs) else super().__new__(cls)
 
     def values(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the value of the state after each token; later tokens must not change it.
@@ -89,6 +101,21 @@ class RewardModel:
             answers: What the data call the right answer of each problem.
         """
         raise NotImplementedError(f"{type(self).__name__} has no scores(prompts, responses, answers)")
+
+
+def given_model(model: Any) -> Any:
+    """Return a model that ``ActorModel`` or ``CriticModel`` was called with.
+
+    Raises:
+        ConfigError: It is no module, or it is such a model already.
+    """
+    if isinstance(model, nn.Module) and not isinstance(model, ActorModel | CriticModel):
+        return model
+    raise ConfigError(
+        f"ActorModel, CriticModel: called with {type(model).__name__}, expected a model of transformers, a GPTModel of "
+        "megatron-core or another torch.nn.Module; give directories, and objects of subclasses, to the trainer as they "
+        "are"
+    )
 
 
 def is_user_class(given: object) -> bool:

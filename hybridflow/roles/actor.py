@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridflow import config
 from hybridflow.algorithms.losses import Totals, aggregate
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.role import Role
@@ -113,7 +114,7 @@ class Actor(Role):
                 self._rollout_is_current = False
             if self._pushed is not None:
                 self._pushed.sleep()
-            give_back(self._job.world.device)
+            give_back_unused(self._job.world.device)
             if self._offload is not None:
                 self._offload.restore()
             return
@@ -121,7 +122,7 @@ class Actor(Role):
             self.model.settle()
         if self._offload is not None:
             self._offload.offload()
-        give_back(self._job.world.device)
+        give_back_unused(self._job.world.device)
         if self._rollout_weights is not None and not self._rollout_is_current:
             for name, value in self._rollout_weights.refresh().items():
                 # A validation within the step may reshard once more: what is moved adds up, what is kept does not.
@@ -437,3 +438,9 @@ class Actor(Role):
             squares = found["square_weight"] * tokens
             self.metrics["correction/bounded_share"] = found["bounded"] / tokens
             self.metrics["correction/effective_share"] = found["weight"] ** 2 / squares if squares else 0.0
+
+
+def give_back_unused(device: torch.device) -> None:
+    """Give a GPU back what torch holds unused, unless ``hybridflow.config.auto_cache_clear`` is false."""
+    if config.auto_cache_clear:
+        give_back(device)

@@ -40,6 +40,7 @@ class RewardModel(Role):
         self.spec = role_spec(job, role, has_value_head=True)
         self._job = job
         self._role = role
+        self._most_samples: int | None = getattr(job.recipe, role).batch_size
         self.model = place_frozen(job, role, self.spec, has_value_head=True)
         self._pad_id = None if self.model is None else padding_of(job, role)
 
@@ -67,12 +68,23 @@ class RewardModel(Role):
         def compute(output: Tensor, part: MicroBatch) -> list[tuple[int, float]]:
             return list(zip(part.samples, output[:, 0].float().tolist(), strict=True))
 
-        parts = [last_tokens(part, self._pad_id) for part in self.model.micro_batches(batch)]
+        parts = [last_tokens(part, self._pad_id) for part in self._micro_batches(batch)]
         shares = self.model.forward(parts, compute)
         if not self.model.is_output_rank:
             return None
         found = dict(pair for share in shares for pair in share)
         return torch.tensor([found[index] for index in range(len(batch))], dtype=torch.float32)
+
+    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        """Split the batch by the token budget, with at most ``batch_size`` samples in each part."""
+        assert self.model is not None, "called outside its mesh"
+        most = len(batch) if self._most_samples is None else self._most_samples
+        found = []
+        for start in range(0, len(batch), max(most, 1)):
+            share = batch.select(torch.arange(start, min(start + most, len(batch))))
+            for part in self.model.micro_batches(share):
+                found.append(replace(part, samples=[start + sample for sample in part.samples]))
+        return found
 
 
 def padding_of(job: Job, role: str) -> int | None:

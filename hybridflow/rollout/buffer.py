@@ -16,9 +16,6 @@ class AsyncRolloutBuffer:
     Args:
         max_buffers: Most batches that there are at one time, the one that is learned from included; at least 2.
 
-    Attributes:
-        current: The batch that is learned from; None before the first ``flip``.
-
     Raises:
         DataError: ``max_buffers`` is below 2.
     """
@@ -29,24 +26,33 @@ class AsyncRolloutBuffer:
                 f"max_buffers={max_buffers}: one batch is learned from while another is made; give 2 or more"
             )
         self.max_buffers = max_buffers
-        self.current: Any = None
+        self._current: Any = None
         self._waiting: deque[Any] = deque()
+        self._handed_out: list[Any] | None = None
 
     def __len__(self) -> int:
         """Return the number of batches that wait."""
         return len(self._waiting)
 
-    @property
+    def current(self) -> Any:
+        """Return the batch that is learned from, or None before the first ``flip``."""
+        return self._current
+
     def next(self) -> Any:
-        """Return the batch that the next ``flip`` makes current, or None if none waits."""
-        return self._waiting[0] if self._waiting else None
+        """Return the batch that the next ``flip`` makes current; if none waits, a new list for the caller to fill."""
+        if not self._waiting:
+            self._handed_out = []
+            self._waiting.append(self._handed_out)
+        return self._waiting[0]
 
     def put(self, batch: Any) -> None:
-        """Add a batch behind those that wait.
+        """Add a batch behind those that wait. It replaces a list of ``next`` that is still empty.
 
         Raises:
             DataError: All buffers are full.
         """
+        if self._waiting and self._waiting[0] is self._handed_out and not self._handed_out:
+            self._waiting.popleft()
         if len(self._waiting) + 1 >= self.max_buffers:
             raise DataError(
                 f"{len(self._waiting)} batches wait beside the one that is learned from, and there are "
@@ -65,5 +71,5 @@ class AsyncRolloutBuffer:
         """
         if not self._waiting:
             raise DataError("no batch waits to be learned from; put one before the flip")
-        self.current = self._waiting.popleft()
-        return self.current
+        self._current = self._waiting.popleft()
+        return self._current

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -36,6 +37,9 @@ class Profiler:
         self._running: tuple[int, profile] | None = None
         self._has_gpu = torch.cuda.is_available()
         timeline.mark = _nvtx if self._has_gpu else None
+        if self._steps:
+            # Of a program that ends without closing its trainer.
+            atexit.register(self.drop)
 
     def begin(self, step: int) -> None:
         """Begin a step, and trace it if it was chosen."""
@@ -53,7 +57,7 @@ class Profiler:
         if self._running is None:
             return
         step, running = self._running
-        self.drop()
+        self._stop(running)
         path = self._folder / f"step-{step:06d}-rank-{self._rank:05d}.json.gz"
         aside = path.with_name(f".{path.name.removesuffix('.json.gz')}.tmp.json.gz")
         try:
@@ -66,13 +70,25 @@ class Profiler:
             print(f"hybridflow: rank {self._rank}: {path}: not written: {error}", file=sys.stderr, flush=True)
         else:
             print(f"rank {self._rank}: wrote {path}", flush=True)
+        finally:
+            _free(running)
 
     def drop(self) -> None:
         """Leave a step that was broken off without a trace. A process that ends while it is traced crashes."""
         if self._running is not None:
-            (_, running), self._running = self._running, None
-            running.stop()
-            self._timeline.mark = _nvtx if self._has_gpu else None
+            _, running = self._running
+            self._stop(running)
+            _free(running)
+
+    def _stop(self, running: profile) -> None:
+        self._running = None
+        running.stop()
+        self._timeline.mark = _nvtx if self._has_gpu else None
+
+
+def _free(stopped: profile) -> None:
+    """Free a trace now: collected as garbage, after another one has begun, it crashes the process."""
+    stopped.profiler = None
 
 
 @contextlib.contextmanager

@@ -8,21 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
-from hybridflow import (
-    Actor,
-    DataParallelTrainer,
-    GRPOTrainer,
-    LoraConfig,
-    RolloutManager,
-    vLLMActor,
-)
+import hybridflow
+from hybridflow import Actor, GRPOTrainer, LoraConfig, vLLMActor
 from hybridflow.api.hybrid_actor import HybridActor
 from hybridflow.api.settings import finish_recipe, recipe_values
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import LoRAConfig
 from hybridflow.errors import ConfigError
+from hybridflow.roles.actor import give_back_unused
 from tests.support.complaints import complains
 from tests.support.hf_models import END, write_model, write_tokenizer
 from tests.support.ranks import run_ranks
@@ -88,9 +84,9 @@ def test_switches() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"fsdp_sharding": "full"}, ("fsdp_sharding", "distributed optimizer", "tp_size")),
-        ({"hybrid_engine": {"fsdp_sharding": True}}, ("hybrid_engine.fsdp_sharding", "distributed optimizer")),
-        ({"enable_debug_mode": True}, ("enable_debug_mode", "profile.steps")),
+        ({"fsdp_sharding": "full"}, ("fsdp_sharding='full'", "FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD")),
+        ({"fsdp_sharding": "FULL_SHARD", "actor": {"tp_size": 2}}, ("{'tp': 2}", "rollout_tensor_parallel_size")),
+        ({"enable_debug_mode": "yes"}, ("enable_debug_mode='yes'", "true or false")),
         ({"allow_unsafe_operations": True}, ("allow_unsafe_operations", "remove the key")),
         ({"enable_profiling": "yes"}, ("enable_profiling='yes'", "true or false")),
         ({"enable_profiling": True, "profile": {"steps": [7]}}, ("profile.steps", "remove one of the two")),
@@ -105,11 +101,37 @@ def test_refused(config: dict[str, Any], words: tuple[str, ...]) -> None:
     complains(lambda: recipe(**config), words, ConfigError)
 
 
-def test_elsewhere() -> None:
-    with pytest.raises(ConfigError, match="RolloutManager: .*rollout\\(batch\\).*RolloutWorker"):
-        RolloutManager(model=None, tokenizer=None)
-    with pytest.raises(ConfigError, match="DataParallelTrainer: .*data_parallel_size.*PPOTrainer"):
-        DataParallelTrainer(model=None, device_mesh=None, strategy="fsdp")
+def test_sharding() -> None:
+    def update(num_ranks: int, **config: Any) -> Any:
+        return recipe_values(config, algorithm="ppo", num_ranks=num_ranks)["actor"]["update"]
+
+    for sharding in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"):
+        assert update(4, fsdp_sharding=sharding) == {"dp": 4, "fsdp_sharding": sharding}
+    replicas = {"devices": [0, 1, 3], "data_parallel_size": 3}
+    assert update(4, fsdp_sharding="FULL_SHARD", actor=replicas) == {"dp": 3, "fsdp_sharding": "FULL_SHARD"}
+
+
+def test_debug_mode() -> None:
+    try:
+        assert recipe(enable_debug_mode=True) == recipe()
+        assert torch.is_anomaly_enabled()
+    finally:
+        torch.autograd.set_detect_anomaly(False)
+
+
+def test_memory_is_given_back_unless_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
+    assert hybridflow.config.auto_cache_clear is True
+    give_back_unused(torch.device("cuda"))
+    monkeypatch.setattr(hybridflow.config, "auto_cache_clear", False)
+    give_back_unused(torch.device("cuda"))
+    assert calls == ["emptied"]
+
+
+def test_vllm_of_another_is_refused() -> None:
+    with pytest.raises(ConfigError, match="quantization='fp8'.*leave it out"):
+        vLLMActor("models/policy", quantization="fp8")
     with pytest.raises(ConfigError, match="found SimpleNamespace.*vLLMActor\\('models/policy'\\)"):
         vLLMActor(SimpleNamespace(model_config=SimpleNamespace(model="models/policy")))
 
@@ -120,6 +142,12 @@ def test_a_rollout_by_vllm() -> None:
         "actor": {},
         "rollout": {"engine": {"kind": "vllm"}},
     }
+    actor = vLLMActor("models/policy", tensor_parallel_size=2, quantization=None, enable_lora=True)
+    assert actor.settings["actor"]["lora"]["rank"] == 8
+    sizes = {"actor": {"tensor_parallel_size": 2}, "hybrid_engine": actor.settings["hybrid_engine"]}
+    found = recipe(num_ranks=4, rollout=actor.settings["rollout"], **sizes).actor
+    assert (str(found.update), str(found.rollout)) == ("tp2.pp1.dp2", "tp1.pp1.dp4")
+    assert vLLMActor("models/policy", enable_lora=True, lora=LoraConfig(4)).settings["actor"]["lora"]["rank"] == 4
 
 
 def test_set_device_mesh() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron.core.parallel_state import RankGenerator
 
 from hybridflow.api.device_mesh import DeviceMesh, grid_of
+from hybridflow.api.rollout_worker import RolloutWorker
 from hybridflow.api.settings import finish_recipe, recipe_values
 from hybridflow.api.trainers import PPOTrainer
 from hybridflow.errors import ConfigError, LayoutError
@@ -85,16 +86,19 @@ def placed(world: World) -> dict[str, Any]:
     mesh = DeviceMesh("tensor", pairs[world.rank // 2])
     found["groups"] = mesh.ranks, str(mesh.layout), mesh.settings["actor"]["update"]
     refused: dict[str, dict[str, Any]] = {
-        "is not there: this job has 4": {"devices": ["cuda:16"]},
         "named twice": {"devices": [0, 0, 1]},
         "no such role": {"sub_meshes": {"judge": [1]}},
-        "not among devices": {"devices": [0, 1], "sub_meshes": {"critic": [2]}},
+        "reward is given twice": {"sub_meshes": {"reward": [1], "rm": [2]}},
         "leave no device to the actor": {"devices": [0], "sub_meshes": {"rollout": [0]}},
         "give an axis and its group": {"axis": "tensor"},
         "expected 'tensor' or 'pipeline'": {"axis": "depth", "group": pairs[world.rank // 2]},
     }
     for name, options in refused.items():
         assert name in complaint(lambda options=options: DeviceMesh(**options), ConfigError)
+    absent = DeviceMesh(devices=[0, 1], sub_meshes={"rm": ["cuda:16"]})
+    words = "DeviceMesh.sub_meshes['rm']: 'cuda:16' is not there: this job has 4 rank(s)"
+    for start in (lambda: PPOTrainer(sizes, device_mesh=absent), lambda: RolloutWorker("nowhere", device_mesh=absent)):
+        assert words in complaint(start, ConfigError)
     return found
 
 
@@ -115,6 +119,24 @@ def test_roles_lie_where_the_mesh_puts_them_and_groups_are_taken():
         assert found["rollout"]["actor.rollout"] == (3,) and found["rollout"]["actor.update"] == (0, 1)
         ranks, layout, sizes = found["groups"]
         assert ranks == (0, 1, 2, 3) and layout == "tp2.pp1.dp2" and sizes == {"tp": 2, "pp": 1, "dp": 2}
+
+
+def test_a_mesh_is_described_and_printed_without_its_devices():
+    mesh = DeviceMesh(
+        devices=["cuda:0", "cuda:1", "cuda:2", "cuda:3"],
+        sub_meshes={"rm": ["cuda:4", "cuda:5"], "critic": ["cuda:6", "cuda:7"]},
+    )
+    rows = [line.split() for line in str(mesh).splitlines()]
+    assert rows == [
+        ["role", "devices"],
+        ["actor", "cuda:0", "cuda:1", "cuda:2", "cuda:3"],
+        ["reward", "cuda:4", "cuda:5"],
+        ["critic", "cuda:6", "cuda:7"],
+    ]
+    assert str(DeviceMesh()).split() == ["role", "devices", "actor", "all"]
+    beside = DeviceMesh(devices=range(4), sub_meshes={"rollout": [3], "critic": [2]})
+    assert str(beside).split()[2:] == ["actor", "0", "1", "rollout", "3", "critic", "2"]
+    assert "actor   all others" in str(DeviceMesh(sub_meshes={"critic": 1}))
 
 
 def train(world: World, folder: Path) -> dict[str, float]:

@@ -156,7 +156,7 @@ def refusals(world: World, folder: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
     config = transformers.LlamaConfig(vocab_size=45, num_key_value_heads=2, max_position_embeddings=64, **sizes)
     other = transformers.LlamaForCausalLM(config)
-    complains(lambda: RolloutWorker(path, engine="sglang"), ["expected 'megatron' or 'vllm'"], ConfigError)
+    complains(lambda: RolloutWorker(path, engine="sglang"), ["expected 'megatron' or 'vllm' or 'hf'"], ConfigError)
     complains(lambda: RolloutWorker(torch.nn.ReLU()), ["ReLU"], ConfigError)
     complains(lambda: bare.update_weights(other), ["num_layers=3"], ConfigError)
     masked = {"input_ids": [[3, 4]], "attention_mask": [[0, 0]]}

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "hybridflow"
 ORDER = [
     *("errors", "exit_status", "plugins", "programs", "shipped", "foreign", "sections"),
     *("layout", "families", "config"),
-    *("observe", "parallel"),
+    *("observe", "metrics", "parallel"),
     *("algorithms", "dataflow", "flows", "reshard"),
     *("data", "models", "checkpoint", "rollout", "rewards"),
     "recipe",
@@ -58,7 +58,7 @@ LIGHT = [
     *("dataflow.graph", "dataflow.schedule", "dataflow.compiler", "reshard.plan", "reshard.optimizer"),
     *("reshard.report", "reshard.diagram"),
     *("observe.metrics", "observe.report", "observe.starts", "observe.timeline", "observe.timeline_file"),
-    *("observe.distribution", "observe.work", "models.flops"),
+    *("observe.distribution", "observe.work", "models.flops", "metrics"),
     *("observe.table", "observe.status", "observe.status_command", "observe.status_file", "observe.status_text"),
     *(
         "data.order",

@@ -179,3 +179,21 @@ def _drop_copy(state: dict[str, Tensor]) -> None:
     for name, tensor in list(state.items()):
         if seen.setdefault((tensor.data_ptr(), tensor.shape), name) != name and tensor.device.type != "meta":
             del state[name]
+
+
+def read_causal_lm(path: Path) -> Any:
+    """Return the causal language model of a directory as ``transformers`` reads it, without running code from there.
+
+    Raises:
+        ConfigError: ``transformers`` is not installed, or cannot read the directory.
+    """
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError(f"{error}; install it with: pip install transformers") from error
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: transformers cannot read it: {error}; give a directory that it has saved"
+        ) from error

@@ -112,18 +112,29 @@ def test_correction_is_on_by_itself():
 
 def test_buffers_flip_in_order_and_are_no_more_than_was_said():
     buffer = AsyncRolloutBuffer(max_buffers=3)
-    assert (buffer.current, buffer.next, len(buffer)) == (None, None, 0)
+    assert (buffer.current(), len(buffer)) == (None, 0)
     with pytest.raises(DataError, match="no batch waits"):
         buffer.flip()
     buffer.put("first")
     buffer.put("second")
     with pytest.raises(DataError, match="3 buffers"):
         buffer.put("third")
-    assert (buffer.next, buffer.flip(), buffer.current, buffer.next) == ("first", "first", "first", "second")
+    assert (buffer.next(), buffer.flip(), buffer.current(), buffer.next()) == ("first", "first", "first", "second")
     buffer.put("third")
-    assert [buffer.flip(), buffer.flip(), len(buffer), buffer.current] == ["second", "third", 0, "third"]
+    assert [buffer.flip(), buffer.flip(), len(buffer), buffer.current()] == ["second", "third", 0, "third"]
     with pytest.raises(DataError, match="max_buffers=1"):
         AsyncRolloutBuffer(max_buffers=1)
+
+
+def test_a_buffer_that_nobody_put_is_a_list_to_be_filled():
+    buffer = AsyncRolloutBuffer(max_buffers=2)
+    filled = buffer.next()
+    filled.append("sample")
+    assert buffer.next() is filled and buffer.flip() is filled and buffer.current() == ["sample"]
+    assert buffer.next() == []
+    # An empty one makes room for a batch.
+    buffer.put("batch")
+    assert (buffer.flip(), buffer.current(), len(buffer)) == ("batch", "batch", 0)
 
 
 def test_ranks_that_only_generate_keep_the_weights_while_others_learn():

@@ -21,7 +21,7 @@ from hybridflow.recipe.resume import check_resume
 from hybridflow.sections import Bounds, put_over, read_section, to_dict
 from tests.support.recipes import POLICY, SCORER, SMALLEST, write_config
 
-NUM_LEAF_KEYS = 606
+NUM_LEAF_KEYS = 608
 
 
 class Key(NamedTuple):
@@ -80,7 +80,9 @@ GIVEN = {
     r"model\.(path|implementation|trust_remote_code)": ["model={path: DIR/policy-1}"],
     r"(critic|cost_critic|teacher)\.model\.(path|implementation|trust_remote_code)": [r"\1.model={path: DIR/policy-1}"],
     r"(reward|cost)\.model\.(path|implementation|trust_remote_code)": [r"\1={model: {path: DIR/scorer-1}}"],
-    r"(reward|cost)\.(model(?!\.(path|implementation|trust_remote_code))|layout|offload)": [r"\1={model: {}}"],
+    r"(reward|cost)\.(model(?!\.(path|implementation|trust_remote_code))|layout|batch_size|offload)": [
+        r"\1={model: {}}"
+    ],
     r"(.*\bmodel)\.trust_remote_code": [r"\1.implementation=transformers"],
     r"(.*\bmodel)\.window_layers": [r"\1.window=4"],
     r"(.*\bmodel)\.rotary_scaling": [r"\1.rotary_scaling={kind: linear, original_context: 8}"],

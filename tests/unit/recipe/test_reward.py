@@ -28,6 +28,7 @@ JUDGE = "reward.judge={urls: ['http://judge:1'], template: '{response}'}"
         ([SERVICE, "reward.function=mine:close"], "reward.function='mine:close': would not be called, reward.service"),
         ([SERVICE, JUDGE], "reward.judge: would not be asked, reward.service scores; remove one of the two"),
         ([SERVICE, "reward.offload=true"], "reward.offload: a function has no weights"),
+        ([SERVICE, "reward.batch_size=4"], "reward.batch_size=4: only a model scores several samples at once"),
         (["reward.service={urls: []}"], "reward.service.urls: missing; give at least one"),
         (["reward.service={urls: ['scorer:1']}"], "reward.service.urls: found 'scorer:1', expected http://"),
         (["reward.service={urls: ['http://me:secret@scorer:1']}"], "reward.service.urls: an address has a user"),

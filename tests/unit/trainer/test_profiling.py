@@ -14,6 +14,7 @@ import torch
 from hybridflow.observe.timeline import Timeline
 from hybridflow.recipe.load import load_recipe
 from hybridflow.trainer.profiling import Profiler
+from tests.support.hf_models import write_tokenizer
 
 NAME = "step-000002-rank-00000.json.gz"
 
@@ -84,3 +85,25 @@ def test_a_job_that_stops_in_a_step_that_is_traced_ends_in_order_and_without_a_t
     done = subprocess.run([sys.executable, "-c", BROKEN_OFF, str(run)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert not run.exists()
+
+
+LEFT_OPEN = """
+import sys
+from hybridflow import GRPOTrainer
+
+sizes = {"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 16, "num_attention_heads": 2, "max_context": 32}
+config = {"model": sizes, "enable_profiling": True, "group_size": 2, "max_new_tokens": 4, "run_dir": sys.argv[1]}
+trainer = GRPOTrainer(config, tokenizer=sys.argv[2], reward="length")
+for _ in range(2):
+    trainer.step(["1+1=", "2+3="])
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_does_not_close_its_trainer_ends_in_order(tmp_path: Path):
+    write_tokenizer(tmp_path / "tokenizer")
+    command = [sys.executable, "-c", LEFT_OPEN, str(tmp_path / "run"), str(tmp_path / "tokenizer")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    names = {path.name for path in (tmp_path / "run" / "trace").glob("step-*")}
+    assert names == {f"step-00000{step}-rank-00000.json.gz" for step in (1, 2)}

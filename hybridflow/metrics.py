@@ -1,0 +1,5 @@
+"""``from hybridflow.metrics import MetricsExporter``: the class of ``hybridflow.MetricsExporter``."""
+
+from hybridflow.observe.exporters import MetricsExporter
+
+__all__ = ["MetricsExporter"]

@@ -23,6 +23,7 @@ from hybridflow.data.prompts import Example, Judged, PromptSource, encode_soluti
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.flows.registry import ALGORITHMS
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.placement.job import ReadProblems
 
@@ -232,8 +233,7 @@ class OfflineTrainer:
 
     def _replicas(self, values: Mapping[str, Any]) -> int:
         update = values.get("actor", {}).get("update")
-        replicas: int = values["cluster"]["ranks"] if update is None else update.get("dp", 1)
-        return replicas
+        return values["cluster"]["ranks"] if update is None else ParallelLayout(**update).dp  # type: ignore[no-any-return]
 
     def _context(self, values: Mapping[str, Any]) -> int:
         """Return ``max_length``, or the model's own maximum if that is smaller."""

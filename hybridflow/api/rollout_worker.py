@@ -64,7 +64,7 @@ class RolloutWorker(FlowNode):
             ``pipeline_parallel_size``. None: all ranks.
         engine: ``megatron``: ours. ``vllm``: vLLM within this process, which has the whole model on each rank. ``hf``:
             forward passes of ``transformers``, also of models that ours does not know, whole on each rank, sampled with
-            our noise; it keeps no cache, so it is for short texts.
+            our noise.
         tokenizer: Path, or a fast tokenizer of ``transformers``; None: the one that lies beside the model. Without any
             prompts are token ids.
         tensor_parallel_size: Ranks that share each matrix.

@@ -8,31 +8,32 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hybridflow.api.hybrid_actor import HybridActor
 from hybridflow.api.trainers import OnlineTrainer, check_same_shape
-from hybridflow.checkpoint.formats.in_memory import InMemoryModel, in_memory_model, is_model, read_causal_lm
+from hybridflow.checkpoint.formats.in_memory import InMemoryModel, in_memory_model, is_model
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.formats.source import Source
+from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.families.config_json import describe
 from hybridflow.families.cut import check_cut
+from hybridflow.families.other_config import longest_sequence
 from hybridflow.layout.mesh import DeviceMesh
-from hybridflow.models.user_model import ActorModel, user_model_info
+from hybridflow.models.hf_model import TransformersActor, make_actor
+from hybridflow.models.user_model import user_model_info
 from hybridflow.parallel.megatron import collection
 from hybridflow.parallel.world import World
 from hybridflow.placement.pretrained import check_table, from_pretrained
 from hybridflow.rollout.engine import MegatronEngine
+from hybridflow.rollout.engines.hf_engine import HFEngine
 from hybridflow.rollout.engines.hf_weights import hf_weights
 from hybridflow.rollout.engines.user_engine import UserEngine
 
 _VLLM_CACHE_BYTES = 1 << 29
 """Of vLLM's key-value cache on a CPU."""
-
-_CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-"""Where settings of transformers say how long sequences may be."""
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -171,6 +172,8 @@ class UserWorker:
         options: How it generates.
     """
 
+    _engine: type[UserEngine] = UserEngine
+
     def __init__(self, module: nn.Module, world: World, mesh: DeviceMesh, options: Options) -> None:
         if mesh.layout.tp * mesh.layout.pp > 1:
             raise ConfigError(f"RolloutWorker: layout {mesh.layout}: a class of your own is not cut; leave sizes out")
@@ -181,7 +184,7 @@ class UserWorker:
         self.max_context = settings.model.max_context
         self.engine: UserEngine | None = None
         if world.rank in mesh:
-            self.engine = UserEngine(
+            self.engine = self._engine(
                 module,
                 collection(world, mesh).tp,
                 vocab_size=settings.model.vocab_size,
@@ -199,36 +202,8 @@ class UserWorker:
         self._module.load_state_dict(model.state_dict())
 
 
-class Logits(ActorModel):
-    """A causal language model of ``transformers`` as an actor class.
-
-    Args:
-        model: The model.
-        max_context: Longest sequence; None: the model's own.
-
-    Raises:
-        ConfigError: The model does not say how long its sequences are.
-    """
-
-    def __init__(self, model: Any, max_context: int | None) -> None:
-        super().__init__()
-        self.model = model
-        config = model.config.get_text_config()
-        own: int | None = next((getattr(config, name) for name in _CONTEXTS if hasattr(config, name)), None)
-        longest = own if max_context is None else max_context
-        if longest is None:
-            raise ConfigError(f"RolloutWorker: {type(model).__name__} says no longest sequence; give max_context=…")
-        self.max_context = longest
-        self.vocab_size = config.vocab_size
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Return logits, see ``ActorModel``."""
-        logits: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
-        return logits
-
-
 class HFWorker(UserWorker):
-    """A model of ``transformers`` as it is, whole on each rank, see ``MegatronWorker``.
+    """A model of ``transformers`` as it is, whole on each rank, with its key-value cache, see ``MegatronWorker``.
 
     Args:
         model: Directory or model; of a model a copy is taken.
@@ -237,33 +212,43 @@ class HFWorker(UserWorker):
         options: How it generates.
     """
 
+    _engine = HFEngine
+
     def __init__(self, model: Any, world: World, mesh: DeviceMesh, options: Options) -> None:
-        found = _opened(model)
-        module = copy.deepcopy(found) if found is model else found
+        found = _opened(model, options)
+        if not isinstance(model, str | Path):
+            found = copy.deepcopy(found)
         if options.dtype is not None:
-            module = module.to(_DTYPES[options.dtype])
-        self._causal_lm = module.eval()
-        super().__init__(Logits(module, options.max_context), world, mesh, options)
+            found = found.to(_DTYPES[options.dtype])
+        super().__init__(found, world, mesh, options)
+        self._options = options
 
     def load(self, model: Any) -> None:
         """See ``MegatronWorker``."""
-        state = _opened(model).state_dict()
-        own = self._causal_lm.state_dict()
+        state, own = _opened(model, self._options).state_dict(), self._module.state_dict()
         if {name: each.shape for name, each in own.items()} != {name: each.shape for name, each in state.items()}:
             raise ConfigError("update_weights: the model has other tensors than the worker's; give one of its shape")
-        self._causal_lm.load_state_dict(state)
+        self._module.load_state_dict(state)
 
 
-def _opened(model: Any) -> Any:
-    """Return a model of ``transformers``, read from its directory if it is one. Raises ConfigError: it is none."""
+def _opened(model: Any, options: Options) -> TransformersActor:
+    """Return a model of ``transformers``, read from its directory if it is one.
+
+    Raises:
+        ConfigError: It is none, or cannot be read.
+    """
+    chosen = {} if options.max_context is None else {"max_context": options.max_context}
     if isinstance(model, str | Path):
-        return read_causal_lm(Path(model))
+        return make_actor(Path(model), replace(read_model_info(Path(model)).model, **chosen), filling="read")
     if not hasattr(model, "config") or not isinstance(model, nn.Module):
         raise ConfigError(
             f"RolloutWorker: engine='hf' with {type(model).__name__}; give a directory, or a causal language model of "
             "transformers"
         )
-    return model
+    sizes = {"max_context": longest_sequence(model.config.to_dict()), **chosen}
+    if sizes["max_context"] is None:
+        raise ConfigError(f"RolloutWorker: {type(model).__name__} says no longest sequence; give max_context=…")
+    return TransformersActor(model, vocab_size=model.config.vocab_size, max_context=sizes["max_context"])
 
 
 class HybridWorker:

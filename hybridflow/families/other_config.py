@@ -54,6 +54,11 @@ class OtherModel:
     has_value_head: bool
 
 
+def longest_sequence(values: Mapping[str, Any]) -> int | None:
+    """Return how many tokens a sequence may have by a parsed ``config.json``; None: it does not say."""
+    return _size(values, _SPELLINGS["max_context"])
+
+
 def has_no_table(values: Mapping[str, Any]) -> bool:
     """Return whether a parsed ``config.json`` names a type of model that no table describes."""
     name = values.get("model_type")
@@ -70,6 +75,16 @@ def read_other_config(values: Mapping[str, Any], *, where: str) -> OtherModel:
     Raises:
         ConfigError: A size is missing or ill-typed, or it is neither a causal language model nor a scorer.
     """
+    try:
+        return _read(values, where)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{where}: is malformed: {type(error).__name__}: {error}; expected the keys of a model of transformers: "
+            "restore it from a copy"
+        ) from error
+
+
+def _read(values: Mapping[str, Any], where: str) -> OtherModel:
     name = str(values["model_type"])
     if values.get("quantization_config") is not None:
         raise ConfigError(f"{where}: quantization_config: quantized weights are not trained; choose another model")

@@ -257,17 +257,13 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
     trained, lora = placed.trained_bytes[stage], recipe.actor.lora if name == "actor.update" else None
     section = _section(recipe, name.partition(".")[0])
     settings: OptimizerConfig = section.optimizer
+    # Replicas of a model in transformers each hold all of it.
+    is_distributed = settings.distributed and model.implementation == "megatron" and mesh.layout.fsdp == 1
     return MeshMemory(
         mesh=name,
         weights=weights,
         gradients=gradient_bytes(trained, model),
-        optimizer=optimizer_bytes(
-            placed.trained,
-            placed.states if settings.distributed and mesh.layout.fsdp == 1 else None,
-            rank,
-            model,
-            trained,
-        ),
+        optimizer=optimizer_bytes(placed.trained, placed.states if is_distributed else None, rank, model, trained),
         activations=training_bytes(model, mesh, rank, tokens, lora, is_recomputed=section.gradient_checkpointing)
         + _stacked_bytes(model, mesh)
         + output(copies=2)

@@ -15,11 +15,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from hybridflow.config.roles import LoRAConfig
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.adapters import is_factor
-from hybridflow.models.initial import initial_factor
 from hybridflow.models.user_model import ActorModel, CriticModel
 
 Filling = Literal["read", "later", "never"]
@@ -27,11 +25,13 @@ Filling = Literal["read", "later", "never"]
 
 VALUE_HEAD = "value_head.weight"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_ADAPTER = "default"
+ADAPTER = "default"
+"""What PEFT calls the one adapter of a model."""
+
 _RENAMED = {
     ".base_layer.": ".",
-    f".lora_A.{_ADAPTER}.weight": ".lora.A",
-    f".lora_B.{_ADAPTER}.weight": ".lora.B",
+    f".lora_A.{ADAPTER}.weight": ".lora.A",
+    f".lora_B.{ADAPTER}.weight": ".lora.B",
 }
 _SCORER = "ForSequenceClassification"
 
@@ -87,7 +87,7 @@ class TransformersActor(ActorModel):
     def updates(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the weights that have an adapter, each with ``scale * B A``, of the weight's number format."""
         for each in self._adapted():
-            yield each.get_base_layer().weight, each.get_delta_weight(_ADAPTER)
+            yield each.get_base_layer().weight, each.get_delta_weight(ADAPTER)
 
     @torch.no_grad()
     def merged(self) -> Iterator[tuple[str, Tensor]]:
@@ -156,42 +156,6 @@ class TransformersCritic(CriticModel):
         self.training = mode
         self.get_submodule(self._prefix).eval()
         return self
-
-
-def add_adapters(actor: TransformersActor, lora: LoRAConfig, *, seed: int) -> None:
-    """Freeze the weights of an actor and give its linear layers adapters of PEFT, whose update is zero.
-
-    Raises:
-        ConfigError: PEFT cannot be imported, or the model has no such layers.
-    """
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError(f"actor.lora: a model in transformers needs peft: {error}; pip install peft") from error
-    head = actor.inner.get_output_embeddings()
-    linears = [name for name, each in actor.inner.named_modules() if isinstance(each, nn.Linear) and each is not head]
-    known = dict.fromkeys(name.rpartition(".")[2] for name in linears)
-    strangers = [target for target in lora.targets if target not in known]
-    if strangers:
-        raise ConfigError(
-            f"actor.lora.targets: {', '.join(strangers)}: no linear layers of {type(actor.inner).__name__}, which has "
-            f"{', '.join(known)}; name some of these"
-        )
-    # PEFT calls it an integer, and divides by it as by any number.
-    settings: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.effective_alpha, "bias": "none"}
-    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=list(lora.targets), **settings), actor.inner)
-    for name, parameter in actor.named_parameters():
-        parameter.requires_grad_(is_factor(name))
-    restart_adapters(actor, seed=seed)
-    actor.train(False)
-
-
-@torch.no_grad()
-def restart_adapters(actor: TransformersActor, *, seed: int, variant: int = 0) -> None:
-    """Set the factors of an actor: B to 0, A to a function of (seed, name, variant), as ``models.weights`` does."""
-    for name, parameter in actor.named_parameters():
-        if is_factor(name) and parameter.device.type != "meta":
-            parameter.copy_(initial_factor(name, parameter.shape, seed=seed, variant=variant))
 
 
 def _told(name: str) -> str:

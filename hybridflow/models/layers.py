@@ -12,7 +12,7 @@ from hybridflow.errors import ConfigError
 
 
 def transformer_layers(model: nn.Module, owner: str) -> Sequence[nn.Module]:
-    """Return a model's layers: the longest ``nn.ModuleList`` whose modules are of one class.
+    """Return a model's layers: the longest ``nn.ModuleList`` of modules of one class that is in no other list.
 
     Args:
         model: The model.
@@ -21,7 +21,10 @@ def transformer_layers(model: nn.Module, owner: str) -> Sequence[nn.Module]:
     Raises:
         ConfigError: It has no such list.
     """
-    lists = [[*each] for each in model.modules() if isinstance(each, nn.ModuleList) and len({*map(type, each)}) == 1]
+    named = {f"{name}.": each for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
+    # Experts, which may be more than the layers, are lists within one.
+    outer = [each for name, each in named.items() if not any(name != one and name.startswith(one) for one in named)]
+    lists = [[*each] for each in outer if len({*map(type, each)}) == 1]
     if not lists:
         raise ConfigError(
             f"{owner}: has no nn.ModuleList of layers of one class, which would be gathered or "

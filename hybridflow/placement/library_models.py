@@ -13,12 +13,12 @@ from hybridflow.checkpoint.manifest import NAME
 from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.model import ModelConfig
+from hybridflow.models.hf_adapters import add_adapters
 from hybridflow.models.hf_model import (
     VALUE_HEAD,
     Filling,
     TransformersActor,
     TransformersCritic,
-    add_adapters,
     make_actor,
     make_critic,
 )

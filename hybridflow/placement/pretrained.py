@@ -88,8 +88,8 @@ def check_table(source: Source) -> None:
     """
     if source.model.implementation == "transformers":
         raise ConfigError(
-            f"{source.path}: a {source.family} that runs in transformers is trained here, and not served; generate "
-            "with transformers or vLLM, from a checkpoint after hybridflow convert --to hf"
+            f"{source.path}: a {source.family} that runs in transformers is trained here, not served; generate with "
+            "transformers or vLLM, from a checkpoint after hybridflow convert --to hf"
         )
 
 

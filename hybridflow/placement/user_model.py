@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hybridflow.config.roles import LoRAConfig, OptimizerConfig
 from hybridflow.models.adapters import is_factor
-from hybridflow.models.hf_model import restart_adapters
+from hybridflow.models.hf_adapters import restart_adapters
 from hybridflow.models.lora import actor_of
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.user_model import Uncut, ask_logits, ask_values

@@ -52,7 +52,7 @@ def check_whole(mesh: DeviceMesh) -> None:
         if size > 1:
             raise LayoutError(
                 f"{key}.{axis}={size}: the model runs in transformers (docs/families.md), whole on each rank; set "
-                f"{axis}=1, and dp to its {len(mesh.ranks)} ranks"
+                f"{axis}=1, and dp or fsdp to its {len(mesh.ranks)} ranks"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridflow import cli
 from hybridflow.api.hybrid_actor import HybridActor
@@ -19,11 +20,13 @@ from hybridflow.checkpoint.model_dir import ModelDir
 from hybridflow.errors import CheckpointError, ConfigError, LayoutError
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.mapping.memory import job_memory
 from hybridflow.models.hf_model import make_actor, make_critic
 from hybridflow.models.layers import transformer_layers
 from hybridflow.models.microbatch import pack
 from hybridflow.parallel.world import World
 from hybridflow.recipe.load import recipe_from_dict
+from hybridflow.recipe.meshes import role_meshes
 from hybridflow.rollout.engines.hf_engine import HFEngine
 from hybridflow.rollout.engines.user_engine import UserEngine
 from hybridflow.rollout.request import Request, SamplingParams, expand
@@ -223,6 +226,7 @@ def held(world: World, values: dict[str, Any]) -> dict[tuple[str, str], np.ndarr
     return {key: each.detach().numpy() for key, each in found.items()}
 
 
+@pytest.mark.slow
 def test_a_run_is_saved_resumed_on_fewer_ranks_and_exported(folder, capsys):
     values = recipe(folder, "ppo", "whole", "StableLm", 2)
     run_ranks(run, 2, values)
@@ -307,6 +311,7 @@ def test_layers_that_the_model_lacks_are_refused(folder):
     run_ranks(no_adapters, 1, recipe(folder, "grpo", "no", "Falcon", actor=lora))
 
 
+@pytest.mark.slow
 def test_where_the_roles_are_changes_nothing(folder):
     """A rank without a part of a model has it without memory; a frozen one is read again after a resume."""
     scorer = {"model": {"path": str(folder / "Falcon-score"), "max_context": 32, "dtype": "fp32"}}
@@ -325,6 +330,35 @@ def test_where_the_roles_are_changes_nothing(folder):
     for row, other in zip(together, split, strict=True):
         for metric in ("actor/loss", "actor/grad_norm", "critic/loss", "reward/mean", "kl/ref"):
             assert other[metric] == pytest.approx(row[metric], rel=1e-4, abs=1e-6), metric
+    critic = folder / "apart/checkpoints/step_000002/critic"
+    said = ["transformers has no *ForSequenceClassification of 'granite'"]
+    complains(lambda: convert(critic, "hf", folder / "no"), said, ConfigError)
+
+
+@pytest.mark.slow
+def test_a_family_with_a_table_learns_the_same_in_both(folder):
+    """Actor, reference and critic of Llama in megatron-core and in ``transformers``, beside a scorer of Falcon."""
+    # transformers does not train the embedding of a padding token.
+    write_model(folder / "Llama", "Llama", seed=7, pad_token_id=None)
+    write_tokenizer(folder / "Llama")
+    found = []
+    for name, layout in (("megatron", {"tp": 2}), ("transformers", {"dp": 2})):
+        made = recipe(folder, "ppo", f"in-{name}", "Llama", 2, model={"implementation": name})
+        made["actor"]["update"] = made["critic"]["layout"] = layout
+        made["actor"].pop("rollout", None)
+        scorer = {"path": str(folder / "Falcon-score"), "max_context": 32, "dtype": "fp32"}
+        made["reward"] = {"model": scorer, "layout": {"dp": 2}}
+        run_ranks(run, 2, made)
+        found.append(lines(folder, f"in-{name}"))
+    for row, other in zip(*found, strict=True):
+        for metric in ("actor/loss", "actor/grad_norm", "critic/loss", "reward/mean", "response/length_mean", "kl/ref"):
+            assert other[metric] == pytest.approx(row[metric], rel=2e-4, abs=1e-5), metric
+
+
+def test_without_transformers_the_error_says_what_to_install(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    path = folder / "Granite"
+    complains(lambda: make_actor(path, settings(path), filling="never"), [str(path), "pip install transformers"])
 
 
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -439,7 +473,7 @@ REFUSED: list[tuple[type[Exception], dict[str, Any], list[str]]] = [
     (
         LayoutError,
         {"actor": {"update": {"tp": 2}, "rollout": {"dp": 2}}},
-        ["actor.update.tp=2", "transformers", "dp to its 2"],
+        ["actor.update.tp=2", "transformers", "dp or fsdp to its 2"],
     ),
     (LayoutError, {"actor": {"update": {"dp": 2}, "rollout": {"pp": 2}}}, ["actor.rollout.pp=2"]),
     (LayoutError, {"reference": {"layout": {"tp": 2}}}, ["reference.layout.tp=2"]),
@@ -484,6 +518,13 @@ def test_code_of_a_directory_runs_only_where_the_recipe_says_so(folder, tmp_path
     assert type(theirs).__name__ == "OwnForCausalLM"
 
 
+def test_layers_are_found_beside_more_experts():
+    layers = [nn.Sequential(nn.ModuleList(nn.Linear(2, 2) for _ in range(5))) for _ in range(3)]
+    model = nn.Sequential(nn.ModuleList([nn.Linear(1, 1), nn.ReLU()] * 4), nn.ModuleList(layers))
+    assert transformer_layers(model, "actor") is model[1]
+    complains(lambda: transformer_layers(nn.Linear(1, 1), "actor"), ["actor: has no nn.ModuleList"], ConfigError)
+
+
 def test_a_directory_that_lacks_a_tensor_is_refused(folder, tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -502,3 +543,7 @@ def test_the_plan_says_what_runs_in_transformers(folder, capsys):
     said = capsys.readouterr()
     assert "actor.update, actor.rollout, critic, reference: run in transformers" in said.err
     assert "memory of each rank" in said.out and not (folder / "planned").exists()
+    planned = recipe_from_dict(json.loads(path.read_text()))
+    for rank in job_memory(planned, role_meshes(planned)):
+        learners = {part.mesh: part for part in rank.meshes if part.mesh in ("actor.update", "critic")}
+        assert all(part.optimizer == 2 * part.gradients > 0 for part in learners.values()) and len(learners) == 2

@@ -21,6 +21,7 @@ from hybridflow.families.assets import CONFIG
 from hybridflow.families.config_json import Described, read_config
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.model_info import ModelInfo
+from hybridflow.families.other_config import has_no_table
 from hybridflow.models.hf_model import names_as_saved
 from hybridflow.models.user_model import user_model_info
 
@@ -170,6 +171,11 @@ def _describe(model: Any) -> tuple[Described, dict[str, Any]]:
     dtype = next(parameter.dtype for parameter in model.parameters())
     values = {key: value for key, value in values.items() if key not in ("dtype", "torch_dtype")}
     values |= {"architectures": [kind.__name__], "dtype": str(dtype).removeprefix("torch.")}
+    if has_no_table(values):
+        raise ConfigError(
+            f"{name}: model_type={values['model_type']!r} has no table in docs/families.md, so that it runs in "
+            "transformers: save_pretrained it and name the directory"
+        )
     return read_config(values, where=f"{name}.config"), values
 
 
@@ -179,21 +185,3 @@ def _drop_copy(state: dict[str, Tensor]) -> None:
     for name, tensor in list(state.items()):
         if seen.setdefault((tensor.data_ptr(), tensor.shape), name) != name and tensor.device.type != "meta":
             del state[name]
-
-
-def read_causal_lm(path: Path) -> Any:
-    """Return the causal language model of a directory as ``transformers`` reads it, without running code from there.
-
-    Raises:
-        ConfigError: ``transformers`` is not installed, or cannot read the directory.
-    """
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError as error:
-        raise ConfigError(f"{error}; install it with: pip install transformers") from error
-    try:
-        return AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: transformers cannot read it: {error}; give a directory that it has saved"
-        ) from error

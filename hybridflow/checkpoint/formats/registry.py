@@ -188,7 +188,7 @@ def make_target(
         if format not in ("hf", "peft"):
             raise ConfigError(
                 f"{source.path}: a {source.family} that runs in transformers has its tensors under the names there, "
-                f"for which format {format} has no place; write hf"
+                f"which have no place in format {format}; write hf"
             )
         return NamedTarget(source, dtype=dtype, **sizes) if format == "hf" else PeftTarget(source, dtype=dtype)
     return WRITABLE[format](source, **given)

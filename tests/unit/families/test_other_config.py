@@ -65,6 +65,9 @@ def test_a_scorer_has_one_label():
         ({"architectures": ["StableLmForTokenClassification"]}, ["architectures=", "*ForCausalLM", "one label"]),
         ({"architectures": ["XForSequenceClassification"], "num_labels": 3}, ["architectures=", "one label"]),
         ({"architectures": ["AForCausalLM", "BForCausalLM"]}, ["architectures="]),
+        ({"id2label": 3}, ["c: is malformed", "restore it"]),
+        ({"architectures": "StableLmForCausalLM"}, ["architectures="]),
+        ({"hidden_size": 1 << 40}, ["hidden_size"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config", "choose another model"]),
     ],
 )

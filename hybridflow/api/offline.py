@@ -233,7 +233,7 @@ class OfflineTrainer:
 
     def _replicas(self, values: Mapping[str, Any]) -> int:
         update = values.get("actor", {}).get("update")
-        return values["cluster"]["ranks"] if update is None else ParallelLayout(**update).dp  # type: ignore[no-any-return]
+        return values["cluster"]["ranks"] if update is None else ParallelLayout(**update).dp
 
     def _context(self, values: Mapping[str, Any]) -> int:
         """Return ``max_length``, or the model's own maximum if that is smaller."""

@@ -218,6 +218,9 @@ class HFWorker(UserWorker):
         found = _opened(model, options)
         if not isinstance(model, str | Path):
             found = copy.deepcopy(found)
+            if hasattr(found.inner, "generation_config"):
+                # What a model says of sampling, such as where a response ends, is not what the caller says.
+                found.inner.generation_config = type(found.inner.generation_config)()
         if options.dtype is not None:
             found = found.to(_DTYPES[options.dtype])
         super().__init__(found, world, mesh, options)
@@ -237,18 +240,20 @@ def _opened(model: Any, options: Options) -> TransformersActor:
     Raises:
         ConfigError: It is none, or cannot be read.
     """
-    chosen = {} if options.max_context is None else {"max_context": options.max_context}
+    longest = options.max_context
     if isinstance(model, str | Path):
-        return make_actor(Path(model), replace(read_model_info(Path(model)).model, **chosen), filling="read")
+        settings = read_model_info(Path(model)).model
+        return make_actor(Path(model), replace(settings, max_context=longest or settings.max_context), filling="read")
     if not hasattr(model, "config") or not isinstance(model, nn.Module):
         raise ConfigError(
             f"RolloutWorker: engine='hf' with {type(model).__name__}; give a directory, or a causal language model of "
             "transformers"
         )
-    sizes = {"max_context": longest_sequence(model.config.to_dict()), **chosen}
-    if sizes["max_context"] is None:
+    config: Any = model.config
+    longest = longest_sequence(config.to_dict()) if longest is None else longest
+    if longest is None:
         raise ConfigError(f"RolloutWorker: {type(model).__name__} says no longest sequence; give max_context=…")
-    return TransformersActor(model, vocab_size=model.config.vocab_size, max_context=sizes["max_context"])
+    return TransformersActor(model, vocab_size=config.vocab_size, max_context=longest)
 
 
 class HybridWorker:

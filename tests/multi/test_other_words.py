@@ -29,7 +29,7 @@ from hybridflow import (
     measure_switch_overhead,
 )
 from hybridflow.api.settings import finish_recipe, recipe_values
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.parallel.world import World
 from tests.support.complaints import complains, complaint
 from tests.support.hf_models import SIZES, randomize, write_model, write_tokenizer
@@ -293,7 +293,7 @@ def by_transformers(world: World, folder: Path) -> Any:
                 assert not is_tie
                 found.append((response.tokens.tolist(), expected))
     refused = [
-        complaint(call, ConfigError)
+        complaint(call, HybridflowError)
         for call in (
             lambda: RolloutWorker(torch.nn.Linear(2, 2), engine="hf"),
             lambda: RolloutWorker(models[0], engine="hf", tensor_parallel_size=2),
@@ -309,6 +309,31 @@ def test_transformers_generates_what_it_says_itself(folder: Path) -> None:
     assert len(found) == 8 and all(got == expected for got, expected in found)
     assert len({str(got) for got, _ in found}) > 4
     for message, words in zip(
-        refused, ("max_context", "leave sizes out", "cannot read it", "other tensors"), strict=True
+        refused, ("max_context", "leave sizes out", "found nothing there", "lm_head.weight: missing"), strict=True
     ):
         assert words in message, message
+
+
+def sharded(world: World, folder: Path) -> Any:
+    ids, found = torch.tensor([[5, 6, 7, 8]]), []
+    for more in ({}, {"fsdp_sharding": "HYBRID_SHARD"}):
+        actor = HybridActor.from_pretrained(str(folder / "actor"), hybrid_config={"tp_size": 4, **more})
+        said = actor.generate(ids, max_new_tokens=4, do_sample=False).tolist()
+        actor.train()
+        step = actor.training_step(input_ids=ids.repeat(4, 1), labels=ids.repeat(4, 1))
+        found.append((said, step.loss, step.grad_norm, str(actor.recipe.actor.update)))
+    config = {"rollout_batch_size": 8, "group_size": 2, "max_new_tokens": 4, "lr": 1e-2}
+    for strategy in ("megatron", "fsdp"):
+        settings = {**config, "run_dir": str(folder / f"strategy-{strategy}")}
+        with DataParallelTrainer(str(folder / "actor"), strategy=strategy, config=settings, reward="length") as trainer:
+            out = trainer.step(PROMPTS[:4])
+            found.append([out[key] for key in ("loss", "reward/mean", "actor/grad_norm")])
+    return found
+
+
+@pytest.mark.slow
+def test_programs_that_ask_for_fsdp_learn_what_others_learn(folder: Path) -> None:
+    for (said, loss, norm, layout), other, one, two in run_ranks(sharded, 4, folder):
+        assert layout == "tp4.pp1.dp1" and other[3] == "tp1.pp1.dp4.hsdp4"
+        assert said == other[0] and (loss, norm) == pytest.approx(other[1:3], rel=1e-5)
+        assert one == pytest.approx(two, rel=1e-5) and one[2] > 0

@@ -110,7 +110,8 @@ class ActorConfig:
         reshard_every: Training steps between weight syncs to the rollout. Above 1, the rollout keeps a copy of the
             weights. The copy is at most ``reshard_every - 1`` updates old, and ``correction`` takes its age into
             account.
-        offload: Keep the optimizer's state in host memory during a rollout, and free the gradients.
+        offload: Keep the optimizer's state in host memory during a rollout, and free the gradients. Under FSDP the
+            weights that learn are in host memory then too, unless ``reshard`` is ``shared`` or ``mpi``.
         gradient_checkpointing: Keep only the input of each layer for the backward pass, and compute its activations
             again there.
         lora: Train adapters instead of the weights. None trains the weights.

@@ -17,6 +17,12 @@ from hybridflow.reshard.plan import aliases, held_bytes
 from hybridflow.reshard.spec import ModelSpec
 
 
+def offloads_shards(job: Job) -> bool:
+    """Return whether the shards of the update layout are in host memory during a rollout."""
+    actor = job.recipe.actor
+    return actor.offload and job.meshes["actor.update"].layout.fsdp > 1 and actor.reshard in ("auto", "torch")
+
+
 class RolloutWeights:
     """A second layout of a model's weights, on the ranks of the first or on others.
 
@@ -30,6 +36,9 @@ class RolloutWeights:
         spec: The model's tensors.
         update: The weights that learn; None on a rank outside their mesh.
         rollout: Those that generate, of undefined contents until ``refresh``; None likewise.
+
+    Attributes:
+        unshared: This rank's tensors of the update layout that the rollout layout does not share.
     """
 
     def __init__(self, job: Job, spec: ModelSpec, update: PlacedModel | None, rollout: PlacedModel | None) -> None:
@@ -41,6 +50,7 @@ class RolloutWeights:
         source, target = self._holdings(moved)
         self._owner = f"rank {job.world.rank}: weights of the rollout layout"
         self._own: list[Tensor] = []
+        self.unshared: list[Tensor] = []
         self._own_bytes = 0
         if rollout is not None:
             # Weights that stay behind cannot be those that learn.
@@ -50,6 +60,7 @@ class RolloutWeights:
                 mine, theirs = logical_tensors(rollout.transformer), logical_tensors(update.transformer)
                 for name in shared:
                     mine[name].data = local_part(theirs[name].detach()).view(mine[name].shape)
+                self.unshared = [tensor for name, tensor in update.tensors().items() if name not in shared]
             own = {name: tensor for name, tensor in rollout.tensors().items() if name not in shared}
             self._own_bytes = sum(tensor.nbytes for tensor in own.values())
             self._own = [tensor for name, tensor in own.items() if is_factor(name) or not self._has_adapters]
@@ -61,7 +72,8 @@ class RolloutWeights:
             target,
             source_tensors=None if update is None else update.tensors(moved),
             target_tensors=None if rollout is None else rollout.tensors(moved),
-            transport=job.recipe.actor.reshard,
+            # Memory that others read in place cannot be freed during a rollout.
+            transport="torch" if offloads_shards(job) else job.recipe.actor.reshard,
         )
 
     def base_changed(self) -> None:

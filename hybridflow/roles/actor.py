@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from hybridflow.placement.loss_mask import is_last_mini_batch, mini_batch
 from hybridflow.placement.peft import check_targets
 from hybridflow.placement.place import place_model
 from hybridflow.placement.placed_model import PlacedModel, role_spec
-from hybridflow.placement.rollout_weights import RolloutWeights
+from hybridflow.placement.rollout_weights import RolloutWeights, offloads_shards
 from hybridflow.reshard.memory import HostOffload, give_back
 from hybridflow.reshard.plan import shares_storage
 from hybridflow.roles.advantage import KLCoefficient, length_metrics, length_stats
@@ -82,6 +82,9 @@ class Actor(Role):
         self._offload: HostOffload | None = None
         if self.trainable is not None and job.recipe.actor.offload:
             self._offload = self.trainable.offload(f"rank {rank}: optimizer of actor.update")
+        self._shards: HostOffload | None = None
+        if self.trainable is not None and self._rollout_weights is not None and offloads_shards(job):
+            self._shards = HostOffload(self._rollout_weights.unshared, owner=f"rank {rank}: weights of actor.update")
         self._rollout_is_current = False
         self.num_updates = self._rollout_version = 0
         self._pushed = PushedEngine(job) if engine.kind == "vllm" else None
@@ -115,8 +118,9 @@ class Actor(Role):
             if self._pushed is not None:
                 self._pushed.sleep()
             give_back_unused(self._job.world.device)
-            if self._offload is not None:
-                self._offload.restore()
+            for away in (self._offload, self._shards):
+                if away is not None:
+                    away.restore()
             return
         if self.model is not None:
             self.model.settle()
@@ -124,11 +128,16 @@ class Actor(Role):
             self._offload.offload()
         give_back_unused(self._job.world.device)
         if self._rollout_weights is not None and not self._rollout_is_current:
+            if self._shards is not None:
+                self._shards.restore()
             for name, value in self._rollout_weights.refresh().items():
                 # A validation within the step may reshard once more: what is moved adds up, what is kept does not.
                 is_kept = name in ("reshard/extra_bytes", "reshard/adapter_bytes")
                 before = 0.0 if is_kept else self.metrics.get(name, 0.0)
                 self.metrics[name] = before + value
+        if self._shards is not None:
+            self._shards.offload()
+            give_back_unused(self._job.world.device)
         if self._pushed is not None and self._rollout is not None:
             self._pushed.wake(self._rollout, is_current=self._rollout_is_current)
             if self._rollout_weights is not None and not self._rollout_is_current:
@@ -137,9 +146,14 @@ class Actor(Role):
             self._rollout_version = self.num_updates
         self._rollout_is_current = True
 
-    def optimizer_at_hand(self) -> contextlib.AbstractContextManager[None]:
-        """Hold the optimizer's state on its device inside the block, also during a rollout."""
-        return contextlib.nullcontext() if self._offload is None else self._offload.at_hand()
+    @contextlib.contextmanager
+    def optimizer_at_hand(self) -> Iterator[None]:
+        """Hold the optimizer's state, and the weights, on their device inside the block, also during a rollout."""
+        with contextlib.ExitStack() as stack:
+            for away in (self._offload, self._shards):
+                if away is not None:
+                    stack.enter_context(away.at_hand())
+            yield
 
     def sample(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Generate the responses of a step, or of one of its rollouts: ``group_size`` for each prompt, or a greedy one.

@@ -225,3 +225,32 @@ def test_eight_shards_become_two_halves_with_little_memory(reshard):
         # What the rollout's weights take themselves is in it.
         assert found["reshard/extra_bytes"] - found["own"] <= 0.10 * found["own"]
         assert found["own"] > 1 << 22
+
+
+def offloaded(world) -> tuple[list[int], bool]:
+    """Bytes of this rank's shards in an update, in a rollout, while a checkpoint is written, and in an update again."""
+    actor = actor_of(world, "fsdp2", rollout=ParallelLayout(dp=2), offload=True)
+    held = list(actor.model.tensors().values())
+    learn(actor, world.rank, 1)
+    before = [tensor.clone() for tensor in held]
+
+    def size() -> int:
+        return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in held}.values())
+
+    sizes = [size()]
+    for _ in range(2):
+        actor.enter_phase("rollout")
+        sizes.append(size())
+    with actor.optimizer_at_hand():
+        sizes.append(size())
+    actor.mark_changed()
+    actor.enter_phase("rollout")
+    sizes.append(size())
+    actor.enter_phase("update")
+    sizes.append(size())
+    return sizes, all(torch.equal(one, other) for one, other in zip(held, before, strict=True))
+
+
+def test_shards_are_in_host_memory_during_a_rollout():
+    for (first, *rest), is_same in run_ranks(offloaded, 2):
+        assert first > 0 and rest == [0, 0, first, 0, first] and is_same

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from hybridflow.errors import ConfigError
+from hybridflow.layout.sharding import SHARDINGS
 
 LORA_RANK = 8
 """Of ``use_lora`` without a rank."""
 
-SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
-"""Values of ``fsdp_sharding``."""
 
 _PROFILED_STEPS = (1, 2, 3)
 _SWITCHES = ("use_lora", "enable_profiling", "enable_debug_mode", "allow_unsafe_operations")
@@ -61,7 +60,7 @@ def shard_by_fsdp(actor: Mapping[str, Any], sharding: Any, num_ranks: int) -> di
 
     Args:
         actor: The section, as a recipe has it.
-        sharding: One of ``SHARDINGS``.
+        sharding: One of ``layout.sharding.SHARDINGS``.
         num_ranks: Ranks of the job.
 
     Raises:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from hybridflow.api.hybrid_actor import HybridActor
@@ -27,6 +26,7 @@ from hybridflow.models.user_model import user_model_info
 from hybridflow.parallel.megatron import collection
 from hybridflow.parallel.world import World
 from hybridflow.placement.pretrained import check_table, from_pretrained
+from hybridflow.reshard.views import TORCH_DTYPES
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.engines.hf_engine import HFEngine
 from hybridflow.rollout.engines.hf_weights import hf_weights
@@ -34,8 +34,6 @@ from hybridflow.rollout.engines.user_engine import UserEngine
 
 _VLLM_CACHE_BYTES = 1 << 29
 """Of vLLM's key-value cache on a CPU."""
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Options(NamedTuple):
@@ -222,7 +220,7 @@ class HFWorker(UserWorker):
                 # What a model says of sampling, such as where a response ends, is not what the caller says.
                 found.inner.generation_config = type(found.inner.generation_config)()
         if options.dtype is not None:
-            found = found.to(_DTYPES[options.dtype])
+            found = found.to(TORCH_DTYPES[options.dtype])
         super().__init__(found, world, mesh, options)
         self._options = options
 

@@ -9,7 +9,7 @@ from hybridflow.errors import LayoutError
 
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"]
 
-_SHARDINGS: tuple[Sharding, ...] = typing.get_args(Sharding)
+SHARDINGS: tuple[Sharding, ...] = typing.get_args(Sharding)
 _BY_ZERO: dict[int, Sharding | None] = {1: None, 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
 
 
@@ -48,8 +48,8 @@ def _asked(fsdp: int, sharding: Sharding | None, hsdp: int | None, zero: int | N
     """Return the one sharding that all names ask for; None: none is named."""
     if zero is not None and zero not in _BY_ZERO:
         raise LayoutError(f"layout zero={zero}: expected 1, 2 or 3")
-    if sharding not in (None, *_SHARDINGS):
-        raise LayoutError(f"layout fsdp_sharding={sharding!r}: expected one of {', '.join(_SHARDINGS)}")
+    if sharding not in (None, *SHARDINGS):
+        raise LayoutError(f"layout fsdp_sharding={sharding!r}: expected one of {', '.join(SHARDINGS)}")
     names: list[Sharding | None] = [sharding, "HYBRID_SHARD" if hsdp is not None else None]
     names.append(None if zero is None else _BY_ZERO[zero])
     asked = {name for name in names if name is not None}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridflow.config.roles import OptimizerConfig
-from hybridflow.models.training import sum_over
+from hybridflow.models.training import forget_moments, sum_over
 from hybridflow.reshard.memory import HostOffload
 
 _CLIP_EPS = 1e-6
@@ -87,9 +87,6 @@ class Adam:
         for name, held in self._copied():
             self._mains[name].copy_(held)
 
-    def gather(self) -> None:
-        """Do nothing: no step leaves weights to be gathered."""
-
     def set_learning_rate(self, lr: float) -> None:
         """Use another learning rate from the next step on."""
         for group in self._optimizer.param_groups:
@@ -134,10 +131,7 @@ class Adam:
 
     def reset_optimizer(self) -> None:
         """Forget all moments and the step count, and keep the weights."""
-        state = self.state()
-        for kind in ("exp_avg", "exp_avg_sq"):
-            for tensor in state[kind].values():
-                tensor.zero_()
+        forget_moments(self.state())
         self.set_num_steps(0)
 
     def _copied(self) -> list[tuple[str, Tensor]]:

@@ -19,12 +19,12 @@ from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.adapters import is_factor
 from hybridflow.models.user_model import ActorModel, CriticModel
+from hybridflow.reshard.views import TORCH_DTYPES
 
 Filling = Literal["read", "later", "never"]
 """What fills a module's weights: the directory, somebody else before its use, or nobody: it has no memory."""
 
 VALUE_HEAD = "value_head.weight"
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADAPTER = "default"
 """What PEFT calls the one adapter of a model."""
 
@@ -224,7 +224,7 @@ def _make(auto_class: str, folder: Path, model: ModelConfig, filling: Filling) -
     found: Mapping[str, Any] = {}
     try:
         config = library.AutoConfig.from_pretrained(folder, local_files_only=True, **asked)
-        asked["dtype"] = _DTYPES[model.dtype]
+        asked["dtype"] = TORCH_DTYPES[model.dtype]
         if filling == "read":
             module, found = auto.from_pretrained(
                 folder, config=config, local_files_only=True, use_safetensors=True, output_loading_info=True, **asked

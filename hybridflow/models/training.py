@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -242,10 +242,7 @@ class Trainable:
 
     def reset_optimizer(self) -> None:
         """Forget all moments and the step count, and keep the weights."""
-        state = self.state()
-        for kind in ("exp_avg", "exp_avg_sq"):
-            for tensor in state[kind].values():
-                tensor.zero_()
+        forget_moments(self.state())
         self.set_num_steps(0)
 
     def _inner_optimizers(self) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
@@ -265,6 +262,13 @@ class Trainable:
                         device = parameter.device if group["fused"] else None
                         inner.state[parameter].setdefault("step", torch.tensor(0.0, device=device))
                 yield inner, group
+
+
+def forget_moments(state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Set the moments in an optimizer's ``state`` to zero."""
+    for kind in ("exp_avg", "exp_avg_sq"):
+        for tensor in state[kind].values():
+            tensor.zero_()
 
 
 def _pairs(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:

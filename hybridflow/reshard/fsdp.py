@@ -6,27 +6,13 @@ rank's part of a tensor is a flat range of it, also where the logical view has o
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Hashable
-from typing import NamedTuple
 
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.reshard.holdings import Holdings, Part, WeightHoldings
 from hybridflow.reshard.optimizer import OptimizerHoldings, flat_regions
 from hybridflow.reshard.spec import ModelSpec, Shard, TensorSpec, cut, num_elements
-
-
-class FsdpRange(NamedTuple):
-    """A rank's part of a tensor.
-
-    Attributes:
-        start: First element, padding included, in row-major order.
-        stop: One past its last.
-    """
-
-    start: int
-    stop: int
 
 
 class FsdpHoldings:
@@ -76,12 +62,11 @@ class FsdpHoldings:
 
     def _regions(self, tensor: TensorSpec, index: int) -> tuple[Shard, ...]:
         whole = cut(tensor, 1, 0)
-        return tuple(flat_regions(whole, *fsdp_range(tensor, self.mesh.layout.fsdp, index)))
+        return tuple(flat_regions(whole, *_range(tensor, self.mesh.layout.fsdp, index)))
 
 
-@functools.lru_cache(maxsize=1 << 16)
-def fsdp_range(tensor: TensorSpec, fsdp: int, index: int) -> FsdpRange:
-    """Return part ``index`` of a tensor that FSDP2 cuts into ``fsdp`` parts.
+def _range(tensor: TensorSpec, fsdp: int, index: int) -> tuple[int, int]:
+    """Return first element and end of part ``index`` of a tensor that FSDP2 cuts into ``fsdp`` parts, row-major.
 
     Source: ``torch.chunk``, which ``FSDPParam`` of torch 2.13 follows.
     """
@@ -91,7 +76,7 @@ def fsdp_range(tensor: TensorSpec, fsdp: int, index: int) -> FsdpRange:
     rows = sizes[0] * sizes[1] if is_stacked else sizes[0]
     width = math.prod(sizes) // rows
     step = -(-rows // fsdp)
-    return FsdpRange(min(index * step, rows) * width, min((index + 1) * step, rows) * width)
+    return min(index * step, rows) * width, min((index + 1) * step, rows) * width
 
 
 def weight_holdings(model: ModelSpec, mesh: DeviceMesh) -> Holdings:

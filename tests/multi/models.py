@@ -13,6 +13,7 @@ from hybridflow.models.gpt import Transformer, build_transformer
 from hybridflow.models.weights import describe_model, initialize
 from hybridflow.parallel.megatron import collection, rank_sets
 from hybridflow.parallel.world import World
+from hybridflow.rollout.request import Request, SamplingParams, expand
 
 TINY = ModelConfig(
     num_layers=4,
@@ -110,3 +111,15 @@ def samples(count: int, seed: int = 0) -> tuple[list[torch.Tensor], list[int]]:
         sequences.append(torch.randint(0, VOCAB, (length,), generator=generator))
         prompts.append(prompt)
     return sequences, prompts
+
+
+def nine_requests(params: SamplingParams) -> list[Request]:
+    """Three responses to each of three prompts of unequal length; the fifth is greedy."""
+    prompts = [torch.tensor([7, 8, 9]), torch.tensor([3]), torch.tensor([11, 12, 13, 14, 15])]
+    requests = [
+        each
+        for prompt_index, prompt in enumerate(prompts)
+        for each in expand(Request(prompt=prompt, params=params, prompt_index=prompt_index), 3)
+    ]
+    requests[4] = replace(requests[4], params=replace(params, greedy=True))
+    return requests

@@ -29,8 +29,8 @@ from hybridflow.recipe.load import recipe_from_dict
 from hybridflow.recipe.meshes import role_meshes
 from hybridflow.rollout.engines.hf_engine import HFEngine
 from hybridflow.rollout.engines.user_engine import UserEngine
-from hybridflow.rollout.request import Request, SamplingParams, expand
-from tests.multi.models import place
+from hybridflow.rollout.request import SamplingParams
+from tests.multi.models import nine_requests, place
 from tests.multi.test_train_pretrained import batch, begun, close, lines, run, sequences, their_log_probs
 from tests.multi.test_train_pretrained import recipe as of_directories
 from tests.support.complaints import complains
@@ -181,14 +181,7 @@ def sampled(world: World, path: Path, kind: type[UserEngine], max_concurrent: in
     actor = make_actor(path, settings(path), filling="read")
     options = {"vocab_size": VOCAB, "max_context": 48, "seed": 5, "max_concurrent": max_concurrent, "pad_id": 2}
     params = SamplingParams(max_new_tokens=9, temperature=0.7, stop_ids=(4, 5, 6, 9))
-    prompts = [torch.tensor([7, 8, 9]), torch.tensor([3]), torch.tensor([11, 12, 13, 14, 15])]
-    requests = [
-        each
-        for prompt_index, prompt in enumerate(prompts)
-        for each in expand(Request(prompt=prompt, params=params, prompt_index=prompt_index), 3)
-    ]
-    requests[4] = replace(requests[4], params=replace(params, greedy=True))
-    responses = kind(actor, groups.tp, **options).generate(requests)
+    responses = kind(actor, groups.tp, **options).generate(nine_requests(params))
     return [(each.tokens.tolist(), each.log_probs.numpy(), each.finish) for each in responses]
 
 

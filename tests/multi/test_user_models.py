@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from hybridflow.models.user_model import Uncut
 from hybridflow.models.user_training import UserTrainable
 from hybridflow.parallel.world import World
 from hybridflow.rollout.engines.user_engine import UserEngine
-from hybridflow.rollout.request import Request, SamplingParams, expand
-from tests.multi.models import place
+from hybridflow.rollout.request import SamplingParams
+from tests.multi.models import nine_requests, place
 from tests.support.complaints import complains, complaint
 from tests.support.hf_models import write_tokenizer
 from tests.support.ranks import run_ranks
@@ -214,13 +213,7 @@ def generated(world: World, actor: Any, max_concurrent: int = 3) -> Any:
     options = {"vocab_size": VOCAB, "max_context": 48, "seed": 5, "max_concurrent": max_concurrent, "pad_id": 2}
     engine = UserEngine(actor, groups.tp, **options)
     params = SamplingParams(max_new_tokens=7, temperature=0.7, stop_ids=(4, 5))
-    prompts = [torch.tensor([7, 8, 9]), torch.tensor([3]), torch.tensor([11, 12, 13, 14, 15])]
-    requests = [
-        each
-        for prompt_index, prompt in enumerate(prompts)
-        for each in expand(Request(prompt=prompt, params=params, prompt_index=prompt_index), 3)
-    ]
-    requests[4] = replace(requests[4], params=replace(params, greedy=True))
+    requests = nine_requests(params)
     responses = engine.generate(requests)
     asked = [(each.prompt.tolist(), each.params.greedy) for each in requests]
     return [(each.tokens.tolist(), each.log_probs.tolist(), each.finish) for each in responses], asked

@@ -8,11 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridflow.checkpoint.formats.huggingface import DTYPE_WORDS, INDEX, HuggingFaceTarget, Parts, open_files
-from hybridflow.checkpoint.formats.source import Source
+from hybridflow.checkpoint.formats.huggingface import (
+    DTYPE_WORDS,
+    HuggingFaceSource,
+    HuggingFaceTarget,
+    Parts,
+    open_files,
+)
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.errors import ConfigError
-from hybridflow.families.assets import ASSETS, CONFIG, identity_of, read_assets, read_json
+from hybridflow.families.assets import CONFIG, read_json
 from hybridflow.families.other_config import has_no_table, read_other_config
 from hybridflow.models.hf_model import VALUE_HEAD, has_scorer
 
@@ -29,15 +34,13 @@ def is_named(path: Path) -> bool:
     return (path / CONFIG).is_file() and has_no_table(read_json(path / CONFIG))
 
 
-class NamedSource(Source):
-    """A directory of Hugging Face of a family without a table, see ``source.Source``.
+class NamedSource(HuggingFaceSource):
+    """A directory of Hugging Face of a family without a table: each tensor is one of its own, see ``source.Source``.
 
     Raises:
         CheckpointError: A file is missing or damaged.
         ConfigError: ``config.json`` does not tell the sizes.
     """
-
-    format = "hf"
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,18 +54,9 @@ class NamedSource(Source):
         """See ``Source``."""
         return self._where[tensor].read(tensor)
 
-    def release(self) -> None:
-        """See ``Source``."""
-        for file in self._files.values():
-            file.release()
-
-    def assets(self) -> dict[str, bytes]:
-        """See ``Source``."""
-        return read_assets(self.path)
-
-    def identity(self) -> str:
-        """See ``Source``."""
-        return identity_of([*(self.path / name for name in (*ASSETS, INDEX)), *(f.path for f in self._files.values())])
+    def names(self, tensor: str) -> list[str]:
+        """Return the name of a tensor, which is the same in the directory."""
+        return [tensor]
 
 
 class NamedTarget(HuggingFaceTarget):

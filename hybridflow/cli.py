@@ -22,10 +22,11 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.doctor.command import add_doctor
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import DONE, REQUEUE, exit_status, system_status
-from hybridflow.launch.command import add_launch, add_recipe, add_slurm_options, batch_file, train_here
+from hybridflow.launch.command import add_launch, add_log, add_recipe, add_slurm_options, batch_file, train_here
 from hybridflow.observe.console import complain, ensure_streams, flushed, print_out
+from hybridflow.observe.rank_log import LOG_VARIABLE, say_event
 from hybridflow.observe.status_command import add_status
-from hybridflow.parallel.rank import run_rank
+from hybridflow.parallel.rank import MEETING_VARIABLE, run_rank
 from hybridflow.parallel.signals import CaughtSignals
 from hybridflow.parallel.start import find_start, is_launched, rank_hint
 from hybridflow.recipe.load import find_recipe, load_recipe, recipe_for_ranks
@@ -140,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_recipe(train)
     train.add_argument("--resume", action="store_true", help="resume from the run's latest checkpoint, if there is one")
+    add_log(train)
     train.add_argument("--dry-run", action="store_true", help="check the recipe, print the plan, and stop")
     train.set_defaults(run=_train)
     plan = commands.add_parser("plan", help="show what a recipe or a reshard would do, without starting it")
@@ -347,6 +349,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         _print_plan(recipe)
         return 0
+    os.environ[LOG_VARIABLE] = arguments.log
     start = find_start()
     if start.launcher == "alone" and recipe.cluster.ranks > 1:
         return train_here(recipe, arguments)
@@ -358,11 +361,17 @@ def _train(arguments: argparse.Namespace) -> int:
             stand_by(start, start_deadline_s=recipe.cluster.start_deadline_s, signals=signals)
             return DONE
         start = start.first(recipe.cluster.ranks)
-    return _train_rank(recipe, start, CaughtSignals() if signals is None else signals, resume=arguments.resume)
+    signals = CaughtSignals(asks_at_interrupt=True) if signals is None else signals
+    return _train_rank(recipe, start, signals, resume=arguments.resume)
 
 
 def _train_rank(recipe: Recipe, start: Start, signals: CaughtSignals, *, resume: bool) -> int:
     """Run one rank's part of a job and return its exit status."""
+    from hybridflow.trainer.banner import first_line
+
+    if start.rank == 0 and MEETING_VARIABLE not in os.environ:
+        # hybridflow's own launcher has said so.
+        say_event("start", first_line(recipe))
     # A reward function may lie in the working directory, also for the console script.
     sys.path.insert(0, os.getcwd())
 

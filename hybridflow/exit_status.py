@@ -56,7 +56,12 @@ def exit_status(error: BaseException) -> int:
 
 
 def system_status(error: OSError) -> int:
-    """Return the status for what a file system says while a job runs: the job may do better on another node."""
+    """Return the status for what a file system says while a job runs: the job may do better on another node.
+
+    It will not where the user has no right to a file.
+    """
+    if isinstance(error, PermissionError):
+        return REQUEST
     return TARGET if refuses_writes(error) else FAILURE
 
 

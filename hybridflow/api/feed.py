@@ -188,6 +188,10 @@ class Feed:
         raise DataError(f"prompt {prompt_index}: a program that gives prompts gives no preferences; use DPOTrainer")
 
     @property
+    def num_rows(self) -> None:
+        """Return None: a program passes as many problems as it likes."""
+
+    @property
     def sha256(self) -> str:
         """Return a constant, since a resumed program may pass other problems."""
         return "given by a program"

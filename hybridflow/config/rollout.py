@@ -70,7 +70,7 @@ class SamplingEngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """Set how responses are sampled. ``validation/accuracy`` is always of greedy responses.
+    """Set how responses are sampled. ``validation/score`` is always of greedy responses.
 
     Attributes:
         group_size: Responses to each prompt.
@@ -93,7 +93,8 @@ class RolloutConfig:
         partial_rollouts: Begin responses of the next step in free slots, and continue them with the new weights once
             all responses of this step are done. No replica then decodes a few long responses alone. Weights of a
             response may be one more update behind than ``trainer.max_staleness`` says.
-        archive: Keep all samples in HDF5. Without it, samples of a killed job are still kept until they are used.
+        archive: Keep samples in HDF5: true keeps all, false none. None keeps those of the first two prompts of at most
+            100 steps, evenly spaced. In any case, samples of a killed job are kept until they are used.
         replay: Directory of a run with an archive. The run learns from the archived samples and samples only for
             validation.
         environment: Environment that answers the responses. None means one response per sample.
@@ -114,7 +115,7 @@ class RolloutConfig:
     max_concurrent: Count = field(default=256, metadata=MAY_CHANGE)
     cache_memory: Positive = field(default=0.5, metadata=MAY_CHANGE)
     partial_rollouts: bool = False
-    archive: bool = field(default=False, metadata=MAY_CHANGE)
+    archive: bool | None = field(default=None, metadata=MAY_CHANGE)
     replay: str | None = None
     environment: EnvironmentConfig | None = None
     engine: SamplingEngineConfig = SamplingEngineConfig()

@@ -17,7 +17,8 @@ class TrainerConfig:
         global_batch_size: Samples of one training step.
         mini_batch_size: Samples of one optimizer step. None means the global batch.
         micro_batch_tokens: Token budget of one forward pass.
-        save_every: Steps between checkpoints. 0 saves only at the end.
+        save_every: Steps between checkpoints. None saves after each step that ends 15 minutes or more after the last
+            checkpoint. 0 saves only at the end.
         keep_last: Number of newest checkpoints to keep. Older ones are removed.
         keep_every: Checkpoints at multiples of this step are kept forever. 0 keeps no such checkpoints.
         validate_every: Steps between validations. 0 validates only before and after training.
@@ -39,7 +40,7 @@ class TrainerConfig:
     global_batch_size: Count
     mini_batch_size: Count | None = None
     micro_batch_tokens: Count = field(default=4096, metadata=MAY_CHANGE)
-    save_every: CountOrZero = field(default=0, metadata=MAY_CHANGE)
+    save_every: CountOrZero | None = field(default=None, metadata=MAY_CHANGE)
     keep_last: Count = field(default=2, metadata=MAY_CHANGE)
     keep_every: CountOrZero = field(default=0, metadata=MAY_CHANGE)
     validate_every: CountOrZero = field(default=0, metadata=MAY_CHANGE)

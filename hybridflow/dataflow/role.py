@@ -20,6 +20,7 @@ class Role:
         metrics: Measurements of the last calls, over the global batch; the trainer empties them at each step.
         sample_stats: Numbers of single samples that this rank reports, see ``step_metrics.DISTRIBUTIONS``; emptied
             alike.
+        shown: Samples of the last validation for a person, see ``sampling.validation``; emptied alike.
     """
 
     call_names: tuple[str, ...] = ()
@@ -27,6 +28,7 @@ class Role:
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
         self.sample_stats: dict[str, list[float]] = {}
+        self.shown: list[dict[str, Any]] = []
 
     @property
     def calls(self) -> Mapping[str, NodeCall]:

@@ -54,7 +54,8 @@ def check_job(arguments: argparse.Namespace, site: Site) -> tuple[Recipe, BatchJ
     time = time_limit(site)
     warnings: list[str] = []
     for count in dict.fromkeys((most, fewest)):
-        chosen = recipe_for_ranks(recipe, arguments.recipe, arguments.overrides, count * per_node)
+        told = f"{count} node{'s' if count > 1 else ''} × {per_node} = {count * per_node} ranks"
+        chosen = recipe_for_ranks(recipe, arguments.recipe, arguments.overrides, count * per_node, told=told)
         chosen = replace(chosen, cluster=replace(chosen.cluster, ranks_per_node=per_node))
         meshes = role_meshes(chosen)
         warnings += placement_warnings(meshes)

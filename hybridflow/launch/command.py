@@ -23,7 +23,9 @@ from hybridflow.launch.snapshot import next_folder, write_snapshot
 from hybridflow.launch.submit import follow, submit
 from hybridflow.observe.console import complain
 from hybridflow.observe.files import replace_file
+from hybridflow.observe.rank_log import LOG_KINDS, LOG_VARIABLE, say_event
 from hybridflow.recipe.load import load_recipe
+from hybridflow.trainer.banner import first_line
 from hybridflow.trainer.plan import plan_job
 
 EXAMPLES = """examples:
@@ -78,6 +80,7 @@ def add_launch(commands: Any) -> None:
         parser = kinds.add_parser(kind, help=f"start a recipe {text}", description=f"Start a recipe {text}.")
         add_recipe(parser)
         parser.add_argument("--resume", action="store_true", help="resume from the run's latest checkpoint, if any")
+        add_log(parser)
         parser.add_argument("--print", dest="prints", action="store_true", help="print the commands and start nothing")
         if kind == "mpi":
             parser.add_argument(
@@ -90,6 +93,16 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     """Add the recipe and its overrides."""
     parser.add_argument("recipe", help="YAML file, or name of a shipped recipe such as quickstart")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the recipe's")
+
+
+def add_log(parser: argparse.ArgumentParser) -> None:
+    """Add the form of the job's console."""
+    parser.add_argument(
+        "--log",
+        choices=LOG_KINDS,
+        default=os.environ.get(LOG_VARIABLE, LOG_KINDS[0]),
+        help="form of the job's lines: text, or a JSON object for each (default: text, or $HYBRIDFLOW_LOG)",
+    )
 
 
 def add_slurm_options(parser: argparse.ArgumentParser) -> None:
@@ -161,7 +174,8 @@ def as_kept(job: BatchJob, folder: Path, *, with_code: bool) -> BatchJob:
 
 
 def _train_words(arguments: argparse.Namespace) -> list[str]:
-    return ["train", arguments.recipe, *arguments.overrides, *(["--resume"] if arguments.resume else [])]
+    log = [] if arguments.log == "text" else ["--log", arguments.log]
+    return ["train", arguments.recipe, *arguments.overrides, *(["--resume"] if arguments.resume else []), *log]
 
 
 def train_here(recipe: Recipe, arguments: argparse.Namespace) -> int:
@@ -172,6 +186,7 @@ def train_here(recipe: Recipe, arguments: argparse.Namespace) -> int:
     """
     plan_job(recipe)
     ranks, threads = recipe.cluster.ranks, recipe.cluster.threads_per_rank
+    say_event("start", first_line(recipe))
     return run_local(_train_words(arguments), num_ranks=ranks, threads_per_rank=threads)
 
 

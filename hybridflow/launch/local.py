@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from hybridflow.exit_status import FAILURE, REQUEST, REQUEUE, SOURCE, TARGET
+from hybridflow.observe.console import complain
 from hybridflow.parallel.rank import MEETING_VARIABLE
 from hybridflow.parallel.secret import VARIABLE, new_secret
-from hybridflow.parallel.signals import STOP_SIGNALS
+from hybridflow.parallel.signals import AT_INTERRUPT, STOP_SIGNALS
 
 _TOLD = (FAILURE, REQUEST, SOURCE, TARGET, REQUEUE)
 """Exit statuses of ranks that have told a person why."""
@@ -34,7 +35,6 @@ def run_local(
     threads_per_rank: int = 1,
     end_s: float = 15.0,
     save_s: float = 60.0,
-    is_asked_by_interrupt: bool = False,
     program: Sequence[str] = (sys.executable, "-m", "hybridflow"),
 ) -> int:
     """Run a command as ``num_ranks`` processes of this machine, and wait for all of them.
@@ -42,10 +42,10 @@ def run_local(
     The ranks write to this process's output. When one exits non-zero or is killed, the others see it themselves and
     end, and what is left after ``end_s`` is killed, or sooner before they have met. One line on standard error says
     which rank it was, unless its exit status is one of those with which ranks tell their own errors. SIGTERM, SIGUSR1
-    and SIGUSR2 of this process ask the ranks to save and end, for which they have ``save_s``; SIGINT ends them at once,
-    as a second SIGTERM does. SIGUSR1 and SIGUSR2 may come again and again, as from a batch script that cannot know
-    whether the first arrived. The ranks die with this process however it ends. There is no deadline for the whole: a
-    rank's own waits have theirs.
+    and SIGUSR2 of this process ask the ranks to save and end, for which they have ``save_s``. So does SIGINT, for which
+    they have as long as they need. A second SIGTERM or SIGINT ends them at once. SIGUSR1 and SIGUSR2 may come again and
+    again, as from a batch script that cannot know whether the first arrived. The ranks die with this process however it
+    ends. There is no deadline for the whole: a rank's own waits have theirs.
 
     Args:
         argv: Arguments of the program.
@@ -54,14 +54,13 @@ def run_local(
         threads_per_rank: CPU threads of each (OMP_NUM_THREADS).
         end_s: Seconds that the others have to end once a rank has failed.
         save_s: Seconds that the ranks have to save and end once they are asked to.
-        is_asked_by_interrupt: A first SIGINT asks the ranks to end, as SIGTERM does.
         program: What to start.
 
     Returns:
         0 if every rank exited with 0; else the exit status of the rank that failed first; 128 + the signal where a
         signal ended that rank, or this process before the ranks could end by themselves.
     """
-    with _caught_signals(asks=(signal.SIGINT,) if is_asked_by_interrupt else ()) as received:
+    with _caught_signals() as received:
         ranks, meeting = _start([*program, *argv], num_ranks, threads_per_rank)
         try:
             return _watch(ranks, meeting, received, end_s, save_s)
@@ -128,13 +127,16 @@ def _watch(
     kill_at_s = float("inf")
     is_asked = False
     while any(rank.poll() is None for rank in ranks):
-        if signal.SIGINT in received or received.count(signal.SIGTERM) > 1:
+        if sum(number in (signal.SIGINT, signal.SIGTERM) for number in received) > 1:
             return 128 + received[0]
         if received and not is_asked:
             is_asked = True
-            kill_at_s = min(kill_at_s, time.monotonic() + save_s)
+            if received[0] == signal.SIGINT:
+                complain(AT_INTERRUPT)
+            else:
+                kill_at_s = min(kill_at_s, time.monotonic() + save_s)
             for rank in ranks:
-                rank.send_signal(received[0])
+                rank.send_signal(signal.SIGTERM if received[0] == signal.SIGINT else received[0])
                 # A stopped process takes no signal before it goes on.
                 rank.send_signal(signal.SIGCONT)
         elif status == 0 and (failed := _first_failure(ranks)) is not None:
@@ -185,11 +187,11 @@ def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 @contextmanager
-def _caught_signals(asks: Sequence[int] = ()) -> Iterator[list[int]]:
-    """Collect SIGINT and what asks a job to stop in a list instead of ending on them; ``asks`` count as SIGTERM."""
+def _caught_signals() -> Iterator[list[int]]:
+    """Collect SIGINT and what asks a job to stop in a list instead of ending on them."""
     received: list[int] = []
     before = {
-        signum: signal.signal(signum, lambda number, _: received.append(signal.SIGTERM if number in asks else number))
+        signum: signal.signal(signum, lambda number, _: received.append(number))
         for signum in (signal.SIGINT, *STOP_SIGNALS)
     }
     try:

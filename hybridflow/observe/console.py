@@ -16,10 +16,48 @@ from hybridflow.exit_status import Ended
 # Control characters but tab and newline, marks that turn the direction of text, separators of lines, lone surrogates.
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
+_STYLES = {"heading": "1", "quiet": "2", "warning": "1;33"}
+
 
 def printable(text: str) -> str:
     r"""Return a text that others may have written, with what a terminal would obey as ``\u001b``, as JSON has it."""
     return _COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def duration(seconds: float) -> str:
+    """Format a length of time by its two largest units: ``1 h 20 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    minutes = whole // 60
+    return f"{minutes // 60} h {minutes % 60} min" if minutes < 1440 else f"{minutes // 1440} d {minutes // 60 % 24} h"
+
+
+def rough_duration(seconds: float) -> str:
+    """Format an estimated length of time by its largest unit: ``80 s``, ``80 min``, ``9.5 h``, ``4.2 days``."""
+    for unit, length_s, most in (("s", 1, 100), ("min", 60, 100), ("h", 3600, 72)):
+        if seconds < most * length_s:
+            return f"{seconds / length_s:.0f} {unit}" if unit != "h" else f"{seconds / length_s:.1f} h"
+    return f"{seconds / 86400:.1f} days"
+
+
+def styled(text: str, style: str, stream: int = 1) -> str:
+    """Return a text for a standard stream: with a style, if that is a terminal and ``NO_COLOR`` is not set.
+
+    Args:
+        text: One line.
+        style: A key of ``_STYLES``.
+        stream: Number of the file.
+    """
+    return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if has_styles(stream) else text
+
+
+def has_styles(stream: int = 1) -> bool:
+    """Return whether a standard stream is a terminal that takes colors, and the user has not said no."""
+    # https://no-color.org: any text that is not empty.
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and os.isatty(stream)
 
 
 def ensure_streams() -> None:
@@ -69,7 +107,7 @@ def print_out(text: str) -> None:
 def complain(what: object) -> None:
     """Print an error or a warning on standard error. No line of it looks like the beginning of another message."""
     text = printable(str(what)).replace("\n", "\n  ")
-    print(f"hybridflow: {text}", file=sys.stderr, flush=True)
+    print(f"{styled('hybridflow:', 'warning', 2)} {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

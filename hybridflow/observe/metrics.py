@@ -1,7 +1,7 @@
 """The numbers of each step: one line of JSON, TensorBoard, and one line on the console.
 
 Names are slash-separated, the unit last: ``reward/mean``, ``kl/ref``, ``response/length_mean``, ``time/step_s``,
-``time/<phase>_s``, ``throughput/tokens_per_s``, ``validation/accuracy``, ``rollout/logprob_abs_diff``,
+``time/<phase>_s``, ``throughput/tokens_per_s``, ``validation/score``, ``rollout/logprob_abs_diff``,
 ``control/overhead_share``.
 """
 
@@ -13,22 +13,31 @@ import math
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 
 from hybridflow.errors import CheckpointError, DataError
+from hybridflow.observe.console import rough_duration
 from hybridflow.observe.files import replace_file, writing
-from hybridflow.observe.rank_log import say
+from hybridflow.observe.rank_log import say_event
 
 METRICS_FILE = "metrics.jsonl"
 
 _PROGRESS = {
+    "actor/loss": "loss {:.4f}",
+    "preference/accuracy": "accuracy {:.1%}",
+    "preference/margin": "margin {:.3f}",
     "reward/mean": "reward {:.3f}",
+    "cost/mean": "cost {:.3f}",
     "kl/ref": "KL {:.4f}",
     "response/length_mean": "length {:.1f}",
+    "time/step_s": "{:.2f} s",
     "throughput/tokens_per_s": "{:,.0f} tokens/s",
-    "validation/accuracy": "accuracy {:.1%}",
 }
+_RECENT_STEPS = 20
+_MOST_LETTERS = 100
 
 
 class MetricsLog:
@@ -48,6 +57,7 @@ class MetricsLog:
 
     def __init__(self, run_dir: Path, *, num_steps: int, prefix: str = "", resumed_step: int | None = None) -> None:
         self._num_steps, self._prefix = num_steps, prefix
+        self._recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         path = run_dir / METRICS_FILE
         kept = []
         if resumed_step is not None and path.exists():
@@ -67,8 +77,27 @@ class MetricsLog:
         with writing(self._path):
             self._file.write(_line({"step": step} | dict(metrics)))
             self._file.flush()
+        self.draw(step, metrics)
+        if "time/step_s" in metrics:
+            self._recent_s.append(metrics["time/step_s"])
+        left_s = (self._num_steps - step) * fmean(self._recent_s) if self._recent_s else None
+        say_event("step", progress_line(step, self._num_steps, metrics, left_s), step=step, metrics=_finite(metrics))
+
+    def draw(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add numbers to TensorBoard alone: of a validation before the first step.
+
+        Raises:
+            WriteError: The file system refuses.
+        """
         self._tensorboard.add_step(step, {self._prefix + name: value for name, value in metrics.items()})
-        say(progress_line(step, self._num_steps, metrics))
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Add texts in Markdown to TensorBoard, by name.
+
+        Raises:
+            WriteError: The file system refuses.
+        """
+        self._tensorboard.add_texts(step, {self._prefix + name: text for name, text in texts.items()})
 
     def close(self) -> None:
         """Close the files. Closing twice is harmless."""
@@ -117,6 +146,21 @@ class _EventFile:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._add(step=step, summary=self._summary(value=values))
 
+    def add_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Add texts of a step, which TensorBoard shows as Markdown. Raises WriteError when the file system refuses."""
+        from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+        about = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        values = [
+            self._summary.Value(
+                tag=name, metadata=about, tensor=TensorProto(dtype=DT_STRING, string_val=[text.encode()])
+            )
+            for name, text in texts.items()
+        ]
+        self._add(step=step, summary=self._summary(value=values))
+
     def close(self) -> None:
         """Close the file. Closing twice is harmless."""
         self._writer.close()
@@ -161,18 +205,33 @@ def _is_metric(value: object) -> bool:
     return value is None or isinstance(value, float) or (type(value) is int and value.bit_length() < 1024)
 
 
-def progress_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
-    """Return one console line for a step: what was learned, and the time of each phase.
+def progress_line(step: int, num_steps: int, metrics: Mapping[str, float], left_s: float | None = None) -> str:
+    """Return one console line for a step: what the algorithm optimizes, and the time left. At most 100 characters.
 
-    A metric that is absent is left out. Phases are the metrics ``time/<phase>_s``, in their given order, after the
-    whole step's ``time/step_s``.
+    A metric that is absent is left out. The loss is shown where it is what is optimized: without a reward.
     """
+    shown = {name: text for name, text in _PROGRESS.items() if name in metrics}
+    if "reward/mean" in shown:
+        shown.pop("actor/loss", None)
     parts = [f"step {step:>{len(str(num_steps))}}/{num_steps}"]
-    parts += [text.format(metrics[name]) for name, text in _PROGRESS.items() if name in metrics]
-    if "time/step_s" in metrics:
-        phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in phase_seconds(metrics).items())
-        parts.append(f"{metrics['time/step_s']:.2f} s" + (f": {phases}" if phases else ""))
-    return " | ".join(parts)
+    parts += [text.format(metrics[name]) for name, text in shown.items()]
+    if left_s is not None and step < num_steps:
+        parts.append(f"{rough_duration(left_s)} left")
+    line = " | ".join(parts)
+    if len(line) > _MOST_LETTERS and "throughput/tokens_per_s" in shown:
+        return progress_line(
+            step, num_steps, {name: metrics[name] for name in shown if name != "throughput/tokens_per_s"}, left_s
+        )
+    return line
+
+
+def held_out_text(metrics: Mapping[str, float]) -> str:
+    """Return the result of a validation in words: ``held-out accuracy 46.1%``, or ``held-out score -3.200``.
+
+    Accuracy is the mean of scores that are all 0 or 1, or a share of pairs.
+    """
+    accuracy, score = metrics.get("validation/accuracy"), metrics.get("validation/score")
+    return f"held-out score {score:.3f}" if accuracy is None else f"held-out accuracy {accuracy:.1%}"
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -185,4 +244,8 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _line(row: Mapping[str, float]) -> str:
-    return json.dumps({name: value if math.isfinite(value) else None for name, value in row.items()}) + "\n"
+    return json.dumps(_finite(row)) + "\n"
+
+
+def _finite(row: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in row.items()}

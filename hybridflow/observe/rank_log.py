@@ -8,21 +8,32 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import sys
+import threading
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
-from hybridflow.observe.console import printable
+from hybridflow.observe.console import has_styles, printable, styled
 from hybridflow.observe.files import writing
 
 LOGS_DIR = "logs"
+LOG_KINDS = ("text", "json")
+LOG_VARIABLE = "HYBRIDFLOW_LOG"
+"""``json``: the console gets a JSON object for each line. ``train --log`` sets it."""
+
+_STYLE_OF = {"start": "heading", "end": "heading"}
+_ERASE = "\r\x1b[2K"
 
 _MOST_EARLY_NOTES = 200
 
 _console_fds = (1, 2)
 _log_fd: int | None = None
 _early_notes: list[str] = []
+_console_lock = threading.Lock()
+_has_live_line = False
 
 
 def open_rank_log(run_dir: Path, start_number: int, rank: int) -> Path:
@@ -56,19 +67,60 @@ def open_rank_log(run_dir: Path, start_number: int, rank: int) -> Path:
 
 def say(text: str) -> None:
     """Print a line on the job's console, from whichever rank. The job goes on where nobody listens any more."""
+    say_event("message", text)
+
+
+def say_event(event: str, text: str, **facts: Any) -> None:
+    """Print what happened on the job's console: a line of text, or of JSON with ``train --log json``.
+
+    Args:
+        event: Its kind: ``step``, ``start``, ``samples``, ``end``, or ``message``.
+        text: Lines for a person.
+        **facts: More for a program, of JSON's types.
+    """
+    global _has_live_line
+    if writes_json():
+        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        lines = json.dumps({"time": now, "event": event, "message": text, **facts})
+    else:
+        first, newline, rest = printable(text).partition("\n")
+        lines = (styled(first, _STYLE_OF[event], _console_fds[0]) if event in _STYLE_OF else first) + newline + rest
     try:
-        if _console_fds[0] == 1:
-            print(printable(text), flush=True)
-        else:
-            _write(_console_fds[0], f"{text}\n")
+        with _console_lock:
+            lines, _has_live_line = (_ERASE if _has_live_line else "") + lines, False
+            if _console_fds[0] == 1:
+                print(lines, flush=True)
+            else:
+                _write_raw(_console_fds[0], f"{lines}\n")
     except OSError:
         # So that neither what Python still holds, nor what others print, ends the job.
         os.dup2(os.open(os.devnull, os.O_WRONLY), _console_fds[0])
 
 
+def show_live(text: str) -> None:
+    """Show what goes on now in the last line of a terminal, in the place of what was shown there; empty: nothing."""
+    global _has_live_line
+    width = os.get_terminal_size(_console_fds[0]).columns
+    with contextlib.suppress(OSError), _console_lock:
+        _write_raw(_console_fds[0], _ERASE + styled(printable(text)[: width - 1], "quiet", _console_fds[0]))
+        _has_live_line = bool(text)
+
+
+def can_show_live() -> bool:
+    """Return whether the console is a terminal in which a line can be replaced."""
+    return has_styles(_console_fds[0]) and not writes_json()
+
+
+def writes_json() -> bool:
+    """Return whether the console gets JSON, as with ``train --log json``."""
+    return os.environ.get(LOG_VARIABLE) == "json"
+
+
 def tell(text: str) -> None:
     """Print lines about an error on the job's console, from whichever rank and thread; if it can be."""
     with contextlib.suppress(OSError):
+        # Without the lock, which a stuck thread may hold.
+        _write_raw(_console_fds[1], _ERASE if _has_live_line else "")
         _write(_console_fds[1], f"{text}\n")
 
 
@@ -88,6 +140,10 @@ def note(text: str) -> None:
 
 def _write(descriptor: int, text: str) -> None:
     """Write all of it, at once if the file takes it, past the buffers that a stuck thread may hold."""
-    left = printable(text).encode()
+    _write_raw(descriptor, printable(text))
+
+
+def _write_raw(descriptor: int, text: str) -> None:
+    left = text.encode()
     while left:
         left = left[os.write(descriptor, left) :]

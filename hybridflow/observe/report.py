@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridflow.errors import DataError
 from hybridflow.observe.files import replace_file, writing
@@ -19,7 +19,7 @@ SUMMARY_FILE = "summary.json"
 
 Rows = list[dict[str, float]]
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: told apart by all
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito: told apart by all
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
@@ -40,7 +40,9 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
 
 
 def draw_learning_curve(run_dir: Path) -> Path:
-    """Draw ``learning_curve.png`` from ``metrics.jsonl``: reward and accuracy, KL, response length, seconds per step.
+    """Draw ``learning_curve.png`` from ``metrics.jsonl``: what the algorithm optimizes, then seconds per step.
+
+    The first three panels of ``_panels`` are drawn. The summary gives the validation before the first step.
 
     Returns:
         The picture's path.
@@ -55,24 +57,24 @@ def draw_learning_curve(run_dir: Path) -> Path:
     rows = read_metrics(run_dir)
     if not rows:
         raise DataError(f"{run_dir / METRICS_FILE} holds no step; there is nothing to draw")
+    last = max(row["step"] for row in rows)
+    rows = _validation_before(run_dir) + rows
     # A figure of its own canvas, past pyplot, whose backend is a global that belongs to the user's program.
     figure = Figure(figsize=(11, 7.5), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(f"{run_dir.resolve().name}, up to step {max(row['step'] for row in rows)}", fontweight="bold")
-    (reward, kl), (length, time) = figure.subplots(2, 2, sharex=True)
-
-    _noisy_line(reward, rows, "reward/mean", "mean reward", _COLOURS[0])
-    accuracy = _column(rows, "validation/accuracy")
-    if accuracy[0]:
-        reward.plot(*accuracy, color=_COLOURS[1], marker="o", label="held-out accuracy")
-    _finish(reward, "Reward", "reward; accuracy (share)")
-    _noisy_line(kl, rows, "kl/ref", "KL", _COLOURS[2])
-    _finish(kl, "KL to the reference", "KL (nats per token)")
-    _noisy_line(length, rows, "response/length_mean", "mean length", _COLOURS[3])
-    _finish(length, "Response length", "length (tokens)")
+    figure.suptitle(f"{run_dir.resolve().name}, up to step {last}", fontweight="bold")
+    *places, time = figure.subplots(2, 2, sharex=True).flatten()
+    for axes in places:
+        axes.set_visible(False)
+    for axes, panel in zip(places, _panels(rows), strict=False):
+        axes.set_visible(True)
+        for curve in panel.curves:
+            _draw_curve(axes, rows, curve)
+        _widen(axes)
+        _finish(axes, panel.title, panel.label)
     _draw_time(time, rows)
     _finish(time, "Time per step", "time (s)")
-    for axes in (length, time):
+    for axes in (places[-1], time):
         axes.set_xlabel("step")
 
     picture = io.BytesIO()
@@ -83,22 +85,103 @@ def draw_learning_curve(run_dir: Path) -> Path:
     return path
 
 
+class _Curve(NamedTuple):
+    """One line of a panel.
+
+    Attributes:
+        name: Metric.
+        label: Name in the legend.
+        color: Its color.
+    """
+
+    name: str
+    label: str
+    color: str
+
+
+class _Panel(NamedTuple):
+    """One of the pictures.
+
+    Attributes:
+        title: Its title.
+        label: Of the vertical axis.
+        curves: What is drawn.
+    """
+
+    title: str
+    label: str
+    curves: Sequence[_Curve]
+
+
+def _panels(rows: Rows) -> list[_Panel]:
+    """Return the panels for which there are numbers, what the algorithm optimizes first."""
+    names = {name for row in rows for name in row}
+    is_accuracy, has_reward = "validation/accuracy" in names, "reward/mean" in names
+    held_out = _Curve(
+        "validation/accuracy" if is_accuracy else "validation/score",
+        "held-out accuracy" if is_accuracy else "held-out score",
+        _COLORS[1],
+    )
+    loss, reward = _Curve("actor/loss", "loss", _COLORS[0]), _Curve("reward/mean", "mean reward", _COLORS[0])
+    pairs = _Curve("preference/accuracy", "accuracy", _COLORS[0])
+    margins = (
+        _Curve("preference/margin", "margin", _COLORS[0]),
+        _Curve("validation/margin", "held-out margin", _COLORS[1]),
+    )
+    panels = [
+        _Panel("Loss", "loss", (loss,)),
+        _Panel("Accuracy" if is_accuracy else "Score", held_out.label, (pairs, held_out)),
+    ]
+    if has_reward:
+        panels = [_Panel("Reward", "reward; accuracy" if is_accuracy else "reward", (reward, held_out))]
+    panels += [
+        _Panel("Margin between the responses of a pair", "margin", margins),
+        _Panel("KL to the reference", "KL (nats per token)", (_Curve("kl/ref", "KL", _COLORS[2]),)),
+        _Panel("Response length", "length (tokens)", (_Curve("response/length_mean", "mean length", _COLORS[3]),)),
+        _Panel("Entropy", "entropy (nats per token)", (_Curve("actor/entropy", "entropy", _COLORS[4]),)),
+        _Panel("Gradient norm", "norm", (_Curve("actor/grad_norm", "gradient norm", _COLORS[5]),)),
+    ]
+    known = [each._replace(curves=[curve for curve in each.curves if curve.name in names]) for each in panels]
+    return [each for each in known if each.curves]
+
+
+def _validation_before(run_dir: Path) -> Rows:
+    """Return the validation before the first step as a row of step 0; none where it is not known."""
+    try:
+        summary = json.loads((run_dir / SUMMARY_FILE).read_bytes())
+    except (OSError, ValueError):
+        return []
+    names = {"accuracy_before_rl": "validation/accuracy", "score_before_rl": "validation/score"}
+    found = {metric: summary[name] for name, metric in names.items() if isinstance(summary.get(name), float)}
+    return [{"step": 0, **found}] if found else []
+
+
 def _column(rows: Rows, name: str) -> tuple[list[float], list[float]]:
     """Return the steps that have a metric, and its values; a line has a gap where a value is NaN."""
     return [row["step"] for row in rows if name in row], [row[name] for row in rows if name in row]
 
 
-def _noisy_line(axes: Axes, rows: Rows, name: str, label: str, colour: str) -> None:
-    """Draw every step faintly and the mean of the steps around it on top; draw a short run as it is."""
-    steps, values = _column(rows, name)
-    reach = len(values) // 20
+def _draw_curve(axes: Axes, rows: Rows, curve: _Curve) -> None:
+    """Draw every step faintly and the mean of the steps around it on top; draw a short curve as it is."""
+    steps, values = _column(rows, curve.name)
+    reach = 0 if curve.name.startswith("validation/") else len(values) // 20
     if reach == 0:
-        axes.plot(steps, values, color=colour, marker=".", label=label)
+        marker = "o" if curve.name.startswith("validation/") else "."
+        axes.plot(steps, values, color=curve.color, marker=marker, label=curve.label)
         return
     around = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
     means = [sum(near) / len(near) for near in around]
-    axes.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
-    axes.plot(steps, means, color=colour, label=f"{label}, over {2 * reach + 1} steps")
+    axes.plot(steps, values, color=curve.color, alpha=0.3, linewidth=1)
+    axes.plot(steps, means, color=curve.color, label=f"{curve.label}, over {2 * reach + 1} steps")
+
+
+def _widen(axes: Axes) -> None:
+    """Show at least a tenth of the size of what is drawn, so that noise does not look like a trend."""
+    low, high = axes.get_ylim()
+    least = 0.1 * max(abs(low), abs(high))
+    if high - low < least:
+        middle = (low + high) / 2
+        axes.set_ylim(middle - least / 2, middle + least / 2)
 
 
 def _draw_time(axes: Axes, rows: Rows) -> None:
@@ -113,7 +196,7 @@ def _draw_time(axes: Axes, rows: Rows) -> None:
         rest = [columns[name] for name in longest_first[5:]]
         stack["other phases"] = [sum(at_step) for at_step in zip(*rest, strict=True)]
     if stack:
-        axes.stackplot(steps, *stack.values(), labels=list(stack), colors=_COLOURS, alpha=0.8, linewidth=0)
+        axes.stackplot(steps, *stack.values(), labels=list(stack), colors=_COLORS, alpha=0.8, linewidth=0)
     axes.plot(steps, step_s, color="black", linewidth=1, marker="." if len(steps) < 20 else "", label="whole step")
     axes.set_ylim(0, 1.35 * axes.get_ylim()[1])  # room for the legend above the stack
 

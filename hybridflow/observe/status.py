@@ -9,7 +9,7 @@ import errno
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -25,6 +25,8 @@ from hybridflow.observe.status_file import SILENT_AFTER_S, STATUS_FILE
 
 _RECENT_STEPS = 20
 _TAIL_BYTES = 2**18
+
+_FILES = (METRICS_FILE, STATUS_FILE, STARTS_FILE, SUMMARY_FILE)
 
 State = Literal["starting", "running", "silent", "finished", "requeue", "failed"]
 
@@ -43,7 +45,8 @@ class RunStatus:
         step: Training steps done.
         steps: How many it is to make.
         reward: Mean reward of the last step.
-        accuracy: Accuracy of the last validation.
+        score: Mean score of the last validation; of preferences, the share of pairs in the right order.
+        is_accuracy: Whether that is a share of right responses or pairs.
         tokens_per_s: Prompts and responses, mean of the last 20 steps.
         step_s: Mean length of the last 20 steps.
         phases_s: Mean of the same steps' ``time/<phase>_s``.
@@ -74,7 +77,8 @@ class RunStatus:
     step: int | None = None
     steps: int | None = None
     reward: float | None = None
-    accuracy: float | None = None
+    score: float | None = None
+    is_accuracy: bool = False
     tokens_per_s: float | None = None
     step_s: float | None = None
     phases_s: Mapping[str, float]
@@ -97,6 +101,25 @@ class RunStatus:
     logs: str | None = None
 
 
+def runs_in(folder: Path) -> list[Path]:
+    """Return the run that a directory is, or else the runs that it holds: of a namespace, or of a Python program.
+
+    Raises:
+        DataError: There is none.
+    """
+    if _is_run(folder):
+        return [folder]
+    found = sorted(inner for inner in folder.iterdir() if _is_run(inner)) if folder.is_dir() else []
+    if not found:
+        raise DataError(f"{folder}: holds no run (none of {', '.join(_FILES)}); give the run_dir of a recipe")
+    return found
+
+
+def _is_run(folder: Path) -> bool:
+    latest = folder / "checkpoints" / "latest"
+    return any(path.is_file() for path in (*(folder / name for name in _FILES), latest))
+
+
 def read_status(run_dir: Path, now_s: float | None = None) -> RunStatus:
     """Find out how a run stands.
 
@@ -110,9 +133,8 @@ def read_status(run_dir: Path, now_s: float | None = None) -> RunStatus:
     """
     now_s = time.time() if now_s is None else now_s
     latest = run_dir / "checkpoints" / "latest"
-    names = (METRICS_FILE, STATUS_FILE, STARTS_FILE, SUMMARY_FILE)
-    if not any(path.is_file() for path in (*(run_dir / name for name in names), latest)):
-        raise DataError(f"{run_dir}: holds no run (none of {', '.join(names)}); give the run_dir of a recipe")
+    if not _is_run(run_dir):
+        raise DataError(f"{run_dir}: holds no run (none of {', '.join(_FILES)}); give the run_dir of a recipe")
     starts = read_starts(run_dir)
     start = starts[-1] if starts else None
     told = kept = _Values(_object(_read(run_dir / STATUS_FILE)))
@@ -173,19 +195,28 @@ def _progress(run_dir: Path, told: _Values, summary: _Values) -> dict[str, Any]:
     names = dict.fromkeys(name for each in phases for name in each)
     last = rows[-1] if rows else told
     step, steps = last.integer("step"), told.integer("steps")
-    accuracies = [row.number("validation/accuracy") for row in rows]
-    accuracies.append(summary.number("accuracy_after_rl"))
-    known = [each for each in accuracies if each is not None]
+    score, is_accuracy = _last_score([*rows, summary])
     return {
         # A job that has just begun has not told of any.
         "step": 0 if steps is not None and step is None else step,
         "steps": summary.integer("steps") if steps is None else steps,
         "reward": last.number("reward/mean"),
-        "accuracy": known[-1] if known else None,
+        "score": score,
+        "is_accuracy": is_accuracy,
         "tokens_per_s": _mean([row.number("throughput/tokens_per_s") for row in recent]),
         "step_s": _mean([row.number("time/step_s") for row in recent]),
         "phases_s": {name: fmean(each.get(name, 0.0) for each in phases) for name in names},
     }
+
+
+def _last_score(told: Sequence[_Values]) -> tuple[float | None, bool]:
+    """Return the result of the last validation, and whether it is an accuracy."""
+    for each in reversed(told):
+        for name, is_accuracy in (("accuracy", True), ("score", False)):
+            for key in (f"{name}_after_rl", f"validation/{name}"):
+                if (value := each.number(key)) is not None:
+                    return value, is_accuracy
+    return None, False
 
 
 def _of_starts(run_dir: Path, starts: list[StartRecord], now_s: float) -> dict[str, Any]:

@@ -31,27 +31,27 @@ def add_status(commands: Any) -> None:
         "its files alone. Print several runs as a table. The command imports no torch.",
         epilog=_EXAMPLES,
     )
-    status.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run")
+    status.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run, or of runs")
     status.add_argument("--json", action="store_true", help="print JSON, one object per run and line")
     status.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
-    from hybridflow.observe.status import read_status
+    from hybridflow.observe.status import read_status, runs_in
     from hybridflow.observe.status_text import as_table, as_text
 
     found, end = [], DONE
-    for run_dir in arguments.runs:
+    for folder in arguments.runs:
         try:
-            found.append(read_status(run_dir))
+            found += [read_status(run_dir) for run_dir in runs_in(folder)]
         except (HybridflowError, OSError) as error:
             complain(error)
             end = exit_status(error)
     if arguments.json:
         lines = [json.dumps(asdict(status)) for status in found]
     else:
-        lines = [as_text(found[0]) if len(arguments.runs) == 1 else as_table(found)] if found else []
+        lines = [as_text(found[0]) if len(found) == len(arguments.runs) == 1 else as_table(found)] if found else []
     if lines:
         print_out("\n".join(lines))
     return end

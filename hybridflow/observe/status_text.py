@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hybridflow.observe.console import duration
+from hybridflow.observe.metrics import held_out_text
 from hybridflow.observe.status import RunStatus
 from hybridflow.observe.table import format_table
 
 _STATES = {"silent": "no sign of life", "requeue": "saved and stopped, to be begun again"}
 _LONGEST_CELL = 48
 _NUM_HOSTS = 4
+_NUM_PHASES = 4
 
 
 def as_text(status: RunStatus) -> str:
@@ -37,17 +40,6 @@ def as_table(statuses: Sequence[RunStatus]) -> str:
     return "\n".join(format_table([head, *map(_row, statuses)]))
 
 
-def duration(seconds: float) -> str:
-    """Format a length of time by its two largest units."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    minutes = whole // 60
-    return f"{minutes // 60} h {minutes % 60} min" if minutes < 1440 else f"{minutes // 1440} d {minutes // 60 % 24} h"
-
-
 def _headline(status: RunStatus) -> str:
     told = _STATES.get(status.state, status.state)
     activity = None if status.activity is None else _printable(status.activity)
@@ -69,7 +61,9 @@ def _step_line(status: RunStatus) -> str | None:
 
 def _reward_line(status: RunStatus) -> str | None:
     parts = [] if status.reward is None else [f"{status.reward:.3f}"]
-    parts += [] if status.accuracy is None else [f"held-out accuracy {status.accuracy:.1%}"]
+    if status.score is not None:
+        name = "validation/accuracy" if status.is_accuracy else "validation/score"
+        parts.append(held_out_text({name: status.score}))
     return ", ".join(parts) or None
 
 
@@ -78,7 +72,9 @@ def _speed_line(status: RunStatus) -> str | None:
         return None
     rate = "" if status.tokens_per_s is None else f"{status.tokens_per_s:,.0f} tokens/s, "
     longest_first = sorted(status.phases_s.items(), key=lambda item: -item[1])
-    phases = ", ".join(f"{_printable(name)} {seconds:.2f}" for name, seconds in longest_first)
+    shown = [f"{_printable(name)} {seconds:.2f}" for name, seconds in longest_first[:_NUM_PHASES]]
+    rest = [seconds for _, seconds in longest_first[_NUM_PHASES:]]
+    phases = ", ".join([*shown, *([f"others {sum(rest):.2f}"] if rest else [])])
     return f"{rate}{status.step_s:.2f} s a step" + (f": {phases}" if phases else "")
 
 

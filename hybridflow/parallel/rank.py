@@ -49,8 +49,9 @@ def run_rank(
             all ranks, on each of them, and gives the exit status, the same on all.
         cluster: Deadlines of the job.
     """
-    # The launcher, which Ctrl-C reaches too, speaks for its ranks.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if not signals.asks_at_interrupt:
+        # The launcher, which Ctrl-C reaches too, speaks for its ranks.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     silence_libraries()
     from hybridflow.parallel.failure import lost_contact, tell_once
     from hybridflow.parallel.process import allow_many_files

@@ -37,6 +37,10 @@ class Problems(Protocol):
     def sha256(self) -> str:
         """Return the sha256 of all that decides the prompt of each prompt index."""
 
+    @property
+    def num_rows(self) -> int | None:
+        """Return the number of different prompts; None: it is not known, as of a live queue."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReadProblems:

@@ -51,7 +51,9 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe_from_dict(read_yaml(path), source=str(path), overrides=overrides)
 
 
-def recipe_for_ranks(recipe: Recipe, name: str | Path, overrides: Sequence[str], num_ranks: int) -> Recipe:
+def recipe_for_ranks(
+    recipe: Recipe, name: str | Path, overrides: Sequence[str], num_ranks: int, *, told: str | None = None
+) -> Recipe:
     """Return the recipe for ``num_ranks`` ranks: itself, or the fallback that uses the most of them.
 
     Args:
@@ -59,6 +61,7 @@ def recipe_for_ranks(recipe: Recipe, name: str | Path, overrides: Sequence[str],
         name: A YAML file, or the name of a shipped recipe; read once more where a fallback is taken.
         overrides: As for ``load_recipe``; those of the fallback come after them.
         num_ranks: Those that are there; where ``cluster.ranks`` of the result is less, the others have nothing to do.
+        told: Where they come from, for messages: ``2 nodes × 4 = 8 ranks``.
 
     Raises:
         ConfigError: As for ``load_recipe``.
@@ -74,11 +77,34 @@ def recipe_for_ranks(recipe: Recipe, name: str | Path, overrides: Sequence[str],
     if best is None:
         least = min((fallback.ranks for fallback in recipe.fallbacks), default=None)
         remedy = f"or add a fallback for {num_ranks} ranks" if least is None else f"its smallest fallback needs {least}"
+        needed = f"{recipe.name}'s layouts need {recipe.cluster.ranks}"
+        fitting_text = _scaled(recipe, name, overrides, num_ranks)
         raise LayoutError(
-            f"cluster.ranks={recipe.cluster.ranks}, but {num_ranks} ranks were started; start {recipe.cluster.ranks}, "
-            f"set cluster.ranks={num_ranks} with layouts that fit, {remedy}"
+            f"{f'{num_ranks} ranks' if told is None else told}, but {needed}; "
+            + (f"these fit: {fitting_text}" if fitting_text else f"set cluster.ranks={num_ranks} with layouts that fit")
+            + f", {remedy}"
         )
     return load_recipe(name, [*overrides, *_overrides_of(best)])
+
+
+def _scaled(recipe: Recipe, name: str | Path, overrides: Sequence[str], num_ranks: int) -> str | None:
+    """Return overrides that put the recipe on other ranks by more or fewer replicas; None where this does not do."""
+    sections = {"actor.update": recipe.actor.update, "actor.rollout": recipe.actor.rollout}
+    roles = ("critic", "cost_critic", "reference", "reward", "cost", "teacher")
+    sections |= {f"{role}.layout": getattr(getattr(recipe, role), "layout", None) for role in roles}
+    found = [f"cluster.ranks={num_ranks}"]
+    for key, layout in sections.items():
+        if layout is None:
+            continue
+        dp, rest = divmod(layout.dp * num_ranks, recipe.cluster.ranks)
+        if rest:
+            return None
+        found.append(f"{key}.dp={dp}")
+    try:
+        load_recipe(name, [*overrides, *found])
+    except HybridflowError:
+        return None
+    return " ".join(found)
 
 
 def _overrides_of(fallback: FallbackConfig) -> tuple[str, ...]:

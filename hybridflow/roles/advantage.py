@@ -21,6 +21,7 @@ from hybridflow.models.training import sum_over
 from hybridflow.observe.rank_log import say
 from hybridflow.placement.job import Job
 from hybridflow.placement.loss_mask import loss_mask, spread
+from hybridflow.sampling.rollout_log import archives_prompt
 from hybridflow.sampling.shaping import shaped
 
 
@@ -265,10 +266,13 @@ class Advantage(Role):
         self.metrics |= {"reward/mean": self._mean(scores), **length_metrics(batch, self._sum())}
         if lengths := length_stats(self._job, batch):
             self.sample_stats = {"reward": [score for score in scores.tolist() if not math.isnan(score)], **lengths}
-            if self._job.recipe.rollout.archive:
-                size = self._job.recipe.rollout.group_size
-                places = [divmod(number, size) for number in batch.ids.tolist()]
-                self.scores += [(*place, score) for place, score in zip(places, scores.tolist(), strict=True)]
+            size = self._job.recipe.rollout.group_size
+            places = [divmod(number, size) for number in batch.ids.tolist()]
+            self.scores += [
+                (*place, score)
+                for place, score in zip(places, scores.tolist(), strict=True)
+                if archives_prompt(self._job.recipe, place[0])
+            ]
         if self._job.recipe.shaping.overlong_buffer:
             self.metrics["reward/shaped_mean"] = self._mean(self._scores(batch))
 

@@ -21,7 +21,7 @@ from hybridflow.rewards.runners import InPlace
 from hybridflow.rewards.sample import Sample
 from hybridflow.rewards.scorer import Counts, Scorer
 from hybridflow.rollout.environment import text_of
-from hybridflow.sampling.validation import measure
+from hybridflow.sampling.validation import measure, shown_samples
 from hybridflow.sections import changed_keys
 
 SCORES = {"reward": "scores", "cost": "costs"}
@@ -75,7 +75,7 @@ class Reward(Role):
         return Batch(batch.ids, {SCORES[self._role]: scores})
 
     def score_validation(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """Measure ``validation/accuracy``: the mean score of greedy responses to held-out problems; and pass@k.
+        """Measure ``validation/score``: the mean score of greedy responses to held-out problems; and pass@k.
 
         Collective: the reward's mesh.
 
@@ -85,6 +85,7 @@ class Reward(Role):
         scores = self._scores(batch, lambda row: self._job.held_out[row][0])
         judges = self._job.world.coordinator(self._job.meshes["reward"].ranks)
         self.metrics |= measure(self._job, judges, batch.ids, scores)
+        self.shown = shown_samples(self._job, batch, scores)
 
     @property
     def _tells(self) -> bool:

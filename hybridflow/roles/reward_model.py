@@ -19,7 +19,7 @@ from hybridflow.placement.place import place_frozen
 from hybridflow.placement.placed_model import role_spec
 from hybridflow.placement.user_objects import weights_of
 from hybridflow.roles.reward import SCORES
-from hybridflow.sampling.validation import measure
+from hybridflow.sampling.validation import measure, shown_samples
 
 
 class RewardModel(Role):
@@ -50,7 +50,7 @@ class RewardModel(Role):
         return None if scores is None else Batch(batch.ids, {SCORES[self._role]: scores})
 
     def score_validation(self, batch: Batch, decided: Mapping[str, Any]) -> None:
-        """Measure ``validation/accuracy``: the mean score of greedy responses to held-out problems; and pass@k.
+        """Measure ``validation/score``: the mean score of greedy responses to held-out problems; and pass@k.
 
         Collective: the reward's mesh.
         """
@@ -59,6 +59,8 @@ class RewardModel(Role):
         ids = batch.ids
         if scores is None or mesh.coordinate(self._job.world.rank).tp > 0:
             ids, scores = ids[:0], torch.zeros(0)
+        else:
+            self.shown = shown_samples(self._job, batch, scores)
         self.metrics |= measure(self._job, self._job.world.coordinator(mesh.ranks), ids, scores)
 
     def _scores(self, batch: Batch) -> Tensor | None:

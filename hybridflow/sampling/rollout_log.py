@@ -17,6 +17,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
@@ -24,6 +25,7 @@ from typing import cast
 import torch
 
 from hybridflow.checkpoint.store import Checkpoint, reading_state
+from hybridflow.config.recipe import Recipe
 from hybridflow.data.rollout_log import (
     LogHeader,
     LogName,
@@ -40,6 +42,29 @@ from hybridflow.rollout import archive
 from hybridflow.rollout.request import FinishReason, Request, Response
 
 _FOLDER, _LOGS = "rollouts", "log"
+
+_SOME_STEPS, _SOME_PROMPTS = 100, 2
+"""What is archived where the recipe does not say."""
+
+
+def archives(recipe: Recipe) -> bool:
+    """Return whether a run archives samples, all or some. The archive has no place for what an environment said."""
+    return recipe.rollout.environment is None and recipe.rollout.archive is not False
+
+
+def archives_prompt(recipe: Recipe, prompt_index: int) -> bool:
+    """Return whether a run archives the responses to a prompt, in some steps at least."""
+    # Prompts have serial numbers, so each step has as many of the chosen ones.
+    num_prompts = recipe.trainer.global_batch_size // recipe.samples_per_prompt
+    is_chosen = recipe.rollout.archive is True or prompt_index % num_prompts < _SOME_PROMPTS
+    return archives(recipe) and is_chosen
+
+
+def archives_step(recipe: Recipe, step: int) -> bool:
+    """Return whether a run archives samples of a step."""
+    steps = recipe.trainer.steps
+    is_chosen = (step - 1) % max(1, math.ceil(steps / _SOME_STEPS)) == 0 or step == steps
+    return archives(recipe) and (recipe.rollout.archive is True or is_chosen)
 
 
 class RolloutLog:
@@ -134,12 +159,12 @@ class RolloutLog:
         step = self._saved
         if step is None:
             return
-        if self._rank == 0 and self._job.recipe.rollout.archive:
+        if self._rank == 0 and archives(self._job.recipe):
             # What the ranks have archived at the last save, since when they have met.
             self.join()
         done = [name for name in self._written if name.step <= step]
         done += [name for name in self._left if name.step <= step and name.rank % self._job.world.size == self._rank]
-        if self._job.recipe.rollout.archive:
+        if archives(self._job.recipe):
             self._archive([name for name in done if self._is_part_of_run(name)])
         self._scores = {key: score for key, score in self._scores.items() if key[0] > step}
         for name in done:
@@ -205,6 +230,9 @@ class RolloutLog:
             return True
         return self._before is not None and name.start == self._before[0] and name.step <= self._before[1]
 
+    def _is_kept(self, sampled: Sampled) -> bool:
+        return sampled.is_whole and archives_prompt(self._job.recipe, sampled.prompt_index)
+
     def _archive(self, names: list[LogName]) -> None:
         """Archive one segment for each rank that wrote; skip logs that a segment of a killed writer already holds."""
         covered = archive.list_segments(self._folder)
@@ -219,7 +247,8 @@ class RolloutLog:
                     log = read_log(self._logs / str(name))
                 except OSError as error:
                     raise WriteError(f"{self._logs / str(name)}: cannot be archived: {error}") from error
-                rows += [] if log is None else [(name.step, each) for each in log.responses if each.is_whole]
+                if log is not None and archives_step(self._job.recipe, name.step):
+                    rows += [(name.step, each) for each in log.responses if self._is_kept(each)]
             prompts = {each.prompt_index: self._job.train.prompt(each.prompt_index) for _, each in rows}
             segment = archive.SegmentName(chosen[0].step, chosen[-1].step, rank)
             archive.write_segment(self._folder, segment, rows, prompts, self._scores)

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridflow.algorithms.pass_at_k import pass_at_k
+from hybridflow.dataflow.batch import Batch
 from hybridflow.errors import RewardError
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.placement.job import Job
+from hybridflow.rollout.environment import text_of
 
 RIGHT = 1.0
 """A sample is right if its score is at least this."""
+
+NUM_SHOWN = 3
+"""Held-out problems whose responses a person is shown."""
+
+_MOST_LETTERS = 80
 
 
 def validation_id(job: Job, row: int, index: int) -> int:
@@ -22,9 +33,10 @@ def validation_id(job: Job, row: int, index: int) -> int:
 
 
 def measure(job: Job, judges: Coordinator, ids: Tensor, scores: Tensor) -> dict[str, float]:
-    """Measure ``validation/accuracy``, and pass@1 and pass@k where responses are sampled, over all held-out problems.
+    """Measure ``validation/score``, and pass@1 and pass@k where responses are sampled, over all held-out problems.
 
-    A response without a score is left out of the accuracy, and is not right.
+    The score is the mean over greedy responses; where each is 0 or 1, it is ``validation/accuracy`` too. A response
+    without a score is left out of both, and is not right.
 
     Collective: the judges.
 
@@ -43,23 +55,81 @@ def measure(job: Job, judges: Coordinator, ids: Tensor, scores: Tensor) -> dict[
     right: Counter[int] = Counter({row: 0 for row in (ids[~is_greedy] // size).tolist()})
     right.update((ids[~is_greedy & (scores >= RIGHT)] // size).tolist())
     is_scored = is_greedy & ~scores.isnan()
-    share = [float(scores[is_scored].double().sum()), int(is_scored.sum()), list(right.items())]
+    known = scores[is_scored].double()
+    share = [float(known.sum()), len(known), bool(((known == 0) | (known == 1)).all()), list(right.items())]
     shares = judges.gather(share, "validation")
-    num_scored = sum(count for _, count, _ in shares)
+    num_scored = sum(count for _, count, _, _ in shares)
     if num_scored == 0:
         raise RewardError("no response to a held-out problem has a score; mend what scores, or set on_failure=error")
-    accuracy = sum(total for total, _, _ in shares) / num_scored
+    score = sum(total for total, _, _, _ in shares) / num_scored
+    found = {"validation/score": score}
+    if all(is_binary for _, _, is_binary, _ in shares):
+        found["validation/accuracy"] = score
     if trainer.validation_samples == 0:
-        return {"validation/accuracy": accuracy}
+        return found
     # The responses to a problem may lie on several ranks.
     whole: Counter[int] = Counter()
-    for _, _, found in shares:
-        for row, count in found:
+    for *_, counts in shares:
+        for row, count in counts:
             whole[row] += count
     num_right = torch.tensor(list(whole.values()))
     k = trainer.validation_samples if trainer.pass_k is None else trainer.pass_k
-    return {
-        "validation/accuracy": accuracy,
+    return found | {
         "validation/pass_at_1": float(pass_at_k(num_right, trainer.validation_samples, 1).mean()),
         "validation/pass_at_k": float(pass_at_k(num_right, trainer.validation_samples, k).mean()),
     }
+
+
+def shown_samples(job: Job, batch: Batch, scores: Tensor) -> list[dict[str, Any]]:
+    """Return the greedy responses here to the first held-out problems, for a person.
+
+    Args:
+        job: The job.
+        batch: Responses to held-out problems, with ids from ``validation_id``.
+        scores: Theirs, ``[samples]``; NaN: it has none.
+
+    Returns:
+        For each its ``row``, ``prompt``, ``response``, ``answer`` and ``score`` (None: it has none).
+    """
+    size = 1 + job.recipe.trainer.validation_samples
+    rows = {place: number // size for place, number in enumerate(batch.ids.tolist()) if number % size == 0}
+    places = [place for place, row in rows.items() if row < NUM_SHOWN]
+    sequences = batch.ragged("tokens").select(torch.tensor(places, dtype=torch.long)).to_list()
+    lengths = batch.dense("prompt_lengths")
+    shown = []
+    for place, tokens in zip(places, sequences, strict=True):
+        example, score = job.held_out[rows[place]][0], float(scores[place])
+        response = text_of(job.tokenizer, tokens[int(lengths[place]) :].tolist())
+        told = {"row": rows[place], "prompt": example.prompt, "response": response, "answer": example.answer}
+        shown.append({**told, "score": None if math.isnan(score) else score})
+    return shown
+
+
+def samples_text(samples: list[Mapping[str, Any]]) -> str:
+    """Return samples of ``shown_samples`` as lines for the console, each text cut to one line."""
+    lines = []
+    for each in samples:
+        score = "no score" if each["score"] is None else f"score {each['score']:g}"
+        lines.append(f"  prompt    {_one_line(each['prompt'])}")
+        lines.append(f"  response  {_one_line(each['response'])}  ({score})")
+    return "\n".join(lines)
+
+
+def samples_markdown(samples: list[Mapping[str, Any]]) -> str:
+    """Return samples of ``shown_samples`` in whole, as Markdown."""
+    parts = []
+    for each in samples:
+        score = "no score" if each["score"] is None else f"score {each['score']:g}"
+        fence = "`" * (3 + max(_longest_fence(each["prompt"]), _longest_fence(each["response"])))
+        texts = (f"**{name}**\n{fence}\n{each[name]}\n{fence}" for name in ("prompt", "response"))
+        parts.append("\n\n".join([f"### held-out row {each['row'] + 1}, {score}", *texts]))
+    return "\n\n".join(parts)
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _MOST_LETTERS else line[: _MOST_LETTERS - 1] + "…"
+
+
+def _longest_fence(text: str) -> int:
+    return max((len(run) for run in re.findall("`+", text)), default=0)

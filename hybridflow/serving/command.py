@@ -233,7 +233,6 @@ def _start(
                 num_ranks=arguments.ranks,
                 threads_per_rank=arguments.threads,
                 save_s=save_s,
-                is_asked_by_interrupt=is_server,
             )
         os.environ.setdefault("OMP_NUM_THREADS", str(arguments.threads))
     return run_rank(start, CaughtSignals() if signals is None else signals, load, ClusterConfig())

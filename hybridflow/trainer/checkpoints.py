@@ -22,7 +22,7 @@ from hybridflow.checkpoint.store import (
     reading_state,
 )
 from hybridflow.checkpoint.training_state import Shares, load_model, load_training
-from hybridflow.errors import CheckpointError
+from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import ADAPTER_CONFIG
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.adapters import base_spec, factor_spec
@@ -50,18 +50,18 @@ def check_new(run_dir: Path) -> None:
     mostly one without a namespace, and one of a namespace of that name.
 
     Raises:
-        CheckpointError: There is a checkpoint, or another run.
+        ConfigError: There is a checkpoint, or another run.
     """
     step = latest_step(run_dir)
     if step is not None:
-        raise CheckpointError(
+        raise ConfigError(
             f"{run_dir}: holds a run with a checkpoint of step {step}; add --resume to go on from it, set run_dir to "
             f"another directory, or remove {run_dir / 'checkpoints'} to begin anew"
         )
     places = (run_dir.parent / STARTS_FILE, *run_dir.glob(f"*/{STARTS_FILE}"))
     others = [path.parent for path in places if path.is_file()]
     if others:
-        raise CheckpointError(
+        raise ConfigError(
             f"{run_dir}: {others[0]} is another run's directory, and one would be within the other; set name, "
             "namespace or run_dir to another"
         )

@@ -142,16 +142,17 @@ class Decisions:
     def _is_validation_due(self) -> bool:
         """Return whether to validate; asked before the step is counted.
 
-        A validation follows the last step anyway. Where the best checkpoint is kept it comes before, since the last
-        checkpoint is to know whether it is the best.
+        The last step always ends with one, so that the last checkpoint knows whether it is the best.
         """
         trainer, step = self._recipe.trainer, self._progress.step + 1
-        return trainer.keep_best if step >= trainer.steps else _is_due(step, trainer.validate_every)
+        return step >= trainer.steps or _is_due(step, trainer.validate_every)
 
     def _is_save_due(self) -> bool:
         trainer, progress = self._recipe.trainer, self._progress
         is_last = progress.step == trainer.steps or self._stopping.reason is not None or progress.is_out_of_patience
         is_best = trainer.keep_best and progress.validations.best_step == progress.step
+        if trainer.save_every is None:
+            return is_last or is_best or progress.is_save_overdue
         return is_last or is_best or _is_due(progress.step, trainer.save_every)
 
 

@@ -18,6 +18,7 @@ class Progress:
         num_prompts: Prompts of a step.
         validations: Results of the validations.
         saved_step: Step of the newest checkpoint; None: there is none.
+        is_save_overdue: Whether the newest checkpoint is too old, as the lowest rank knew at the end of the last step.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -26,6 +27,7 @@ class Progress:
         self.num_prompts = recipe.trainer.global_batch_size // recipe.samples_per_prompt
         self.validations = Validations()
         self.saved_step: int | None = None
+        self.is_save_overdue = False
         self._recipe = recipe
 
     @property

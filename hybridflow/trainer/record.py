@@ -10,14 +10,17 @@ from typing import Any
 from hybridflow.config.recipe import Recipe
 from hybridflow.models.gpt import DTYPES
 from hybridflow.observe.exporters import Exporter, Outlet, close_outlets, open_outlets
-from hybridflow.observe.metrics import MetricsLog
-from hybridflow.observe.rank_log import say
+from hybridflow.observe.live_line import LiveLine
+from hybridflow.observe.metrics import MetricsLog, held_out_text
+from hybridflow.observe.rank_log import say_event
 from hybridflow.observe.report import draw_learning_curve, write_summary
 from hybridflow.observe.starts import add_end
 from hybridflow.observe.status_file import StatusFile
 from hybridflow.observe.timeline import Timeline
 from hybridflow.observe.timeline_file import TimelineFile
 from hybridflow.parallel.world import World
+from hybridflow.sampling.validation import NUM_SHOWN, samples_markdown, samples_text
+from hybridflow.trainer.banner import farewell
 from hybridflow.trainer.meter import RankMeter, peak_flops
 from hybridflow.trainer.profiling import Profiler
 from hybridflow.trainer.step_metrics import Share, step_metrics
@@ -51,6 +54,7 @@ class Record:
         self._outlets: list[Outlet] = []
         self._prefix = "" if recipe.namespace is None else f"{recipe.namespace}/"
         self._status: StatusFile | None = None
+        self._live = LiveLine() if world.rank == 0 else None
         if world.rank == 0:
             facts = {"name": recipe.name, "algorithm": recipe.algorithm, "steps": recipe.trainer.steps}
             self._status = StatusFile(self._run_dir, facts=facts)
@@ -82,6 +86,29 @@ class Record:
     def resume(self, state: Mapping[str, Any]) -> None:
         """Take up what a checkpoint kept."""
         self.summary, self._totals = dict(state["summary"]), dict(state["totals"])
+
+    def draw(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Draw what was measured outside a step; it is no line of the metrics."""
+        if self._log is not None:
+            self._log.draw(step, metrics)
+            for outlet in self._outlets:
+                outlet.send(step, {self._prefix + name: value for name, value in metrics.items()})
+
+    def show_validation(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
+        """Show a person the result of a validation, and a few samples; on the lowest rank.
+
+        Args:
+            step: Training steps done.
+            metrics: What was measured.
+            samples: See ``sampling.validation.shown_samples``.
+        """
+        chosen = sorted(samples, key=lambda each: each["row"])[:NUM_SHOWN]
+        head = f"{held_out_text(metrics)} after step {step}"
+        told = {name: value for name, value in metrics.items() if name.startswith("validation/")}
+        text = "\n".join([head, samples_text(chosen)]) if chosen else head
+        say_event("validation", text, step=step, metrics=told, samples=list(chosen))
+        if self._log is not None and chosen:
+            self._log.write_texts(step, {"validation/samples": samples_markdown(chosen)})
 
     def begin_step(self, steps_done: int, job_end_s: float | None) -> None:
         """Start the next step's clocks, and its trace, if it is to be traced."""
@@ -118,9 +145,17 @@ class Record:
             self._timeline_file.add(step, self._began_s, step_s, [share.spans for share in shares])
         return metrics
 
-    def finish(self, step: int, *, is_done: bool) -> None:
-        """Close the files; of a run that is done, write the summary and draw how it learned. On all ranks."""
+    def finish(self, step: int, saved_step: int | None, *, is_done: bool) -> None:
+        """Close the files; of a run that is done, write the summary and draw how it learned. On all ranks.
+
+        Args:
+            step: Training steps done.
+            saved_step: Step of the newest checkpoint; None: there is none.
+            is_done: Whether the run is done.
+        """
         self._profiler.drop()
+        if self._live is not None:
+            self._live.close()
         if self._log is None or self._status is None:
             return
         self._log.close()
@@ -133,9 +168,11 @@ class Record:
                     "step_s": totals["step_s"] / totals["steps"],
                     "control_overhead_share": totals["control_s"] / totals["step_s"],
                 }
+            write_summary(self._run_dir, self.summary)
+            if totals["steps"]:
                 draw_learning_curve(self._run_dir)
-            path = write_summary(self._run_dir, self.summary)
-            say(f"wrote {path}")
+            text = farewell(self._recipe, self.summary, saved_step=saved_step, seconds=totals["step_s"])
+            say_event("end", text, summary=self.summary)
         self._status.close()
         close_outlets(self._outlets, _LEAVE_S if is_done else _LEAVE_STOPPED_S)
 

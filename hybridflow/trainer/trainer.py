@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from hybridflow.errors import LayoutError
 from hybridflow.mapping.memory import check_memory
 from hybridflow.observe.activity import current_activity
 from hybridflow.observe.exporters import Exporter
-from hybridflow.observe.rank_log import open_rank_log, say
+from hybridflow.observe.rank_log import open_rank_log, say, say_event
 from hybridflow.parallel.deterministic import add_in_fixed_order
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
@@ -33,8 +34,9 @@ from hybridflow.placement.library_models import with_library_models
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.critic import Critic
-from hybridflow.sampling.rollout_log import RolloutLog
+from hybridflow.sampling.rollout_log import RolloutLog, archives
 from hybridflow.trainer import checkpoints
+from hybridflow.trainer.banner import banner
 from hybridflow.trainer.decisions import Decisions
 from hybridflow.trainer.initial_weights import read_weights, spread_weights
 from hybridflow.trainer.open import open_job
@@ -47,6 +49,9 @@ from hybridflow.trainer.starting import note_failure, note_start
 from hybridflow.trainer.step_metrics import Share, merge_metrics
 from hybridflow.trainer.stopping import Stopping
 from hybridflow.trainer.validations import Validations
+
+SAVE_AFTER_S = 15 * 60.0
+"""A checkpoint is due when the last one is so old, where the recipe names no number of steps."""
 
 _RATE_OF = {"actor": "actor/lr", "critic": "critic/lr", "cost_critic": "cost_critic/lr"}
 """Roles that learn -> the metric with their learning rate."""
@@ -176,6 +181,12 @@ class Trainer(Role):
         advantage = self.roles.advantage if "lagrange" in job.recipe.traits.reads else None
         self._multiplier = None if advantage is None else advantage.multiplier
         self._step_metrics: dict[str, float] = {}
+        self._saved_at_s = time.monotonic()
+        if job.world.rank == 0:
+            num_held_out = len(job.held_out) + len(job.held_out_pairs)
+            rows, spec = job.train.num_rows, self.roles.actor.spec
+            text = banner(job.recipe, plan.meshes, spec, num_rows=rows, num_held_out=num_held_out)
+            say_event("start", text, num_rows=rows, num_held_out=num_held_out)
         self._checkpoints = checkpoints.Checkpoints(job, self.roles.by_name, start)
         self._everyone = job.world.coordinator(plan.meshes["job"].ranks)
         self._mover = Mover(job.world, plan.meshes, chunk=job.recipe.trainer.samples_per_update)
@@ -194,13 +205,13 @@ class Trainer(Role):
         if not self.begin():
             return False
         summary = self._record.summary
-        if "accuracy_before_rl" not in summary and self._stopping.reason is None:
-            summary["accuracy_before_rl"] = self._accuracy()
+        if not summary.keys() & {"accuracy_before_rl", "score_before_rl"} and self._stopping.reason is None:
+            self._validate("before_rl")
         self._execute(self._plan.fill)
         self._record.begin_step(self.progress.step, self._stopping.job_end_s)
         self._execute(self._plan.train)
         if self._stopping.reason is None and self.job.recipe.trainer.steps > 0:
-            summary["accuracy_after_rl"] = self._accuracy()
+            self._validate("after_rl")
         if self._stopping.reason is not None:
             self._save()
         return self.end()
@@ -265,16 +276,19 @@ class Trainer(Role):
         progress.step = about["step"]
         rates = {_RATE_OF[name]: rate for name, rate in self._learning_rates(progress.step).items()}
         share = self._record.share(self._take_metrics() | rates, self._take_sample_stats())
-        gathered = self._everyone.gather([share, self._stopping.local_reason(), self._scores()], "metrics of the step")
+        progress.is_save_overdue = time.monotonic() - self._saved_at_s >= SAVE_AFTER_S
+        own = [share, self._take_shown(), progress.is_save_overdue, self._stopping.local_reason(), self._scores()]
+        gathered = self._everyone.gather(own, "metrics of the step")
         following = about["first_prompt_index"] + about["num_prompts"]
         progress.next_prompt_index = following if groups is None else groups.next_prompt_index
         self._step_metrics = metrics = self._record.end_step(progress.step, [Share(*found) for found, *_ in gathered])
+        # Clocks differ: the lowest rank's counts.
+        progress.is_save_overdue = gathered[0][2]
         self._stopping.learn(metrics)
-        self._stopping.settle(reason for _, reason, _ in gathered)
+        self._stopping.settle(reason for *_, reason, _ in gathered)
         for *_, scores in gathered:
             self._rollouts.add_scores(progress.step, scores)
-        if "validation/accuracy" in metrics:
-            progress.validations.take(progress.step, metrics["validation/accuracy"])
+        self._take_validation(metrics, [shown for _, shown, *_ in gathered])
         self.roles.actor.end_step(progress.step)
         self._adapt(metrics)
         self._set_learning_rates()
@@ -331,7 +345,7 @@ class Trainer(Role):
             for critic in self.roles.critics.values():
                 at_hand.enter_context(critic.optimizer_at_hand())
             self._checkpoints.save(progress.step, state, best)
-        progress.saved_step = progress.step
+        progress.saved_step, self._saved_at_s = progress.step, time.monotonic()
         self._rollouts.begin_save(progress.step)
 
     def _resume(self, checkpoint: Checkpoint) -> None:
@@ -414,24 +428,46 @@ class Trainer(Role):
             if trainable is not None:
                 trainable.set_learning_rate(rate)
 
-    def _accuracy(self) -> float:
-        """Return greedy accuracy on the held-out problems with the current weights, on every rank."""
-        if self.progress.validations.step != self.progress.step:
+    def _validate(self, when: str) -> None:
+        """Validate the current weights, unless this step has been, for the summary. Collective: all ranks."""
+        found = self.progress.validations
+        if found.step != self.progress.step:
             self._execute(self._plan.validation)
-            shares = self._everyone.gather(self._take_metrics(), "validation")
+            shares = self._everyone.gather([self._take_metrics(), self._take_shown()], "validation")
             self._record.timeline.reset()
-            self.progress.validations.take(self.progress.step, merge_metrics(shares)["validation/accuracy"])
-        accuracy = self.progress.validations.accuracy
-        assert accuracy is not None, "has just been measured"
+            metrics = merge_metrics(own for own, _ in shares)
+            self._record.draw(self.progress.step, metrics)
+            self._take_validation(metrics, [shown for _, shown in shares])
+        self._record.summary[f"{'accuracy' if found.is_accuracy else 'score'}_{when}"] = found.score
+
+    def _take_validation(self, metrics: Mapping[str, float], shown: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Note the result of a validation, if there was one, and show it to a person; the same on all ranks.
+
+        Args:
+            metrics: What was measured.
+            shown: Samples that each rank shows.
+        """
+        accuracy = metrics.get("validation/accuracy")
+        score = metrics.get("validation/score", accuracy)
+        if score is None:
+            return
+        self.progress.validations.take(self.progress.step, score, is_accuracy=accuracy is not None)
         if self.job.world.rank == 0:
-            say(f"held-out accuracy {accuracy:.1%} after {self.progress.step} training steps")
-        return accuracy
+            self._record.show_validation(self.progress.step, metrics, [each for rank in shown for each in rank])
+
+    def _take_shown(self) -> list[dict[str, Any]]:
+        """Return the samples of a validation that the roles of this rank show, since the last call."""
+        shown = []
+        for role in self.roles.by_name.values():
+            shown += role.shown
+            role.shown = []
+        return shown
 
     def _summarize_validations(self) -> None:
         """Report which validation was the best, and why the training ended, if for that."""
         trainer, found, summary = self.job.recipe.trainer, self.progress.validations, self._record.summary
-        if (trainer.keep_best or trainer.patience > 0) and found.best_accuracy is not None:
-            summary |= {"best_step": found.best_step, "best_accuracy": found.best_accuracy}
+        if (trainer.keep_best or trainer.patience > 0) and found.best_score is not None:
+            summary |= {"best_step": found.best_step, "best_score": found.best_score}
         if self.progress.is_out_of_patience and self.progress.step < trainer.steps:
             ended = (
                 f"{found.num_since_best} validations in a row were not better than that of step {found.best_step} "
@@ -459,9 +495,9 @@ class Trainer(Role):
 
     def _finish(self) -> None:
         """Write what is known at the end. Collective: all ranks, which leave together."""
-        self._record.finish(self.progress.step, is_done=self._stopping.reason is None)
+        self._record.finish(self.progress.step, self.progress.saved_step, is_done=self._stopping.reason is None)
         if self.job.world.rank == 0:
-            if self.job.recipe.rollout.archive:
+            if archives(self.job.recipe):
                 self._rollouts.join()
             if self._stopping.reason is not None:
                 saved_step = self.progress.saved_step

@@ -11,24 +11,26 @@ class Validations:
 
     Attributes:
         step: Training steps before the last one; None: there was none.
-        accuracy: Accuracy of the last validation.
+        score: Mean score of the last validation; of preferences, the share of pairs in the right order.
+        is_accuracy: Whether that is a share of right responses or pairs.
         best_step: Training steps before the best one, the first of equals.
-        best_accuracy: Accuracy of the best validation.
+        best_score: Score of the best validation.
         num_since_best: How many came after the best.
     """
 
     step: int | None = None
-    accuracy: float | None = None
+    score: float | None = None
+    is_accuracy: bool = False
     best_step: int | None = None
-    best_accuracy: float | None = None
+    best_score: float | None = None
     num_since_best: int = 0
 
-    def take(self, step: int, accuracy: float) -> None:
+    def take(self, step: int, score: float, *, is_accuracy: bool = False) -> None:
         """Count a validation. One of a step that was validated before, after a resume, does not count."""
         if self.step is not None and step <= self.step:
             return
-        self.step, self.accuracy = step, accuracy
-        if self.best_accuracy is None or accuracy > self.best_accuracy:
-            self.best_step, self.best_accuracy, self.num_since_best = step, accuracy, 0
+        self.step, self.score, self.is_accuracy = step, score, is_accuracy
+        if self.best_score is None or score > self.best_score:
+            self.best_step, self.best_score, self.num_since_best = step, score, 0
         else:
             self.num_since_best += 1

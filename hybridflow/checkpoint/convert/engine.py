@@ -403,6 +403,7 @@ def _already_there(job: _Job) -> Summary | None:
 
 def _check_left(job: _Job, restart: bool) -> None:
     """Refuse a folder that another conversion, or another user, has left; make it if it is not there."""
+    job.folder.parent.mkdir(parents=True, exist_ok=True)
     make_own_folder(job.folder)
     left = read_plan(job.folder)
     if not restart and left is not None and left != job.plan:

@@ -1,0 +1,104 @@
+"""What a person reads before the first step of a job and after its last one. No torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config.recipe import Recipe
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.observe.console import duration
+from hybridflow.reshard.spec import ModelSpec
+
+_MODEL_MESHES = ("actor.update", "actor.rollout", "critic", "cost_critic", "reference", "reward", "cost", "teacher")
+
+
+def first_line(recipe: Recipe) -> str:
+    """Return the line for the time in which a job imports its libraries."""
+    ranks = "1 rank" if recipe.cluster.ranks == 1 else f"{recipe.cluster.ranks} ranks"
+    return f"{recipe.name}: {recipe.algorithm} on {ranks}, run directory {recipe.run_dir}"
+
+
+def banner(
+    recipe: Recipe, meshes: Mapping[str, DeviceMesh], spec: ModelSpec, *, num_rows: int | None, num_held_out: int
+) -> str:
+    """Return what is about to be trained, on what, and where.
+
+    Args:
+        recipe: The recipe.
+        meshes: Name -> mesh.
+        spec: Tensors of the actor.
+        num_rows: Rows to train on; None: it is not known, as of a live queue.
+        num_held_out: Held-out rows.
+    """
+    trainer, rollout = recipe.trainer, recipe.rollout
+    size = sum(math.prod(tensor.shape) for tensor in spec.tensors)
+    model = "new" if recipe.model.path is None else recipe.model.path
+    rows = "rows as they come" if num_rows is None else f"{num_rows:,} rows"
+    samples = f"{trainer.global_batch_size} samples"
+    if rollout.group_size > 1:
+        samples += f" ({trainer.global_batch_size // rollout.group_size} prompts × {rollout.group_size})"
+    if trainer.save_every is None:
+        saves = "a checkpoint every 15 minutes"
+    else:
+        saves = f"a checkpoint every {trainer.save_every} steps" if trainer.save_every else "a checkpoint at the end"
+    lines = {
+        "model": f"{model}, {_count(size)} parameters, {recipe.model.dtype}",
+        "data": f"{recipe.data.title}, {rows}; {num_held_out:,} held out",
+        "layouts": ", ".join(_layouts(recipe, meshes)),
+        "steps": f"{trainer.steps:,} of {samples}, {saves}",
+    }
+    return "\n".join(f"  {name:<8} {text}" for name, text in lines.items())
+
+
+def farewell(recipe: Recipe, summary: Mapping[str, Any], *, saved_step: int | None, seconds: float) -> str:
+    """Return what a finished job leaves: its result, its checkpoint, how to export it, and where to look.
+
+    Args:
+        recipe: The recipe.
+        summary: Summary of the run.
+        saved_step: Step of the newest checkpoint; None: there is none.
+        seconds: Length of its steps together.
+    """
+    run_dir = Path(recipe.run_dir)
+    parts = [f"done: {summary['steps']:,} steps in {duration(seconds)}"]
+    for name, text in (("accuracy", "{:.1%}"), ("score", "{:.3f}")):
+        if f"{name}_after_rl" in summary:
+            before, after = summary.get(f"{name}_before_rl"), text.format(summary[f"{name}_after_rl"])
+            parts.append(f"held-out {name} {after if before is None else f'{text.format(before)} → {after}'}")
+    lines = ["; ".join(parts)]
+    if saved_step is not None:
+        checkpoint = run_dir / "checkpoints" / f"step_{saved_step:06d}"
+        lines.append(f"  checkpoint  {checkpoint}")
+        lines.append(f"  export      hybridflow convert {checkpoint / 'actor'} {Path('out') / run_dir.name} --to hf")
+    if summary["steps"]:
+        lines.append(f"  look        {run_dir / 'learning_curve.png'}; hybridflow status {run_dir}")
+    return "\n".join(lines)
+
+
+def _layouts(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> list[str]:
+    """Return each model's role with its layout; the actor's two as one where they are the same."""
+    found = {name: str(meshes[name].layout) for name in _MODEL_MESHES if name in meshes}
+    for role in ("reward", "cost"):
+        scorer = getattr(recipe, role)
+        if scorer is None or scorer.model is None:
+            found.pop(role, None)
+    if "actor.rollout" in found and found["actor.rollout"] == found["actor.update"]:
+        found = {"actor": found.pop("actor.update"), **{k: v for k, v in found.items() if k != "actor.rollout"}}
+    return [f"{name} {_short(layout)}" for name, layout in found.items()]
+
+
+def _short(layout: str) -> str:
+    """Return a layout without its axes of size 1: ``tp2.dp2``."""
+    return ".".join(axis for axis in layout.split(".") if not re.fullmatch("[a-z]+1", axis)) or "dp1"
+
+
+def _count(number: int) -> str:
+    """Return a number of parameters with three digits: ``1.24 M``."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)

@@ -12,6 +12,7 @@ from typing import Any
 from hybridflow.api.switches import in_our_words, shard_by_fsdp
 from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.config.recipe import Recipe
+from hybridflow.config.trainer import OPEN_END
 from hybridflow.errors import ConfigError
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.flows.registry import ALGORITHMS, CHOSEN
@@ -74,7 +75,7 @@ _ENGINE = {"resharding_interval": "actor.reshard_every", "memory_budget_gb": "cl
 _PLACES = {"actor": "update", "critic": "layout", "reference": "layout", "reward": "layout"}
 _NEW_TOKENS = 128
 _DEFAULTS: Mapping[str, Any] = {
-    "trainer.steps": 1_000_000,
+    "trainer.steps": OPEN_END,
     "actor.optimizer.lr": 1e-6,
     "critic.optimizer.lr": 1e-5,
 }

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from hybridflow.sections import MAY_CHANGE, Count, CountOrZero
 
+OPEN_END = 1_000_000
+"""Steps of a program that runs its own loop, and says when it ends."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
@@ -52,6 +55,11 @@ class TrainerConfig:
     max_staleness: CountOrZero = 0
     max_idle_starts: Count = field(default=3, metadata=MAY_CHANGE)
     deterministic: bool = field(default=False, metadata=MAY_CHANGE)
+
+    @property
+    def known_steps(self) -> int | None:
+        """Return the number of steps; None for a program that runs its own loop."""
+        return None if self.steps == OPEN_END else self.steps
 
     @property
     def samples_per_update(self) -> int:

@@ -38,6 +38,8 @@ _PROGRESS = {
 }
 _RECENT_STEPS = 20
 _MOST_LETTERS = 100
+_UNNEEDED = ("throughput/tokens_per_s", "response/length_mean")
+"""What a line that is too long leaves out, first to last."""
 
 
 class MetricsLog:
@@ -45,7 +47,7 @@ class MetricsLog:
 
     Args:
         run_dir: Gets ``metrics.jsonl`` and ``tensorboard/``; made if absent.
-        num_steps: Steps of the whole run, for the progress line.
+        num_steps: Steps of the whole run, for the progress line; None: they are not known.
         prefix: What names in TensorBoard begin with.
         resumed_step: The step whose checkpoint this run goes on from: lines after it, which the run will write again,
             are dropped before anything is added. None is a new run: what an earlier one left is dropped.
@@ -55,7 +57,9 @@ class MetricsLog:
         WriteError: The file system refuses.
     """
 
-    def __init__(self, run_dir: Path, *, num_steps: int, prefix: str = "", resumed_step: int | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, *, num_steps: int | None, prefix: str = "", resumed_step: int | None = None
+    ) -> None:
         self._num_steps, self._prefix = num_steps, prefix
         self._recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         path = run_dir / METRICS_FILE
@@ -80,7 +84,9 @@ class MetricsLog:
         self.draw(step, metrics)
         if "time/step_s" in metrics:
             self._recent_s.append(metrics["time/step_s"])
-        left_s = (self._num_steps - step) * fmean(self._recent_s) if self._recent_s else None
+        left_s = None
+        if self._recent_s and self._num_steps is not None:
+            left_s = (self._num_steps - step) * fmean(self._recent_s)
         say_event("step", progress_line(step, self._num_steps, metrics, left_s), step=step, metrics=_finite(metrics))
 
     def draw(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -205,7 +211,7 @@ def _is_metric(value: object) -> bool:
     return value is None or isinstance(value, float) or (type(value) is int and value.bit_length() < 1024)
 
 
-def progress_line(step: int, num_steps: int, metrics: Mapping[str, float], left_s: float | None = None) -> str:
+def progress_line(step: int, num_steps: int | None, metrics: Mapping[str, float], left_s: float | None = None) -> str:
     """Return one console line for a step: what the algorithm optimizes, and the time left. At most 100 characters.
 
     A metric that is absent is left out. The loss is shown where it is what is optimized: without a reward.
@@ -213,16 +219,15 @@ def progress_line(step: int, num_steps: int, metrics: Mapping[str, float], left_
     shown = {name: text for name, text in _PROGRESS.items() if name in metrics}
     if "reward/mean" in shown:
         shown.pop("actor/loss", None)
-    parts = [f"step {step:>{len(str(num_steps))}}/{num_steps}"]
+    parts = [f"step {step}" if num_steps is None else f"step {step:>{len(str(num_steps))}}/{num_steps}"]
     parts += [text.format(metrics[name]) for name, text in shown.items()]
-    if left_s is not None and step < num_steps:
+    if left_s:
         parts.append(f"{rough_duration(left_s)} left")
     line = " | ".join(parts)
-    if len(line) > _MOST_LETTERS and "throughput/tokens_per_s" in shown:
-        return progress_line(
-            step, num_steps, {name: metrics[name] for name in shown if name != "throughput/tokens_per_s"}, left_s
-        )
-    return line
+    unneeded = next((name for name in _UNNEEDED if name in shown), None)
+    if len(line) <= _MOST_LETTERS or unneeded is None:
+        return line
+    return progress_line(step, num_steps, {name: metrics[name] for name in shown if name != unneeded}, left_s)
 
 
 def held_out_text(metrics: Mapping[str, float]) -> str:

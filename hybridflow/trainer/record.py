@@ -56,7 +56,7 @@ class Record:
         self._status: StatusFile | None = None
         self._live = LiveLine() if world.rank == 0 else None
         if world.rank == 0:
-            facts = {"name": recipe.name, "algorithm": recipe.algorithm, "steps": recipe.trainer.steps}
+            facts = {"name": recipe.name, "algorithm": recipe.algorithm, "steps": recipe.trainer.known_steps}
             self._status = StatusFile(self._run_dir, facts=facts)
 
     def open(self, resumed_step: int | None) -> None:
@@ -65,7 +65,7 @@ class Record:
         if self._world.rank == 0:
             self._log = MetricsLog(
                 self._run_dir,
-                num_steps=self._recipe.trainer.steps,
+                num_steps=self._recipe.trainer.known_steps,
                 prefix=self._prefix,
                 resumed_step=resumed_step,
             )
@@ -108,7 +108,7 @@ class Record:
         text = "\n".join([head, samples_text(chosen)]) if chosen else head
         say_event("validation", text, step=step, metrics=told, samples=list(chosen))
         if self._log is not None and chosen:
-            self._log.write_texts(step, {"validation/samples": samples_markdown(chosen)})
+            self._log.write_texts(step, {"samples": samples_markdown(chosen)})
 
     def begin_step(self, steps_done: int, job_end_s: float | None) -> None:
         """Start the next step's clocks, and its trace, if it is to be traced."""
@@ -145,13 +145,13 @@ class Record:
             self._timeline_file.add(step, self._began_s, step_s, [share.spans for share in shares])
         return metrics
 
-    def finish(self, step: int, saved_step: int | None, *, is_done: bool) -> None:
+    def finish(self, step: int, *, is_done: bool, saved_step: int | None = None) -> None:
         """Close the files; of a run that is done, write the summary and draw how it learned. On all ranks.
 
         Args:
             step: Training steps done.
-            saved_step: Step of the newest checkpoint; None: there is none.
             is_done: Whether the run is done.
+            saved_step: Step of the newest checkpoint; None: there is none.
         """
         self._profiler.drop()
         if self._live is not None:

@@ -495,7 +495,9 @@ class Trainer(Role):
 
     def _finish(self) -> None:
         """Write what is known at the end. Collective: all ranks, which leave together."""
-        self._record.finish(self.progress.step, self.progress.saved_step, is_done=self._stopping.reason is None)
+        self._record.finish(
+            self.progress.step, is_done=self._stopping.reason is None, saved_step=self.progress.saved_step
+        )
         if self.job.world.rank == 0:
             if archives(self.job.recipe):
                 self._rollouts.join()

@@ -64,7 +64,7 @@ def test_missing_column_is_refused_before_any_rank_is_started(folder, monkeypatc
 
 def test_other_number_of_ranks_than_the_recipe_has(folder):
     done = fork_ranks(["train", "tiny.yaml"], folder, num_ranks=3)
-    done.complains_once("cluster.ranks=2, but 3 ranks were started", "start 2, set cluster.ranks=3", "add a fallback")
+    done.complains_once("3 ranks, but", "layouts need 2; ", "add a fallback")
     assert set(done.codes) == {2}
 
 

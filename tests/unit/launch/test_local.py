@@ -159,8 +159,20 @@ def test_ranks_that_do_not_save_in_time_are_killed(none_left, tmp_path):
     assert parent.wait(5) == 128 + signal.SIGTERM
 
 
-def test_ctrl_c_ends_the_ranks_at_once(none_left, tmp_path):
-    parent = start_parent(tmp_path, DEAF)
+def test_ctrl_c_asks_the_ranks_to_save_and_says_so(none_left, tmp_path, capfd):
+    code = "def seen(*_):\n    open(f'seen{rank}', 'w')\n    sys.exit(75)\n"
+    parent = start_parent(tmp_path, code + "signal.signal(signal.SIGTERM, seen)")
+    parent.send_signal(signal.SIGINT)
+    assert parent.wait(10) == 75
+    assert all((tmp_path / f"seen{rank}").exists() for rank in range(2))
+    assert "Ctrl-C: the job saves and stops; press Ctrl-C again to end it at once" in capfd.readouterr().err
+
+
+def test_a_second_ctrl_c_ends_deaf_ranks_at_once(none_left, tmp_path):
+    parent = start_parent(tmp_path, DEAF, save_s="0.1")
+    parent.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert parent.poll() is None
     parent.send_signal(signal.SIGINT)
     assert parent.wait(5) == 128 + signal.SIGINT
 

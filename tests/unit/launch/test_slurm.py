@@ -408,7 +408,10 @@ def test_without_sbatch_the_error_says_what_else_there_is(on_a_login_node, monke
     ("words", "expected"),
     [
         ([], "no time limit"),
-        (["--time", "30", "--nodes", "2"], "cluster.ranks=4, but 8 ranks were started"),
+        (
+            ["--time", "30", "--nodes", "2"],
+            "2 nodes × 4 = 8 ranks, but quickstart's layouts need 4; these fit: cluster.ranks=8 actor.update.dp=4",
+        ),
         (["--time", "30", "cluster.ranks_per_node=3"], "cluster.ranks=4 do not fill nodes of 3 ranks"),
         (["--time", "30", "--site", "site.yaml"], "cluster.ranks_per_node=4 with gpus_per_node=2"),
         (["--time", "30", "--partition", "a\nb"], "--partition: 'a\\nb' has the character '\\n'"),
@@ -426,7 +429,9 @@ def test_what_does_not_fit_is_said_before_anything_is_submitted(words, expected,
 def test_a_range_of_nodes_needs_fallbacks(on_a_login_node, capsys):
     given = ["launch", "slurm", "quickstart", "cluster.ranks_per_node=2", "--nodes", "1-2", "--time", "30", "--print"]
     assert cli.main(given) == 2
-    assert "cluster.ranks=4, but 2 ranks were started" in capsys.readouterr().err
+    assert (
+        "1 node × 2 = 2 ranks, but quickstart's layouts need 4; these fit: cluster.ranks=2" in capsys.readouterr().err
+    )
     layouts = ["actor.update={tp: 2}", "actor.rollout={dp: 2}", "critic.layout={pp: 2}"]
     fallbacks = json.dumps([{"ranks": 2, "overrides": layouts}])
     assert cli.main([*given, f"fallbacks={fallbacks}"]) == 0

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.errors import CheckpointError, DataError, WriteError
-from hybridflow.observe.metrics import MetricsLog, progress_line, read_metrics
+from hybridflow.observe.metrics import MetricsLog, held_out_text, progress_line, read_metrics
 
 STEP = {
     "reward/mean": 0.53149,
@@ -120,17 +120,67 @@ def test_a_run_without_metrics_is_an_error(tmp_path: Path):
 
 
 def test_progress_line():
-    assert progress_line(7, 120, STEP) == (
-        "step   7/120 | reward 0.531 | KL 0.0123 | length 5.2 | 12,346 tokens/s | 3.21 s: rollout 1.20, update 2.00"
+    assert progress_line(7, 120, STEP, left_s=363) == (
+        "step   7/120 | reward 0.531 | KL 0.0123 | length 5.2 | 3.21 s | 12,346 tokens/s | 6 min left"
     )
-    assert progress_line(0, 9, {"validation/accuracy": 0.425}) == "step 0/9 | accuracy 42.5%"
     assert progress_line(1, 9, {"reward/mean": math.nan, "time/step_s": 2}) == "step 1/9 | reward nan | 2.00 s"
+    # Of a program that runs its own loop.
+    assert progress_line(1, None, {"reward/mean": 0.5}) == "step 1 | reward 0.500"
+
+
+def test_the_progress_line_shows_what_is_optimized():
+    sft = {"actor/loss": 1.25, "actor/grad_norm": 2.0, "time/step_s": 0.5, "throughput/tokens_per_s": 900.0}
+    assert progress_line(1, 9, sft, left_s=4) == "step 1/9 | loss 1.2500 | 0.50 s | 900 tokens/s | 4 s left"
+    dpo = sft | {"preference/accuracy": 0.625, "preference/margin": 0.031, "kl/ref": 0.5}
+    assert progress_line(1, 9, dpo).startswith("step 1/9 | loss 1.2500 | accuracy 62.5% | margin 0.031 | KL 0.5")
+    # The loss of a policy says nothing of what it has learned.
+    assert "loss" not in progress_line(1, 9, STEP | {"actor/loss": 0.1})
+
+
+def test_the_progress_line_has_at_most_100_characters():
+    long = STEP | {"cost/mean": 1234.567, "response/length_mean": 31234.5, "time/step_s": 1234.5}
+    line = progress_line(123456, 999999, long | {"throughput/tokens_per_s": 1e9}, left_s=1e7)
+    assert len(line) <= 100 and "tokens/s" not in line and line.endswith("115.7 days left")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"validation/score": 0.461, "validation/accuracy": 0.461}, "held-out accuracy 46.1%"),
+        ({"validation/score": -3.2}, "held-out score -3.200"),
+        ({"validation/score": 12.0}, "held-out score 12.000"),
+        ({"validation/accuracy": 0.5}, "held-out accuracy 50.0%"),
+    ],
+)
+def test_only_an_accuracy_is_shown_in_percent(metrics: dict, words: str):
+    assert held_out_text(metrics) == words
+
+
+def test_a_json_log_has_an_object_for_each_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HYBRIDFLOW_LOG", "json")
+    with MetricsLog(tmp_path, num_steps=120) as log:
+        log.write(7, STEP | {"kl/ref": math.nan})
+    (line,) = capsys.readouterr().out.splitlines()
+    told = json.loads(line)
+    assert (told["event"], told["step"]) == ("step", 7) and told["message"].startswith("step   7/120 | reward 0.531")
+    assert told["metrics"] == STEP | {"kl/ref": None}
+
+
+def test_texts_are_in_tensorboard(tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsLog(tmp_path, num_steps=9) as log:
+        log.write_texts(3, {"samples": "**prompt** 1+1"})
+    (event,) = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tensors("samples")
+    assert event.step == 3 and event.tensor_proto.string_val == [b"**prompt** 1+1"]
 
 
 def test_a_step_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with MetricsLog(tmp_path, num_steps=120) as log:
         log.write(7, STEP)
-    assert capsys.readouterr().out == progress_line(7, 120, STEP) + "\n"
+    assert capsys.readouterr().out == progress_line(7, 120, STEP, left_s=113 * 3.214) + "\n"
 
 
 @given(st.dictionaries(st.text(), st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False))))

@@ -67,7 +67,7 @@ def test_a_running_job(run_dir: Path):
     status = read_status(run_dir, BEGAN_S + 40)
     assert asdict(status) == {
         **{"run": str(run_dir), "state": "running", "activity": "actor.sample", "activity_age_s": 8, "sign_age_s": 2},
-        **{"step": 3, "steps": 10, "reward": 0.3, "accuracy": 0.25},
+        **{"step": 3, "steps": 10, "reward": 0.3, "score": 0.25, "is_accuracy": True},
         # Means of 2, 4, 6 s; of 1, 2, 3 s; of 100, 200, 300. Seven steps are left.
         **{"step_s": 4, "phases_s": {"rollout": 2}, "tokens_per_s": 200, "left_s": 28, "job_left_s": 60},
         **{"starts": 2, "restarts": 1, "slurm_restarts": 1, "start_age_s": 40, "end_age_s": None, "start_step": 1},
@@ -129,9 +129,9 @@ def test_one_that_has_ended(run_dir: Path, outcome: str, detail: str, told: str)
 
 def test_one_that_is_done_shows_the_last_accuracy(run_dir: Path):
     write_summary(run_dir, {"steps": 10, "accuracy_after_rl": 0.75})
-    assert read_status(run_dir, BEGAN_S + 40).accuracy == 0.25  # of an earlier start, which was asked for less
+    assert read_status(run_dir, BEGAN_S + 40).score == 0.25  # of an earlier start, which was asked for less
     add_end(run_dir, 2, "finished")
-    assert read_status(run_dir).accuracy == 0.75
+    assert read_status(run_dir).score == 0.75
 
 
 def test_a_run_from_before_starts_were_noted(run_dir: Path):
@@ -173,12 +173,15 @@ def test_the_command(run_dir: Path, capsys: pytest.CaptureFixture[str]):
     add_end(other, 2, "failed", "a" * 100)
     assert cli.main(["status", str(run_dir)]) == 0
     assert capsys.readouterr().out.startswith(f"{run_dir}: no sign of life for ")
-    assert cli.main(["status", str(run_dir), str(other), str(run_dir.parent)]) == 2
+    assert cli.main(["status", str(run_dir), str(other), str(run_dir.parent.parent)]) == 2
     printed = capsys.readouterr()
     head, first, second = printed.out.splitlines()
     assert head.split()[:3] == ["run", "state", "step"] and "holds no run" in printed.err
     assert [line.split()[:2] for line in (first, second)] == [[str(run_dir), "silent"], [str(other), "failed"]]
     assert second.endswith("a…") and "0 of 10" in second and len(second) < len(str(other)) + 140
+    # As of a Python program, whose runs are in a directory of theirs.
+    assert cli.main(["status", str(run_dir.parent)]) == 0
+    assert capsys.readouterr().out == printed.out
     assert cli.main(["status", str(run_dir), str(other), "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["run"], row["state"], row["step"]) for row in rows] == [

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from hybridflow.checkpoint.store import complete_step
-from hybridflow.errors import CheckpointError
+from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.recipe.load import load_recipe
 from hybridflow.sections import to_dict
@@ -19,7 +19,7 @@ def test_a_new_run_is_refused_at_once_where_an_earlier_one_has_a_checkpoint(tmp_
     (tmp_path / "checkpoints/step_000003.tmp").mkdir(parents=True)
     check_new(tmp_path)
     complete_step(tmp_path, 3, {}, {}, keep_last=1)
-    with pytest.raises(CheckpointError, match="checkpoint of step 3; add --resume"):
+    with pytest.raises(ConfigError, match="checkpoint of step 3; add --resume"):
         check_new(tmp_path)
 
 
@@ -32,9 +32,9 @@ def test_a_new_run_is_refused_within_another_and_around_one(tmp_path):
     (run / "starts.jsonl").touch()
     for folder in (run, other):
         check_new(folder)
-    with pytest.raises(CheckpointError, match=f"{run} is another run's directory"):
+    with pytest.raises(ConfigError, match=f"{run} is another run's directory"):
         check_new(run / "grpo")
-    with pytest.raises(CheckpointError, match=f"{run} is another run's directory"):
+    with pytest.raises(ConfigError, match=f"{run} is another run's directory"):
         check_new(tmp_path)
 
 

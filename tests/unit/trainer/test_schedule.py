@@ -52,7 +52,7 @@ def test_the_first_of_equal_validations_is_the_best():
     validations = Validations()
     for step, accuracy in ((0, 0.25), (2, 0.5), (4, 0.5), (6, 0.25), (6, 1.0)):
         validations.take(step, accuracy)
-    assert (validations.best_step, validations.best_accuracy, validations.num_since_best) == (2, 0.5, 2)
+    assert (validations.best_step, validations.best_score, validations.num_since_best) == (2, 0.5, 2)
     validations.take(8, 0.75)
     assert (validations.best_step, validations.num_since_best) == (8, 0)
 
@@ -81,7 +81,7 @@ def test_samples_of_a_problem_may_be_judged_on_two_ranks():
 
     # 2, 0 and 4 of 4 are right; a pair of the first misses both with probability (2 of 4, 2) = 1/6.
     assert found == {
-        "validation/accuracy": pytest.approx((0.5 + 1.5 - 1.0) / 3),
+        "validation/score": pytest.approx((0.5 + 1.5 - 1.0) / 3),
         "validation/pass_at_1": pytest.approx((0.5 + 0.0 + 1.0) / 3),
         "validation/pass_at_k": pytest.approx((5 / 6 + 0.0 + 1.0) / 3),
     }

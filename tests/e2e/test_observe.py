@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from hybridflow import cli
 from hybridflow.observe.metrics import read_metrics
 from hybridflow.observe.starts import read_starts
 from hybridflow.observe.status import RunStatus, read_status
+from hybridflow.trainer import trainer
 from tests.e2e.commands import fork_ranks, kill_in_step, run_well, write_recipe
 
 RUN = ["train", "tiny.yaml", "trainer.steps=4", "trainer.save_every=2"]
@@ -28,8 +32,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunStatus, Run
     assert killed.codes == (-9, -9), killed.err
     written_s = json.loads((run_dir / "status.json").read_text())["time_s"]
     at_once, later = (read_status(run_dir, written_s + age_s) for age_s in (1, 61))
-    run_well([*RUN, "--resume"], folder)
-    return run_dir, at_once, later, killed.err
+    done = run_well([*RUN, "--resume"], folder)
+    return run_dir, at_once, later, killed.err, killed.out, done.out
 
 
 def trace_events(path: Path) -> list[dict[str, Any]]:
@@ -39,7 +43,7 @@ def trace_events(path: Path) -> list[dict[str, Any]]:
 
 
 def test_status_of_a_killed_run_and_of_one_that_is_done(seen: Any):
-    run_dir, at_once, later, _ = seen
+    run_dir, at_once, later, *_ = seen
     assert (at_once.state, at_once.step, at_once.steps, at_once.restarts) == ("running", 2, 4, 0)
     assert (later.state, later.sign_age_s) == ("silent", 61)
     assert later.step_s is not None and later.left_s == pytest.approx(2 * later.step_s)
@@ -49,7 +53,65 @@ def test_status_of_a_killed_run_and_of_one_that_is_done(seen: Any):
     # Whether step 2's checkpoint was complete is a matter of luck: it is written in the background.
     assert done.last_end == "killed" and done.start_step in (0, 2) and done.saved_step == 4
     assert done.reward == read_metrics(run_dir)[-1]["reward/mean"]
-    assert done.accuracy == json.loads((run_dir / "summary.json").read_text())["accuracy_after_rl"]
+    assert done.score == json.loads((run_dir / "summary.json").read_text())["score_after_rl"]
+
+
+def test_the_console_says_what_is_trained_and_what_it_leaves(seen: Any):
+    *_, first, second = seen
+    lines = first.splitlines()
+    assert "  data     data/train.jsonl, 200 rows; 8 held out" in lines
+    assert "  layouts  actor.update tp2, actor.rollout dp2, reference tp2" in lines
+    assert "  steps    4 of 8 samples (4 prompts × 2), a checkpoint every 2 steps" in lines
+    (model,) = (line for line in lines if line.startswith("  model"))
+    assert model.startswith("  model    new, ") and model.endswith(" k parameters, fp32")
+    assert any(line.startswith("step 1/4 | reward ") for line in lines)
+    ends = second.splitlines()
+    (done,) = (index for index, line in enumerate(ends) if line.startswith("done: 4 steps in "))
+    assert "; held-out score " in ends[done] and " → " in ends[done]
+    assert ends[done + 1 : done + 3] == [
+        "  checkpoint  run/checkpoints/step_000004",
+        "  export      hybridflow convert run/checkpoints/step_000004/actor out/run --to hf",
+    ]
+    assert all(len(line) <= 100 for line in lines if line.startswith("step "))
+
+
+def test_each_validation_shows_samples(seen: Any):
+    run_dir, *_, first, second = seen
+    rows = [json.loads(line) for line in (run_dir.parent / "data/held_out.jsonl").read_text().splitlines()[:3]]
+    for out, step in ((first, 0), (second, 4)):
+        lines = out.splitlines()
+        (at,) = (index for index, line in enumerate(lines) if re.fullmatch(rf"held-out .* after step {step}", line))
+        shown = lines[at + 1 : at + 7]
+        assert shown[::2] == [f"  prompt    {row['prompt']}" for row in rows]
+        assert all(re.fullmatch(r"  response  .*  \(score [0-2]\)", line) for line in shown[1::2]), shown
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    (text,) = (event.tensor_proto.string_val[0].decode() for event in events.Tensors("samples") if event.step == 4)
+    assert f"**prompt**\n```\n{rows[0]['prompt']}\n```" in text
+
+
+def test_some_samples_are_archived_by_default(seen: Any, capsys: pytest.CaptureFixture[str]):
+    run_dir = seen[0]
+    assert cli.main(["rollouts", str(run_dir), "--steps", "1-4", "--number", "99", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    # Two prompts of each step of four, and two samples of each.
+    expected = [(step, 4 * (step - 1) + prompt, index) for step in range(1, 5) for prompt in (0, 1) for index in (0, 1)]
+    assert [(row["step"], row["prompt_index"], row["index"]) for row in rows] == expected
+    assert all(row["score"] in (0, 1, 2) for row in rows if row["step"] > read_status(run_dir).start_step)
+
+
+def test_without_an_interval_a_checkpoint_is_made_when_the_last_one_is_old(tmp_path: Path):
+    def hook(rank: int) -> None:
+        trainer.SAVE_AFTER_S = 0.0 if rank == 0 else 1e9
+
+    write_recipe(tmp_path)
+    run = ["train", "tiny.yaml", "trainer.steps=3", "trainer.keep_last=9"]
+    assert fork_ranks(run, tmp_path, hook=hook).codes == (0, 0)
+    saved = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step_*"))
+    assert saved == ["step_000000", "step_000001", "step_000002", "step_000003"]
+    run = ["train", "tiny.yaml", "trainer.steps=3", "trainer.keep_last=9", "run_dir=other"]
+    run_well(run, tmp_path)
+    saved = sorted(path.name for path in (tmp_path / "other/checkpoints").glob("step_*"))
+    assert saved == ["step_000000", "step_000003"]
 
 
 def test_metrics_count_restarts(seen: Any):
@@ -76,7 +138,8 @@ def test_metrics_tell_how_long_responses_took_and_what_was_computed(seen: Any):
         assert row["throughput/update_tokens_per_s"] * row["time/update_s"] == pytest.approx(row["batch/num_tokens"])
         assert all(0 < row[f"mfu/{phase}"] < 1 for phase in ("step", "rollout", "log_probs", "update"))
         # Every phase runs on both ranks: what they computed is what the step computed.
-        computed = sum(row[f"mfu/{phase}"] * row[f"time/{phase}_s"] for phase in ("rollout", "log_probs", "update"))
+        phases = ("rollout", "log_probs", "update", *(["validation"] if row["step"] == 4 else []))
+        computed = sum(row[f"mfu/{phase}"] * row[f"time/{phase}_s"] for phase in phases)
         assert row["mfu/step"] * row["time/step_s"] == pytest.approx(computed)
         memory = {row[f"memory/{phase}_bytes"] for phase in ("rollout", "reward", "log_probs", "update", "reshard")}
         assert min(memory) > 50 << 20 and max(memory) < 8 << 30
@@ -111,7 +174,7 @@ def test_the_timeline_has_both_starts_and_the_times_of_the_metrics(seen: Any):
 
 
 def test_the_chosen_step_of_the_chosen_rank_is_traced(seen: Any):
-    run_dir, _, _, err = seen
+    run_dir, err = seen[0], seen[3]
     traces = sorted(path.name for path in (run_dir / "trace").iterdir())
     assert traces == ["step-000002-rank-00001.json.gz", "timeline.json"]
     events = trace_events(run_dir / "trace" / traces[0])

@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from hybridflow.errors import DataError, WriteError
 from hybridflow.observe.report import draw_learning_curve, write_summary
@@ -95,9 +98,9 @@ def test_the_curve_is_a_picture(tmp_path: Path, table: list[dict]):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["learning_curve.png", "metrics.jsonl"]
 
 
-def test_the_curve_shows_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from matplotlib.figure import Figure
-
+@pytest.fixture
+def figure_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[dict]], Figure]:
+    """Draw a table of metrics, and return the figure."""
     figures: list[Figure] = []
     real_savefig = Figure.savefig
     monkeypatch.setattr(
@@ -105,22 +108,66 @@ def test_the_curve_shows_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     run_dir = tmp_path / "my-run"
     run_dir.mkdir()
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(10)))
-    draw_learning_curve(run_dir)
-    assert "my-run" in figures[0].get_suptitle()
-    reward, kl, length, time = figures[0].axes
+
+    def draw(table: list[dict], **summary: object) -> Figure:
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
+        write_summary(run_dir, summary)
+        draw_learning_curve(run_dir)
+        return figures[-1]
+
+    return draw
+
+
+def curves_of(axes: Axes) -> dict[str, list]:
+    return {str(line.get_label()): line.get_xydata().tolist() for line in axes.lines}
+
+
+def test_the_curve_shows_the_metrics_from_step_0_to_the_last(figure_of):
+    figure = figure_of(rows(10)[1:], accuracy_before_rl=0.25)
+    assert "my-run" in figure.get_suptitle()
+    reward, kl, length, time = figure.axes
     assert [axes.get_ylabel() for axes in (kl, length, time)] == [
         "KL (nats per token)",
         "length (tokens)",
         "time (s)",
     ]
     assert length.get_xlabel() == time.get_xlabel() == "step"
-    means, accuracy = (line.get_xydata().tolist() for line in reward.lines)
-    assert means == [[step, step / 10] for step in range(1, 11)]
-    assert accuracy == [[0, 0.4], [10, 0.5]]
+    assert curves_of(reward) == {
+        "mean reward": [[step, step / 10] for step in range(1, 11)],
+        "held-out accuracy": [[0, 0.25], [10, 0.5]],
+    }
+    low, high = reward.get_xlim()
+    assert low <= 0 and high >= 10
     # The longest first; the three shortest as one.
     stacked = [text.get_text() for text in time.get_legend().get_texts()]
     assert stacked == ["phase7", "phase6", "phase5", "phase4", "phase3", "other phases", "whole step"]
+
+
+def test_a_flat_line_is_not_made_a_mountain(figure_of):
+    table = [{"step": step, "response/length_mean": 100 + 0.01 * (step % 2), "reward/mean": 0.5} for step in (1, 2, 3)]
+    _, length, *_ = figure_of(table).axes
+    low, high = length.get_ylim()
+    assert high - low >= 10 and low < 100 < high
+
+
+@pytest.mark.parametrize(
+    ("metrics", "titles"),
+    [
+        ({"actor/loss": 2.0, "actor/grad_norm": 1.0}, ["Loss", "Gradient norm"]),
+        (
+            {"actor/loss": 0.69, "preference/accuracy": 0.5, "preference/margin": 0.1, "kl/ref": 0.0},
+            ["Loss", "Accuracy", "Margin between the responses of a pair"],
+        ),
+        ({"actor/loss": 2.0, "validation/score": -3.2}, ["Loss", "Score"]),
+        ({"actor/loss": 0.1, "reward/mean": 0.5, "actor/grad_norm": 1.0}, ["Reward", "Gradient norm"]),
+    ],
+)
+def test_the_curve_shows_what_the_algorithm_optimizes_first(figure_of, metrics: dict, titles: list[str]):
+    if "preference/accuracy" in metrics:
+        metrics = {**metrics, "validation/accuracy": 0.5}
+    figure = figure_of([{"step": step, "time/step_s": 1.0, **metrics} for step in (1, 2)])
+    shown = [axes.get_title(loc="left") for axes in figure.axes if axes.get_visible()]
+    assert shown == [*titles, "Time per step"]
 
 
 def test_nothing_to_draw_is_an_error(tmp_path: Path):

@@ -187,7 +187,9 @@ def train_here(recipe: Recipe, arguments: argparse.Namespace) -> int:
     plan_job(recipe)
     ranks, threads = recipe.cluster.ranks, recipe.cluster.threads_per_rank
     say_event("start", first_line(recipe))
-    return run_local(_train_words(arguments), num_ranks=ranks, threads_per_rank=threads)
+    return run_local(
+        _train_words(arguments), num_ranks=ranks, threads_per_rank=threads, ahead="hybridflow.trainer.trainer"
+    )
 
 
 def _local(arguments: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import hybridflow
 from hybridflow.launch.local import run_local
 from hybridflow.parallel.process import find_process, is_running
 from tests.support.waiting import wait_until
@@ -294,3 +295,33 @@ def test_unsuitable_python_is_refused(clone):
     status, calls, errors = clone("launch/quickstart.sh", TOO_OLD="1")
     assert (status, calls) == (2, [])
     assert "is not Python 3.10 to 3.13; install one and set PYTHON" in errors
+
+
+FORKING = """
+import sys
+from hybridflow.launch import local
+local._import = lambda *_: True
+sys.exit(local.run_local(sys.argv[1:], num_ranks=2, ahead="json"))
+"""
+
+
+@pytest.mark.parametrize(("argv", "status"), [(["--version"], 0), (["train", "absent.yaml"], 2)])
+def test_forked_ranks_run_hybridflow_and_their_status_is_that_of_all(argv, status):
+    done = subprocess.run([sys.executable, "-c", FORKING, *argv], capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert done.stdout.splitlines() == [f"hybridflow {hybridflow.__version__}"] * (2 if status == 0 else 0)
+    assert ("recipe absent.yaml: no such file" in done.stderr) == (status == 2)
+
+
+@pytest.mark.slow
+def test_ranks_are_forked_from_a_process_that_has_imported_torch(tmp_path):
+    program = (
+        "import sys, hybridflow.launch.local as local\n"
+        "import os; assert not local.has_accelerator()\n"
+        "assert local._import('hybridflow.trainer.trainer', 1)\n"
+        "assert 'torch._inductor.lowering' not in sys.modules and 'wandb' not in sys.modules\n"
+        "import torch; assert torch.compile.__module__ == 'torch'\n"
+        "from megatron.core.jit import jit_fuser; assert jit_fuser(len) is len\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,44 @@
+"""Importing torch and megatron-core soon: most of a short job's start. Light until it is used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
+"""Files in ``/dev`` of NVIDIA's GPUs, of AMD's, and of either under Windows."""
+
+
+def has_accelerator() -> bool:
+    """Return whether this machine has a GPU, without a library that would begin to use it."""
+    return any(any(Path("/dev").glob(name)) for name in _DEVICES)
+
+
+def import_megatron() -> None:
+    """Import megatron-core without what no job here uses: wandb, and torch's compiler where there is no GPU.
+
+    megatron-core has torch compile some functions when they are first called. On a CPU their plain form is called
+    instead, since importing the compiler would take a third of the start.
+    """
+    import torch
+
+    compiler: Any = torch.compile
+    has_wandb = "wandb" in sys.modules
+    if not has_wandb:
+        # For ``import wandb`` it is then not installed.
+        sys.modules["wandb"] = None  # type: ignore[assignment]
+    if not has_accelerator():
+        torch.compile = _as_it_is  # type: ignore[assignment]
+    try:
+        importlib.import_module("megatron.core")
+    finally:
+        torch.compile = compiler
+        if not has_wandb:
+            del sys.modules["wandb"]
+
+
+def _as_it_is(function: Any = None, **_: Any) -> Any:
+    """Stand for ``torch.compile``, with and without arguments."""
+    return _as_it_is if function is None else function

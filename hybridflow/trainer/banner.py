@@ -69,6 +69,7 @@ def farewell(recipe: Recipe, summary: Mapping[str, Any], *, saved_step: int | No
         if f"{name}_after_rl" in summary:
             before, after = summary.get(f"{name}_before_rl"), text.format(summary[f"{name}_after_rl"])
             parts.append(f"held-out {name} {after if before is None else f'{text.format(before)} → {after}'}")
+            break
     lines = ["; ".join(parts)]
     if saved_step is not None:
         checkpoint = run_dir / "checkpoints" / f"step_{saved_step:06d}"

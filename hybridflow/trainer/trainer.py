@@ -205,7 +205,7 @@ class Trainer(Role):
         if not self.begin():
             return False
         summary = self._record.summary
-        if not summary.keys() & {"accuracy_before_rl", "score_before_rl"} and self._stopping.reason is None:
+        if "score_before_rl" not in summary and self._stopping.reason is None:
             self._validate("before_rl")
         self._execute(self._plan.fill)
         self._record.begin_step(self.progress.step, self._stopping.job_end_s)
@@ -438,7 +438,8 @@ class Trainer(Role):
             metrics = merge_metrics(own for own, _ in shares)
             self._record.draw(self.progress.step, metrics)
             self._take_validation(metrics, [shown for _, shown in shares])
-        self._record.summary[f"{'accuracy' if found.is_accuracy else 'score'}_{when}"] = found.score
+        names = ("score", "accuracy") if found.is_accuracy else ("score",)
+        self._record.summary |= {f"{name}_{when}": found.score for name in names}
 
     def _take_validation(self, metrics: Mapping[str, float], shown: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         """Note the result of a validation, if there was one, and show it to a person; the same on all ranks.

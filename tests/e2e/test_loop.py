@@ -38,8 +38,8 @@ def test_training_ends_when_validations_do_not_become_better_and_the_best_stays(
     assert done.codes == (0, 0) and done.err == "", done.err
     assert "the training ends after step 3: 2 validations in a row were not better than that of step 1" in done.out
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert (summary["steps"], summary["best_step"], summary["best_accuracy"]) == (3, 1, 0.5)
-    assert (summary["accuracy_before_rl"], summary["accuracy_after_rl"]) == (0.125, 0.5)
+    assert (summary["steps"], summary["best_step"], summary["best_score"]) == (3, 1, 0.5)
+    assert (summary["score_before_rl"], summary["score_after_rl"]) == (0.125, 0.5)
     assert "trainer.patience=2" in summary["ended"]
     assert (latest_step(run_dir), best_step(run_dir)) == (3, 1) and steps_of(run_dir) == ["step_000001", "step_000003"]
     status = read_status(run_dir)
@@ -52,10 +52,10 @@ def test_training_ends_when_validations_do_not_become_better_and_the_best_stays(
     # A process of its own counts from the first accuracy: 0.125 after step 4, 0.5 after step 5, both no better.
     run_well([*run[:2], "trainer.steps=5", *run[3:], "--resume"], tmp_path)
     rows = lasting_metrics(run_dir)
-    assert [row["validation/accuracy"] for row in rows] == [0.5, 0.25, 0.5, 0.125, 0.5]
+    assert [row["validation/score"] for row in rows] == [0.5, 0.25, 0.5, 0.125, 0.5]
     assert (latest_step(run_dir), best_step(run_dir)) == (5, 1) and steps_of(run_dir) == ["step_000001", "step_000005"]
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert (summary["best_step"], summary["accuracy_after_rl"]) == (1, 0.5) and "ended" not in summary
+    assert (summary["best_step"], summary["score_after_rl"]) == (1, 0.5) and "ended" not in summary
 
 
 def test_the_critic_learns_alone_at_first_and_rates_follow_the_step(tmp_path):

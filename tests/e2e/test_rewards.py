@@ -51,7 +51,7 @@ def metrics(done, folder, codes):
     found = read_metrics(folder / "run")
     assert len(found) == 2
     keys = ("reward/mean", "reward/failed", "batch/dropped", "response/length_mean", "actor/loss", "actor/grad_norm")
-    return [{key: step[key] for key in (*keys, "validation/accuracy") if key in step} for step in found]
+    return [{key: step[key] for key in (*keys, "validation/score") if key in step} for step in found]
 
 
 @pytest.mark.slow

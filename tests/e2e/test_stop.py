@@ -142,12 +142,12 @@ def test_without_steps_there_is_the_warm_start_a_checkpoint_and_a_judgement(tmp_
     run_well([*RUN, "trainer.steps=0"], tmp_path)
     assert latest_step(tmp_path / "run") == 0
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["steps"] == 0 and "accuracy_before_rl" in summary and "accuracy_after_rl" not in summary
+    assert summary["steps"] == 0 and "score_before_rl" in summary and "score_after_rl" not in summary
     actor = tmp_path / "run/checkpoints/step_000000/actor"
     sizes = ["model={path: " + str(actor) + "}", "warm_start=null", "tokenizer.path=run/tokenizer.model"]
     run_well([*RUN, *sizes, "trainer.steps=0", "run_dir=judged"], tmp_path)
     again = json.loads((tmp_path / "judged/summary.json").read_text())
-    assert again["accuracy_before_rl"] == summary["accuracy_before_rl"]
+    assert again["score_before_rl"] == summary["score_before_rl"]
 
 
 FALLBACK = """

@@ -85,8 +85,8 @@ def check_alike(
         for metric, value in row.items():
             if not metric.startswith((*OF_THE_MACHINE, "run/")):
                 assert abs(other[metric] - value) <= 2e-5 * abs(value) + 2e-6, (step, metric, other[metric], value)
-    for accuracy in ("accuracy_before_rl", "accuracy_after_rl"):
-        assert abs(found[1][accuracy] - expected[1][accuracy]) <= 1e-5, accuracy
+    for score in ("score_before_rl", "score_after_rl"):
+        assert abs(found[1][score] - expected[1][score]) <= 1e-5, score
 
 
 DISTILL = {

@@ -196,5 +196,5 @@ def test_every_placement_logs_the_same_numbers(algorithm, names, model, tmp_path
             if "rollout" in placement and step == 2:
                 assert other["reshard/bytes"] == other["reshard/limit_bytes"] > 0, (name, step)
                 assert other["reshard/extra_bytes"] > 0 and other["reshard/time_s"] > 0, (name, step)
-        for accuracy in ("accuracy_before_rl", "accuracy_after_rl"):
-            assert abs(other_summary[accuracy] - summary[accuracy]) <= 1e-6, (name, accuracy)
+        for score in ("score_before_rl", "score_after_rl"):
+            assert abs(other_summary[score] - summary[score]) <= 1e-6, (name, score)

@@ -203,7 +203,7 @@ def test_ppo_with_critic_and_reward_of_their_own(folder):
     assert close(found["actor"], their_log_probs(folder / "causal"))
     rows = lines(folder)
     assert len(rows) == 2 and rows[1]["critic/grad_norm"] > 0 and abs(rows[0]["reward/mean"]) > 1e-3
-    assert ranks[0][1]["accuracy_before_rl"] == summary["accuracy_before_rl"] != 0
+    assert ranks[0][1]["score_before_rl"] == summary["score_before_rl"] != 0
 
 
 def test_an_actor_with_more_rows_than_its_reader_samples_none_of_them(folder):
@@ -243,7 +243,7 @@ def test_where_the_reward_model_is_changes_nothing(folder):
         for row, another in zip(rows, others, strict=True):
             for metric in ("reward/mean", "kl/ref", "critic/loss", "actor/grad_norm"):
                 assert another[metric] == pytest.approx(row[metric], rel=1e-4, abs=1e-6), (name, metric)
-        assert other["accuracy_after_rl"] == pytest.approx(summary["accuracy_after_rl"], rel=1e-4), name
+        assert other["score_after_rl"] == pytest.approx(summary["score_after_rl"], rel=1e-4), name
 
 
 def test_models_without_their_tokenizer_are_refused(folder):

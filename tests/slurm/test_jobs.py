@@ -111,8 +111,8 @@ def test_pipeline_goes_from_a_model_to_a_trained_one(cluster, tmp_path, site):
         json.loads((tmp_path / "out" / name / "summary.json").read_text()) for name in ("sft", "rl", "evaluation")
     )
     assert (sft["steps"], rl["steps"], judged["steps"]) == (0, 2, 0)
-    assert rl["accuracy_before_rl"] == sft["accuracy_before_rl"]
-    assert judged["accuracy_before_rl"] == rl["accuracy_after_rl"]
+    assert rl["score_before_rl"] == sft["score_before_rl"]
+    assert judged["score_before_rl"] == rl["score_after_rl"]
 
 
 def test_pipeline_ends_where_a_job_fails(cluster, tmp_path):

@@ -26,6 +26,7 @@ LOG_VARIABLE = "HYBRIDFLOW_LOG"
 
 _STYLE_OF = {"start": "heading", "end": "heading"}
 _ERASE = "\r\x1b[2K"
+_USUAL_COLUMNS = 80
 
 _MOST_EARLY_NOTES = 200
 
@@ -100,8 +101,9 @@ def say_event(event: str, text: str, **facts: Any) -> None:
 def show_live(text: str) -> None:
     """Show what goes on now in the last line of a terminal, in the place of what was shown there; empty: nothing."""
     global _has_live_line
-    width = os.get_terminal_size(_console_fds[0]).columns
     with contextlib.suppress(OSError), _console_lock:
+        # Some terminals do not know theirs.
+        width = os.get_terminal_size(_console_fds[0]).columns or _USUAL_COLUMNS
         _write_raw(_console_fds[0], _ERASE + styled(printable(text)[: width - 1], "quiet", _console_fds[0]))
         _has_live_line = bool(text)
 

@@ -28,7 +28,8 @@ _EXAMPLES = """examples:
   hybridflow rollouts runs/grpo --export best.jsonl --as sft --min-score 1
   hybridflow rollouts runs/grpo --export pairs.jsonl --as dpo --steps 50-60
 
-The run needs rollout.archive=true. A sample enters the archive when the next checkpoint is complete. --export writes
+A run archives samples of two prompts of at most 100 steps, and with rollout.archive=true all samples. A sample enters
+the archive when the next checkpoint is complete. --export writes
 the samples of all steps, unless --steps names some.
 
 exit status: 0 shown (also if nothing matches) or written; 2 the run has no archive or no tokenizer, or there is nothing
@@ -96,7 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.run_dir / "rollouts"
     if not list_segments(folder):
         raise ConfigError(
-            f"{folder}: holds no archive; run with rollout.archive=true, which archives when a checkpoint is complete"
+            f"{folder}: holds no archive; samples enter it when a checkpoint is complete, unless rollout.archive=false, "
+            "the run learns from given responses, or it has an environment"
         )
     tokenizer = open_tokenizer(_tokenizer(arguments.run_dir) if arguments.tokenizer is None else arguments.tokenizer)
     if arguments.export is not None:

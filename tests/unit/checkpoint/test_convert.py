@@ -263,11 +263,15 @@ def test_source_that_changes_meanwhile_is_an_error(source, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("where", ["none/out", "file/out"])
-def test_target_where_nothing_can_be_written(source, tmp_path, where):
+def test_target_where_nothing_can_be_written(source, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(WriteError, match="cannot be written"):
-        run_plain(source, tmp_path / where)
+        run_plain(source, tmp_path / "file/out")
+
+
+def test_directories_above_the_target_are_made(source, tmp_path):
+    run_plain(source, tmp_path / "none/inner/out")
+    assert (tmp_path / "none/inner/out").exists()
 
 
 @pytest.fixture

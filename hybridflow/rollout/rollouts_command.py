@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.run_dir / "rollouts"
     if not list_segments(folder):
         raise ConfigError(
-            f"{folder}: holds no archive; samples enter it when a checkpoint is complete, unless rollout.archive=false, "
+            f"{folder}: holds no archive; samples enter it with each checkpoint, unless rollout.archive=false, "
             "the run learns from given responses, or it has an environment"
         )
     tokenizer = open_tokenizer(_tokenizer(arguments.run_dir) if arguments.tokenizer is None else arguments.tokenizer)

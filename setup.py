@@ -75,7 +75,7 @@ setup(
         "prometheus": ["prometheus_client"],
         "wandb": ["wandb"],
         "math": ["math-verify"],
-        "docs": ["pdoc"],
+        "docs": ["mkdocs-material", "mkdocstrings[python]"],
         "dev": [
             *(
                 "confluent-kafka",
@@ -84,12 +84,13 @@ setup(
                 "hypothesis",
                 "jinja2",
                 "math-verify",
+                "mkdocs-material",
+                "mkdocstrings[python]",
                 "flask",
                 "flask-cors",
                 "moto[s3]",
                 "mpich",
                 "mypy",
-                "pdoc",
                 "peft",
             ),
             *("prometheus_client", "pyarrow", "pytest", "pytest-xdist", "ruff", "s3fs", "scipy", "starlette"),

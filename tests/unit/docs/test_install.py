@@ -26,7 +26,7 @@ def test_three_lines_install_the_torch_of_the_script():
     assert block((ROOT / "docs/slurm.md").read_text(encoding="utf-8")) == [clone, install, activate]
 
 
-@pytest.mark.parametrize("page", ["start", "slurm", "gpu"])
+@pytest.mark.parametrize("page", ["start", "slurm", "gpu", "from-trl", "from-verl"])
 def test_pages_for_beginners_say_how_to_install(page):
     assert "(../README.md#install)" in (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
 

@@ -75,7 +75,7 @@ setup(
         "prometheus": ["prometheus_client"],
         "wandb": ["wandb"],
         "math": ["math-verify"],
-        "docs": ["mkdocs-material", "mkdocstrings[python]"],
+        "docs": ["mkdocs-material", "mkdocstrings[python]", "playwright", "rich"],
         "dev": [
             *(
                 "confluent-kafka",
@@ -93,7 +93,7 @@ setup(
                 "mypy",
                 "peft",
             ),
-            *("prometheus_client", "pyarrow", "pytest", "pytest-xdist", "ruff", "s3fs", "scipy", "starlette"),
+            *("prometheus_client", "pyarrow", "pytest", "pytest-xdist", "rich", "ruff", "s3fs", "scipy", "starlette"),
             *("transformers>=5", "types-PyYAML", "uvicorn", "wandb"),
         ],
     },

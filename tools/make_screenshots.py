@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RUN_DIR = ROOT / "build" / "screenshots"
+FOLDER, RUN_DIR = ROOT / "build" / "screenshots", "runs/quickstart"
 MAX_BYTES = 150_000
 COLUMNS, FIRST_LINES, LAST_LINES = 100, 14, 16
 _PROGRAM = (sys.executable, "-m", "hybridflow")
@@ -71,8 +71,8 @@ def console_picture(title: str, lines: Sequence[str]) -> str:
         return re.sub(r"@font-face\s*\{.*?\}", "", console.export_svg(title=title), flags=re.DOTALL)
 
 
-def page_picture(page: Path, picture: Path, *, dark: bool = False) -> None:
-    """Write what a browser shows of a page without scrolling, as PNG."""
+def page_picture(page: Path, picture: Path, *, part: str = "", dark: bool = False) -> None:
+    """Write what a browser shows of a page, from one of its parts on, as PNG."""
     from playwright.sync_api import sync_playwright
 
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
@@ -80,10 +80,19 @@ def page_picture(page: Path, picture: Path, *, dark: bool = False) -> None:
     with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=chromium, args=arguments)
         tab = browser.new_page(viewport={"width": 1200, "height": 900}, color_scheme="dark" if dark else "light")
-        tab.goto(page.resolve().as_uri())
+        tab.goto(f"{page.resolve().as_uri()}{part}")
         tab.wait_for_timeout(1000)
         tab.screenshot(path=picture)
         browser.close()
+
+
+def save_small(source: Path, picture: Path) -> None:
+    """Write a picture as PNG of few colors, and no wider than pages show it."""
+    from PIL import Image
+
+    with Image.open(source) as image:
+        image.thumbnail((1200, 1200))
+        image.convert("RGB").quantize(128).save(picture, optimize=True)
 
 
 def missing() -> str:
@@ -110,21 +119,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     if found := missing():
         print(f"make_screenshots: {found}", file=sys.stderr)
         return 2
-    shutil.rmtree(RUN_DIR, ignore_errors=True)
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
+    os.chdir(FOLDER)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = ["train", "quickstart", *options.settings]
     status, written = run_in_terminal([*_PROGRAM, *command, f"run_dir={RUN_DIR}"])
-    if status or subprocess.run([*_PROGRAM, "report", str(RUN_DIR)], check=False).returncode:
+    if status or subprocess.run([*_PROGRAM, "report", RUN_DIR], check=False).returncode:
         print("make_screenshots: the run or its report failed, see above", file=sys.stderr)
         return 1
-    options.out.mkdir(parents=True, exist_ok=True)
-    lines = [line.replace(f"{RUN_DIR}", "runs/quickstart") for line in lines_of(written)]
     title = " ".join(["hybridflow", *command])
-    (options.out / "console.svg").write_text(console_picture(title, lines), encoding="utf-8")
-    shutil.copy(RUN_DIR / "learning_curve.png", options.out / "learning_curve.png")
-    for name, dark in (("report.png", False), ("report_dark.png", True)):
-        page_picture(RUN_DIR / "report.html", options.out / name, dark=dark)
-    sizes = {path.name: path.stat().st_size for path in sorted(options.out.iterdir())}
-    print(*(f"{options.out / name}: {size / 1000:.0f} KB" for name, size in sizes.items()), sep="\n")
+    (out / "console.svg").write_text(console_picture(title, lines_of(written)), encoding="utf-8")
+    run = FOLDER / RUN_DIR
+    page_picture(run / "report.html", run / "report.png")
+    page_picture(run / "report.html", run / "report_step.png", part="#step", dark=True)
+    for name in ("learning_curve.png", "report.png", "report_step.png"):
+        save_small(run / name, out / name)
+    sizes = {path.name: path.stat().st_size for path in sorted(out.iterdir())}
+    print(*(f"{out / name}: {size / 1000:.0f} KB" for name, size in sizes.items()), sep="\n")
     return int(max(sizes.values()) > MAX_BYTES)
 
 

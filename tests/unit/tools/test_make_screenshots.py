@@ -5,7 +5,17 @@ import xml.etree.ElementTree as ElementTree
 
 import make_screenshots
 import pytest
-from make_screenshots import COLUMNS, FIRST_LINES, LAST_LINES, console_picture, lines_of, page_picture, run_in_terminal
+from make_screenshots import (
+    COLUMNS,
+    FIRST_LINES,
+    LAST_LINES,
+    console_picture,
+    lines_of,
+    page_picture,
+    run_in_terminal,
+    save_small,
+)
+from PIL import Image
 
 
 def text_of(svg):
@@ -52,8 +62,18 @@ def test_picture_of_a_page(tmp_path):
     if missing := make_screenshots.missing():
         pytest.skip(missing)
     page = tmp_path / "page.html"
-    page.write_text("<style>@media (prefers-color-scheme: dark) {body {background: #000}}</style><h1>Report</h1>")
-    for name, dark in (("light.png", False), ("dark.png", True)):
-        page_picture(page, tmp_path / name, dark=dark)
-    light, black = ((tmp_path / name).read_bytes() for name in ("light.png", "dark.png"))
-    assert light[:8] == black[:8] == b"\x89PNG\r\n\x1a\n" and light != black
+    style = "@media (prefers-color-scheme: dark) {body {background: #000}} div {height: 2000px} #end {background: #00f}"
+    page.write_text(f"<style>{style}</style><div>top</div><div id=end>end</div>")
+    corners = {}
+    for name, part, dark in (("light", "", False), ("dark", "", True), ("end", "#end", False)):
+        page_picture(page, tmp_path / f"{name}.png", part=part, dark=dark)
+        with Image.open(tmp_path / f"{name}.png") as image:
+            corners[name] = image.convert("RGB").getpixel((600, 450))
+    assert corners == {"light": (255, 255, 255), "dark": (0, 0, 0), "end": (0, 0, 255)}
+
+
+def test_pictures_are_made_small(tmp_path):
+    Image.effect_noise((1430, 975), 50).convert("RGBA").save(tmp_path / "large.png")
+    save_small(tmp_path / "large.png", tmp_path / "small.png")
+    with Image.open(tmp_path / "small.png") as image:
+        assert image.size == (1200, 818) and image.mode == "P"

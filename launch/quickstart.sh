@@ -8,4 +8,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 "$root/launch/venv.sh"
 cd "$root"
 export PATH="$root/.venv/bin:$PATH"
-exec hybridflow train quickstart --resume "$@"
+status=0
+hybridflow train quickstart --resume "$@" || status=$?
+printf 'The command hybridflow is in .venv. In a new shell:\n    source %q\n' "$root/.venv/bin/activate"
+exit $status

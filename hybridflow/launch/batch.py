@@ -31,6 +31,7 @@ class BatchJob:
         time: Time limit in Slurm's words.
         site: The cluster.
         body: Shell commands behind the settings, as ``shipped_body`` gives them.
+        inputs: Directories that a container mounts beside the two above, such as those of data and models.
     """
 
     name: str
@@ -44,6 +45,7 @@ class BatchJob:
     time: str
     site: Site
     body: str
+    inputs: tuple[Path, ...] = ()
 
 
 def shipped_body() -> str:
@@ -142,9 +144,11 @@ def _container(job: BatchJob) -> tuple[list[str], list[str]]:
     container = job.site.container
     if container.kind == "none" or container.image is None:
         return [], []
-    own = [job.folder] if job.folder in (job.run_dir, *job.run_dir.parents) else [job.folder, job.run_dir]
-    for path in own:
-        check_mount(f"{path}:{path}", "working directory and run_dir")
+    own: list[Path] = []
+    for path in (job.folder, job.run_dir, *job.inputs):
+        check_mount(f"{path}:{path}", "working directory, run_dir and paths of the recipe")
+        if not any(each == path or each in path.parents for each in own):
+            own.append(path)
     mounts = [*(f"{path}:{path}" for path in own), *container.mounts]
     if container.kind == "apptainer":
         gpu = ["--nv"] if job.site.gpus_per_node else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -74,8 +75,20 @@ def check_job(arguments: argparse.Namespace, site: Site) -> tuple[Recipe, BatchJ
         time=time,
         site=site,
         body=shipped_body(),
+        inputs=inputs_of(recipe),
     )
     return recipe, job, list(dict.fromkeys(warnings))
+
+
+def inputs_of(recipe: Recipe) -> tuple[Path, ...]:
+    """Return directories here that the job may read: of absolute paths in the recipe, and the Hugging Face cache.
+
+    A pattern such as ``/data/*.jsonl`` counts by its directory.
+    """
+    cache = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    named = [absolute(text) for _, text in texts(to_dict(recipe)) if text.startswith("/")]
+    folders = [cache, *(path if path.is_dir() else path.parent for path in named)]
+    return tuple(dict.fromkeys(path for path in folders if path.is_dir() and path != Path("/")))
 
 
 def ranks_per_node(recipe: Recipe, site: Site) -> int:

@@ -23,7 +23,8 @@ class Container:
         kind: ``apptainer`` runs the command by ``apptainer exec``; ``pyxis`` gives ``srun`` the options of NVIDIA's
             plugin, which uses Enroot.
         image: A file, or another image name that the container runtime accepts.
-        mounts: Each ``HOST:CONTAINER`` or ``HOST``; the working directory and the run directory are always mounted.
+        mounts: Each ``HOST:CONTAINER`` or ``HOST``; the working directory, the run directory, the directories of
+            absolute paths in the recipe and the cache of Hugging Face are always mounted.
     """
 
     kind: Literal["none", "apptainer", "pyxis"] = "none"
@@ -157,7 +158,11 @@ def texts(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         elif isinstance(value, dict):
             yield from texts(value, f"{prefix}{key}.")
         elif isinstance(value, list | tuple):
-            yield from ((f"{prefix}{key}[{index}]", item) for index, item in enumerate(value) if isinstance(item, str))
+            for index, item in enumerate(value):
+                if isinstance(item, str):
+                    yield f"{prefix}{key}[{index}]", item
+                else:
+                    yield from texts(item, f"{prefix}{key}[{index}].")
 
 
 def seconds_of(limit: str, what: str) -> int:

@@ -1,4 +1,4 @@
-"""The blocks of docs/api.md and docs/extend.md run as they are written, on one rank and on two."""
+"""The blocks of docs/api.md, extend.md and from-trl.md run as they are written, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.hf_models import write_model, write_tokenizer
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
-PAGES = {"api.md": 18, "extend.md": 1}
+PAGES = {"api.md": 18, "extend.md": 1, "from-trl.md": 2}
 """Page -> how many blocks it has at least."""
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 

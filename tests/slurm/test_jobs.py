@@ -9,6 +9,7 @@ import pytest
 from hybridflow.observe.starts import read_starts
 from tests.e2e.commands import lasting_metrics
 from tests.slurm.jobs import SCRIPTS, output, steps, write_job
+from tests.support.programs import put_program
 
 pytestmark = pytest.mark.slurm
 
@@ -43,6 +44,22 @@ def test_srun_with_mpi_speaks_over_mpi(cluster, folder):
     assert steps(folder) == [1, 2, 3]
     for rank in range(4):
         assert json.loads((folder / f"mpi-{rank}").read_text()) == [rank, 4, ["MpiMessenger"]]
+
+
+def test_ranks_run_in_the_image_that_the_environment_names(cluster, folder):
+    """A stand-in for Apptainer: it notes its words, and runs the command that follows the image."""
+    noted, image = folder / "apptainer.seen", folder / "flow.sif"
+    noting = f'printf "%s\\n" "$@" > {noted}.$SLURM_PROCID; while [ "$1" != {image} ]; do shift; done; shift; exec "$@"'
+    put_program(folder / "bin/apptainer", noting)
+    env = {"CONTAINER": str(image), "PATH": f"{folder / 'bin'}:{cluster.env['PATH']}", "HF_HOME": str(folder / "cache")}
+    env["PYTHONPATH"] = str(SCRIPTS.parent)
+    argv = ["--ntasks-per-node=4", str(SCRIPTS / "train.sbatch"), "tiny.yaml", "trainer.steps=2"]
+    finish(cluster, cluster.sbatch(*argv, cwd=folder, env=env))
+    assert steps(folder) == [1, 2]
+    binds = [f"--bind={path}" for path in sorted({str(folder), str(folder / "cache"), str(SCRIPTS.parent)})]
+    words = ["exec", "--nv", *binds, "--pwd", str(folder), str(image), "hybridflow", "train", "tiny.yaml"]
+    for rank in range(4):
+        assert Path(f"{noted}.{rank}").read_text().splitlines() == [*words, "trainer.steps=2", "--resume"]
 
 
 def test_array_runs_each_line_of_a_file(cluster, tmp_path):

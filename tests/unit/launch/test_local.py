@@ -253,6 +253,7 @@ def clone(tmp_path):
         environ = {**os.environ, "PYTHON": str(python), "LOG": str(log), **environ}
         done = subprocess.run([root / name, *argv], env=environ, capture_output=True, text=True, check=False)
         calls = [line for line in log.read_text().splitlines() if not line.startswith("python -c")]
+        run_script.said = done.stdout
         return done.returncode, [call.replace(f"{root}/", "") for call in calls], done.stderr
 
     run_script.root = root
@@ -268,6 +269,9 @@ def test_quickstart_installs_once_and_passes_arguments_and_status_on(clone):
     editable = f"{PIP} --editable {clone.root}"
     assert calls == ["python -m venv .venv", f"{PIP} torch==2.13.0", editable, train]
     assert status == 7
+    # What it says last is a line for the shell, also of a clone whose path has a space.
+    activate = clone.said.splitlines()[-1]
+    assert activate == f"    source {str(clone.root).replace(' ', chr(92) + ' ')}/.venv/bin/activate"
     assert clone("launch/quickstart.sh")[1] == ["hybridflow train quickstart --resume"]
     with open(clone.root / "setup.py", "a") as setup:
         setup.write("# changed\n")

@@ -345,6 +345,30 @@ def test_printing_checks_all_and_writes_nothing(on_a_login_node, capsys):
     assert sorted(path.name for path in on_a_login_node.iterdir()) == ["bin"]
 
 
+def test_a_container_sees_the_paths_of_the_recipe_and_the_cache_of_hugging_face(on_a_login_node, capsys, monkeypatch):
+    place = on_a_login_node / "else where"
+    for name in ("data", "more", "hub", "work"):
+        (place / name).mkdir(parents=True)
+    monkeypatch.chdir(place / "work")
+    monkeypatch.setenv("HF_HOME", str(place / "hub"))
+    (place / "site.yaml").write_text("container: {kind: pyxis, image: flow.sqsh, mounts: [/own]}")
+    sources = f"[{{path: '{place}/data/*.jsonl'}}, {{path: '{place}/more'}}]"
+    for name in ("data/a", "more/b", "data/held_out"):
+        (place / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    data = [
+        "data.train=null",
+        "data.arithmetic=null",
+        f"data.mixture={sources}",
+        f"data.held_out={place}/data/held_out.jsonl",
+    ]
+    assert cli.main([*QUICK, *data, "--site", str(place / "site.yaml"), "--print"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("srun_options=")]
+    (mounts,) = re.findall(r"--container-mounts=([^']*)'", line)
+    assert mounts.split(",") == [
+        f"{path}:{path}" for path in (*(place / n for n in ("work", "hub", "data", "more")), "/own")
+    ]
+
+
 def test_a_launch_keeps_what_the_job_runs_and_submits_that(on_a_login_node, capsys):
     assert cli.main([*QUICK, "--parsable", "--partition", "debug"]) == 0
     assert capsys.readouterr().out == "4711\n"

@@ -119,6 +119,37 @@ def test_what_fails_early_each_time_is_not_requeued_for_ever(call, tmp_path, scr
     assert ends == {1: (1, 0), 75: (75, 2), 127: (127, 0), 137: (137, 2)}
 
 
+@pytest.mark.parametrize("script", ["convert.sbatch", "hetjob.sbatch", "sweep.sbatch", "train.sbatch"])
+@pytest.mark.parametrize("image", ["my image.sif", "nvcr.io#a/b:1"])
+def test_container_of_the_environment_sees_what_the_job_needs(call, tmp_path, script, image):
+    (tmp_path / "lr.txt").write_text("a=1\na=2\n")
+    argv = ["/recipes/a b/tiny.yaml", *(["lr.txt"] if script == "sweep.sbatch" else [])]
+    argv += ["run_dir=/scratch/me/run", "x=/top", "data.train=in/a"]
+    environ = {"CONTAINER": image, "CONTAINER_MOUNTS": "/data,/more", "PYTHONPATH": "/code:relative"}
+    environ |= {"HOME": str(tmp_path / "home"), "SLURM_JOB_ID": "7", "SLURM_NTASKS_PER_NODE": "1", **ARRAY}
+    _, calls, said = call(script, *argv, **environ)
+    (srun,) = [words for words in calls if words[0] == "srun" and "hybridflow" in words][:1]
+    cache = tmp_path / "home/.cache/huggingface"
+    assert cache.is_dir(), said
+    mounts = sorted(["/code", "/data", "/more", "/recipes/a b", "/scratch/me", str(tmp_path), str(cache)])
+    before = srun[: srun.index("hybridflow")]
+    if image.endswith(".sif"):
+        words = before[before.index("apptainer") :]
+        assert words == [
+            "apptainer",
+            "exec",
+            "--nv",
+            *(f"--bind={each}" for each in mounts),
+            "--pwd",
+            str(tmp_path),
+            image,
+        ]
+    else:
+        pairs = ",".join(f"{each}:{each}" for each in mounts)
+        options = [f"--container-image={image}", f"--container-mounts={pairs}", f"--container-workdir={tmp_path}"]
+        assert [word for word in before if word.startswith("--container")] == options
+
+
 def test_pipeline_submits_five_jobs_that_wait_for_each_other(call, tmp_path):
     status, calls, _ = call("pipeline.sh", "my.yaml", "models/a b", "out", "seed=$(touch bad)")
     assert status == 0 and (tmp_path / "out").is_dir() and not (tmp_path / "bad").exists()

@@ -416,7 +416,7 @@ def describe(hint: Any) -> str:
         kind, bound = typing.get_args(hint)
         return f"{describe(kind)} {bound}" if isinstance(bound, Bounds) else f"{describe(kind)} like {bound.pattern}"
     if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(hint)))
+        return "one of " + ", ".join(map(_in_yaml, typing.get_args(hint)))
     if typing.get_origin(hint) is tuple:
         (item, _) = typing.get_args(hint)
         return "a list of " + (_PLURALS[item] if item in _PLURALS else describe(item).replace("a section", "sections"))
@@ -425,6 +425,10 @@ def describe(hint: Any) -> str:
     if dataclasses.is_dataclass(hint):
         return "a section with keys " + ", ".join(item.name for item in keys_of(hint))
     return _WORDS[hint]
+
+
+def _in_yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _found(value: object) -> str:

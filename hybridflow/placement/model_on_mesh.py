@@ -58,6 +58,7 @@ class ModelOnMesh:
         self.groups = collection(world, mesh) if world.rank in mesh else None
         self.transformer = None
         self._world, self._seed = world, seed
+        self._is_in_host_memory = False
         self._offload: HostOffload | None = None
         self._trainable: Trainable | None = None
 
@@ -81,7 +82,8 @@ class ModelOnMesh:
             is_empty=self.mesh.layout.fsdp > 1,
         )
         if self.mesh.layout.fsdp > 1:
-            shard_model(self.transformer, self.transformer.decoder.layers, self._world, self.mesh)
+            layers = self.transformer.decoder.layers
+            shard_model(self.transformer, layers, self._world, self.mesh, in_host_memory=self._is_in_host_memory)
             set_rotary(self.transformer, self.model, self._world.device)
 
     @property

@@ -319,7 +319,7 @@ def _check_silent(recipe: Recipe) -> None:
     given["rollout.max_new_tokens"] = recipe.rollout.max_new_tokens, 1
     given["actor.rollout"] = recipe.actor.rollout, None
     given["actor.rollout_ranks"] = recipe.actor.rollout_ranks, None
-    given["actor.offload"] = recipe.actor.offload, False
+    given["actor.offload"] = recipe.actor.offload is True, False
     given["trainer.max_staleness"] = trainer.max_staleness, 0
     for key, (found, default) in given.items():
         if found != default:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from hybridflow.checkpoint.saver import Step
 from hybridflow.checkpoint.store import load_latest, open_role
@@ -254,3 +255,36 @@ def offloaded(world) -> tuple[list[int], bool]:
 def test_shards_are_in_host_memory_during_a_rollout():
     for (first, *rest), is_same in run_ranks(offloaded, 2):
         assert first > 0 and rest == [0, 0, first, 0, first] and is_same
+
+
+def in_host_memory(world, model: Any, rollout: str | None) -> tuple[bool, bool, bool]:
+    """Whether FSDP keeps the shards in host memory, and weights and what a rollout gets are the same without that."""
+    found = []
+    for offload in (False, "always"):
+        changes = {} if rollout is None else {"rollout": ParallelLayout.parse(rollout)}
+        actor = actor_of(world, "fsdp2", model=model, offload=offload, **changes)
+        add_noise(actor.model, actor.spec, world.rank, seed=3)
+        learn(actor, world.rank, 3)
+        groups = [
+            module._get_fsdp_state()._fsdp_param_group
+            for module in actor.model.transformer.modules()
+            if isinstance(module, FSDPModule)
+        ]
+        actor.enter_phase("rollout")
+        sampled = [tensor.clone() for tensor in actor._rollout.tensors().values()]
+        actor.enter_phase("update")
+        learn(actor, world.rank, 1)
+        policies = {isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups}
+        found.append((policies, pieces(actor, world.rank, "weight"), sampled))
+    (without, weights, sampled), (within, same_weights, same_sampled) = found
+    return (
+        without == {False} and within == {True},
+        all((one == other).all() for (_, _, one), (_, _, other) in zip(weights, same_weights, strict=True)),
+        all(torch.equal(one, other) for one, other in zip(sampled, same_sampled, strict=True)),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_shards_in_host_memory_learn_alike(dtype):
+    for found in run_ranks(in_host_memory, 2, replace(TINY, dtype=dtype), "tp2"):
+        assert found == (True, True, True)

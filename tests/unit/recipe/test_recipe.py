@@ -356,3 +356,16 @@ def test_offline_algorithms_have_a_reference_where_they_measure_against_one(over
     recipe = recipe_from_dict(OFFLINE, overrides=overrides)
     assert (recipe.has_reference, recipe.samples_per_prompt) == (has_reference, samples)
     assert ("reference" in role_meshes(recipe)) is has_reference
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["actor.offload=always"], ["actor.offload=always", "actor.update is tp2.pp1.dp2", "set fsdp to 2 or more"]),
+        (["critic.offload=always"], ["critic.offload=always: needs fsdp", "critic.layout is", "or offload to true"]),
+        (["actor.offload=sometimes"], ["actor.offload: expected one of true, false, always, found 'sometimes'"]),
+        (["actor.offload=always", "actor.update={fsdp: 4}", "actor.reshard=shared"], ["set reshard to auto, torch"]),
+    ],
+)
+def test_what_is_always_in_host_memory_is_sharded(recipe_file, overrides, says):
+    complains(lambda: load_recipe(recipe_file, overrides), says, (ConfigError, LayoutError))

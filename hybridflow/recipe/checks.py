@@ -94,7 +94,7 @@ def check_recipe(recipe: Recipe, in_memory: Mapping[str, ModelInfo] | None = Non
             raise ConfigError(f"{key}.dtype=fp16: is for generating alone, since gradients underflow; set bf16 or fp32")
     _check_contexts(recipe)
     check_uncut(recipe, in_memory)
-    check_transformers(recipe, MODELS)
+    check_transformers(recipe, MODELS, in_memory)
     check_data(recipe.data)
     _check_live(recipe)
     check_placement(recipe)

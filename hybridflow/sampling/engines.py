@@ -14,6 +14,7 @@ from hybridflow.families.assets import CONFIG, parse_json
 from hybridflow.models.adapters import base_spec
 from hybridflow.models.hf_model import TransformersActor, names_as_saved
 from hybridflow.models.lora import adapted, merged_weight
+from hybridflow.models.weights import Region
 from hybridflow.placement.job import Job
 from hybridflow.placement.peft import described
 from hybridflow.placement.placed_model import PlacedModel
@@ -105,7 +106,7 @@ def whole_tensors(model: PlacedModel) -> Callable[[str], Tensor]:
         local, part = shards[name]
         if name in linears:
             local = merged_weight(linears[name]).view(local.shape)
-        return local[tuple(slice(0, stop - start) for start, stop in part.box)]
+        return Region(local, part).inside
 
     return read
 

@@ -7,6 +7,7 @@ of any of these, or any of them ``| None``; or a ``dict[str, …]`` of texts, fo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -321,6 +322,10 @@ class _Reader:
         all_hints = _hints(typing.cast(type, kind))
         keys = keys_of(kind)
         hints = {item.name: all_hints[item.name] for item in keys}
+        # Keys that are other words for some of its own.
+        translate = getattr(kind, "in_our_words", dict)
+        with self._naming(prefix):
+            values = translate(values)
         for key in values:
             if key not in hints:
                 raise self._unknown(str(key), list(hints), prefix)
@@ -331,8 +336,14 @@ class _Reader:
                 read[item.name] = self.value(hints[item.name], values[item.name], key)
             elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
                 raise self._error(key, f"missing; expected {describe(hints[item.name])}")
-        try:
+        with self._naming(prefix):
             return kind(**read)
+
+    @contextlib.contextmanager
+    def _naming(self, prefix: str) -> Iterator[None]:
+        """Name the section in an error about its layout."""
+        try:
+            yield
         except LayoutError as error:
             raise LayoutError(f"{self._origin(prefix[:-1])}: {prefix[:-1]}: {error}") from None
 

@@ -257,12 +257,11 @@ def test_shards_are_in_host_memory_during_a_rollout():
         assert first > 0 and rest == [0, 0, first, 0, first] and is_same
 
 
-def in_host_memory(world, model: Any, rollout: str | None) -> tuple[bool, bool, bool]:
+def in_host_memory(world, text: str, model: Any, rollout: str) -> tuple[bool, bool, bool]:
     """Whether FSDP keeps the shards in host memory, and weights and what a rollout gets are the same without that."""
     found = []
     for offload in (False, "always"):
-        changes = {} if rollout is None else {"rollout": ParallelLayout.parse(rollout)}
-        actor = actor_of(world, "fsdp2", model=model, offload=offload, **changes)
+        actor = actor_of(world, text, model=model, offload=offload, rollout=ParallelLayout.parse(rollout))
         add_noise(actor.model, actor.spec, world.rank, seed=3)
         learn(actor, world.rank, 3)
         groups = [
@@ -284,7 +283,16 @@ def in_host_memory(world, model: Any, rollout: str | None) -> tuple[bool, bool, 
     )
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_shards_in_host_memory_learn_alike(dtype):
-    for found in run_ranks(in_host_memory, 2, replace(TINY, dtype=dtype), "tp2"):
+@pytest.mark.parametrize(
+    ("text", "dtype", "rollout"),
+    [
+        ("fsdp2", "fp32", "tp2"),
+        ("fsdp2", "bf16", "tp2"),
+        pytest.param("fsdp2.zero2", "fp32", "dp2", marks=pytest.mark.slow),
+        pytest.param("fsdp2.dp4", "bf16", "tp2.pp2", marks=pytest.mark.slow),
+    ],
+)
+def test_shards_in_host_memory_learn_alike(text, dtype, rollout):
+    layout = ParallelLayout.parse(text)
+    for found in run_ranks(in_host_memory, layout.world_size, text, replace(TINY, dtype=dtype), rollout):
         assert found == (True, True, True)

@@ -43,6 +43,8 @@ class Adam:
             lr=settings.lr,
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
+            # Else a CPU goes over all state once for each operation.
+            fused=mains[0].device.type == "cpu" or None,
         )
         for main in mains:
             # There from the start, so that a checkpoint and host memory have a place for it.

@@ -500,7 +500,8 @@ def test_code_of_a_directory_runs_only_where_the_recipe_says_so(folder, tmp_path
     (path / "own_code.py").write_text(
         "from transformers import StableLmConfig, StableLmForCausalLM\n\n\n"
         "class OwnConfig(StableLmConfig):\n    model_type = 'own-kind'\n\n\n"
-        "class OwnForCausalLM(StableLmForCausalLM):\n    config_class = OwnConfig\n"
+        "class OwnForCausalLM(StableLmForCausalLM):\n    config_class = OwnConfig\n\n"
+        "    def forward(self, *given, **named):\n        return super().forward(*given, **named)\n"
     )
     model = recipe_from_dict(of_directory(path)).model
     complains(lambda: make_actor(path, model, filling="read"), [str(path), "trust_remote_code=true"], ConfigError)
@@ -510,6 +511,13 @@ def test_code_of_a_directory_runs_only_where_the_recipe_says_so(folder, tmp_path
     convert(tmp_path / "run/checkpoints/step_000001/actor", "hf", tmp_path / "out")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
     assert type(theirs).__name__ == "OwnForCausalLM"
+
+    # As an object it has been trusted already.
+    given = transformers.AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
+    ((loss, _),) = run_ranks(in_a_program, 1, given, tmp_path / "program")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "program", trust_remote_code=True)
+    ids = torch.tensor([[7, 8, 9, 11, 12]])
+    assert float(again(ids, labels=ids).loss.detach()) < loss - 0.01
 
 
 def test_layers_are_found_beside_more_experts():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -128,7 +129,7 @@ def library_assets(model: Any) -> tuple[str, dict[str, bytes]]:
 
 def _small_files(model: Any, values: dict[str, Any]) -> dict[str, bytes]:
     generation = getattr(model, "generation_config", None)
-    found = {CONFIG: json.dumps(values, indent=2).encode()}
+    found = {CONFIG: json.dumps(values, indent=2).encode(), **_code_of(model)}
     return found if generation is None else {**found, GENERATION: generation.to_json_string().encode()}
 
 
@@ -193,16 +194,26 @@ def _config(model: Any) -> dict[str, Any]:
             f"{name}: expected a PreTrainedModel of transformers, a GPTModel of megatron-core, or a class of your own "
             "as docs/extend.md shows; or name a directory: model.path"
         )
-    if type(model).forward is not kind.forward:
+    # As save_pretrained writes it, so that a model in memory and its directory are the same model.
+    values = json.loads(model.config.to_json_string())
+    has_code = bool(_code_of(model)) and has_no_table(values)
+    if type(model).forward is not kind.forward and not has_code:
         raise ConfigError(
             f"{name}: overrides forward of {kind.__name__}, which is what would be computed here; give the "
             f"{kind.__name__} itself, or wrap yours in a class of your own (docs/extend.md)"
         )
-    # As save_pretrained writes it, so that a model in memory and its directory are the same model.
-    values = json.loads(model.config.to_json_string())
     dtype = next(parameter.dtype for parameter in model.parameters())
     values = {key: value for key, value in values.items() if key not in ("dtype", "torch_dtype")}
-    return values | {"architectures": [kind.__name__], "dtype": str(dtype).removeprefix("torch.")}
+    architecture = name if has_code else kind.__name__
+    return values | {"architectures": [architecture], "dtype": str(dtype).removeprefix("torch.")}
+
+
+def _code_of(model: Any) -> dict[str, bytes]:
+    """Return the Python files of a model whose directory brought code, which ``transformers`` keeps side by side."""
+    if type(model).__module__.partition(".")[0] != "transformers_modules":
+        return {}
+    folder = Path(inspect.getfile(type(model))).parent
+    return {file.name: file.read_bytes() for file in sorted(folder.glob("*.py")) if file.name != "__init__.py"}
 
 
 def _drop_copy(state: dict[str, Tensor]) -> None:

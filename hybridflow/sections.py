@@ -7,6 +7,7 @@ of any of these, or any of them ``| None``; or a ``dict[str, …]`` of texts, fo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -321,6 +322,10 @@ class _Reader:
         all_hints = _hints(typing.cast(type, kind))
         keys = keys_of(kind)
         hints = {item.name: all_hints[item.name] for item in keys}
+        # Keys that are other words for some of its own.
+        translate = getattr(kind, "in_our_words", dict)
+        with self._naming(prefix):
+            values = translate(values)
         for key in values:
             if key not in hints:
                 raise self._unknown(str(key), list(hints), prefix)
@@ -331,8 +336,14 @@ class _Reader:
                 read[item.name] = self.value(hints[item.name], values[item.name], key)
             elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
                 raise self._error(key, f"missing; expected {describe(hints[item.name])}")
-        try:
+        with self._naming(prefix):
             return kind(**read)
+
+    @contextlib.contextmanager
+    def _naming(self, prefix: str) -> Iterator[None]:
+        """Name the section in an error about its layout."""
+        try:
+            yield
         except LayoutError as error:
             raise LayoutError(f"{self._origin(prefix[:-1])}: {prefix[:-1]}: {error}") from None
 
@@ -416,7 +427,7 @@ def describe(hint: Any) -> str:
         kind, bound = typing.get_args(hint)
         return f"{describe(kind)} {bound}" if isinstance(bound, Bounds) else f"{describe(kind)} like {bound.pattern}"
     if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(hint)))
+        return "one of " + ", ".join(map(_in_yaml, typing.get_args(hint)))
     if typing.get_origin(hint) is tuple:
         (item, _) = typing.get_args(hint)
         return "a list of " + (_PLURALS[item] if item in _PLURALS else describe(item).replace("a section", "sections"))
@@ -425,6 +436,10 @@ def describe(hint: Any) -> str:
     if dataclasses.is_dataclass(hint):
         return "a section with keys " + ", ".join(item.name for item in keys_of(hint))
     return _WORDS[hint]
+
+
+def _in_yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _found(value: object) -> str:

@@ -18,7 +18,7 @@ from hybridflow.models.training import Trainable
 from hybridflow.models.weights import Region, local_regions, local_shards, regions_of
 from hybridflow.reshard.memory import blocks
 from hybridflow.reshard.optimizer import flat_regions
-from hybridflow.reshard.spec import ModelSpec, Shard, num_elements
+from hybridflow.reshard.spec import ModelSpec, Shard
 
 STATE = ("exp_avg", "exp_avg_sq", "master")
 """Kinds of what an optimizer keeps; ``master`` where the weights are not fp32 themselves."""
@@ -142,9 +142,9 @@ def _host_like(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _shares_of(kind: str, name: str, regions: Iterable[Region]) -> Iterator[Share]:
     """Yield regions without padding, and none that are padding alone."""
-    for values, part in regions:
-        if num_elements(part.box) > 0:
-            yield Share(kind, name, part.box, values[within(part.box, part.box)].detach())
+    for region in regions:
+        if region.inside.numel() > 0:
+            yield Share(kind, name, region.part.box, region.inside.detach())
 
 
 def load_model(source: ModelDir, model: Transformer, spec: ModelSpec, mesh: DeviceMesh, rank: int) -> None:
@@ -156,8 +156,8 @@ def load_model(source: ModelDir, model: Transformer, spec: ModelSpec, mesh: Devi
     _check_tensors(source, spec)
     with torch.no_grad():
         for name, regions in local_regions(model, spec, mesh, rank).items():
-            for local, part in regions:
-                _fill(source, WEIGHT, name, part, local)
+            for region in regions:
+                _fill(source, WEIGHT, name, region)
 
 
 def load_training(source: ModelDir, trainable: Trainable, spec: ModelSpec, mesh: DeviceMesh, rank: int) -> None:
@@ -180,19 +180,17 @@ def load_training(source: ModelDir, trainable: Trainable, spec: ModelSpec, mesh:
                 parts = [each.part for each in held.get(name, ())]
                 if mesh.layout.fsdp == 1:
                     parts = [*flat_regions(parts[0], *ranges[name])]
-                for local, part in regions_of(flat, parts):
-                    _fill(source, kind, name, part, local)
+                for region in regions_of(flat, parts):
+                    _fill(source, kind, name, region)
     trainable.set_num_steps(progress.num_steps)
     trainable.set_learning_rate(progress.learning_rate)
 
 
-def _fill(source: ModelDir, kind: str, name: str, part: Shard, local: Tensor) -> None:
+def _fill(source: ModelDir, kind: str, name: str, region: Region) -> None:
     """Read a part into live storage, and give back what reading it took."""
-    inside = within(part.box, part.box)
-    if num_elements(part.box) < local.numel():
-        local.zero_()
-    if num_elements(part.box) > 0:
-        source.read_into(kind, name, part.box, local[inside])
+    inside = region.cleared()
+    if inside.numel() > 0:
+        source.read_into(kind, name, region.part.box, inside)
         source.release()
 
 

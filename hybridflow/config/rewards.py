@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
-from hybridflow.config.types import Score, Variable
+from hybridflow.config.types import Offload, Score, Variable
 from hybridflow.errors import ConfigError
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -106,7 +106,8 @@ class RewardConfig:
         layout: Layout of the model. None means the actor's update layout.
         batch_size: Most samples that the model scores in one forward pass. None leaves the bound to
             ``trainer.micro_batch_tokens``, which holds too.
-        offload: Keep the model's weights in host memory while it is not in use.
+        offload: Keep the model's weights in host memory while it is not in use. ``always`` (under FSDP) brings one
+            layer at a time to the accelerator.
         timeout_s: Longest time of a call from its beginning, in seconds. None means no limit for a function, 60 for a
             service or judge, and 10 for ``maths``.
         retries: How often a failed call is repeated.
@@ -127,7 +128,7 @@ class RewardConfig:
     ranks: tuple[int, ...] | None = field(default=None, metadata=MAY_CHANGE)
     layout: ParallelLayout | None = field(default=None, metadata=MAY_CHANGE)
     batch_size: Count | None = field(default=None, metadata=MAY_CHANGE)
-    offload: bool = field(default=False, metadata=MAY_CHANGE)
+    offload: Offload = field(default=False, metadata=MAY_CHANGE)
     timeout_s: Seconds | None = field(default=None, metadata=MAY_CHANGE)
     retries: CountOrZero = field(default=0, metadata=MAY_CHANGE)
     on_failure: Literal["error", "score", "drop"] = "error"

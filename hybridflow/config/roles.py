@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from hybridflow.config.types import Offload
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.sections import MAY_CHANGE, Bounds, Count, CountOrZero, NotNegative, Positive, Share, may_change_below
@@ -111,7 +112,9 @@ class ActorConfig:
             weights. The copy is at most ``reshard_every - 1`` updates old, and ``correction`` takes its age into
             account.
         offload: Keep the optimizer's state in host memory during a rollout, and free the gradients. Under FSDP the
-            weights that learn are in host memory then too, unless ``reshard`` is ``shared`` or ``mpi``.
+            weights that learn are in host memory then too, unless ``reshard`` is ``shared`` or ``mpi``. ``always``
+            (under FSDP) keeps weights, gradients and optimizer state in host memory during the update too. A layer
+            comes to the accelerator to compute, and the optimizer runs on the host.
         gradient_checkpointing: Keep only the input of each layer for the backward pass, and compute its activations
             again there.
         lora: Train adapters instead of the weights. None trains the weights.
@@ -124,7 +127,7 @@ class ActorConfig:
     optimizer: OptimizerConfig
     reshard: Literal["auto", "shared", "torch", "mpi"] = field(default="auto", metadata=MAY_CHANGE)
     reshard_every: Count = 1
-    offload: bool = field(default=False, metadata=MAY_CHANGE)
+    offload: Offload = field(default=False, metadata=MAY_CHANGE)
     gradient_checkpointing: bool = field(default=False, metadata=MAY_CHANGE)
     lora: LoRAConfig | None = None
 
@@ -141,6 +144,7 @@ class CriticConfig:
         value_clip: Distance from the old value beyond which the loss stops rewarding a change.
         warmup_steps: Training steps at the start in which only the critic learns. The actor does not change.
         offload: Keep the optimizer's state in host memory while the critic does not learn, and free the gradients.
+            ``always`` as for the actor.
         gradient_checkpointing: Keep only the input of each layer for the backward pass, and compute its activations
             again there.
     """
@@ -151,7 +155,7 @@ class CriticConfig:
     model: ModelConfig | None = field(default=None, metadata=may_change_below("path"))
     value_clip: Positive = 0.5
     warmup_steps: CountOrZero = 0
-    offload: bool = field(default=False, metadata=MAY_CHANGE)
+    offload: Offload = field(default=False, metadata=MAY_CHANGE)
     gradient_checkpointing: bool = field(default=False, metadata=MAY_CHANGE)
 
 
@@ -162,12 +166,13 @@ class ReferenceConfig:
     Attributes:
         ranks: Global ranks, in mesh order. None means the actor's ranks.
         layout: Layout of the reference. None means the actor's update layout.
-        offload: Keep its weights in host memory while it is not in use.
+        offload: Keep its weights in host memory while it is not in use. ``always`` (under FSDP) brings one layer at a
+            time to the accelerator.
     """
 
     ranks: tuple[int, ...] | None = None
     layout: ParallelLayout | None = None
-    offload: bool = False
+    offload: Offload = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,11 +185,12 @@ class TeacherConfig:
         layout: Layout of the teacher. None means the actor's update layout.
         top_k: Number of the teacher's likeliest tokens to compare. All other tokens count as one. 0 compares the whole
             vocabulary, which takes 4 bytes of host memory per vocabulary entry and response token.
-        offload: Keep its weights in host memory while it is not in use.
+        offload: Keep its weights in host memory while it is not in use. ``always`` (under FSDP) brings one layer at a
+            time to the accelerator.
     """
 
     model: ModelConfig
     ranks: tuple[int, ...] | None = field(default=None, metadata=MAY_CHANGE)
     layout: ParallelLayout | None = field(default=None, metadata=MAY_CHANGE)
     top_k: CountOrZero = 0
-    offload: bool = field(default=False, metadata=MAY_CHANGE)
+    offload: Offload = field(default=False, metadata=MAY_CHANGE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from hybridflow.sections import Bounds
 
@@ -20,6 +20,9 @@ Score = Annotated[float, Bounds(low=-1e30, high=1e30)]
 
 
 Server = Annotated[str, re.compile(r"([A-Z_]+://)?[\w.:\[\]-]+")]
+
+
+Offload = Literal[True, False, "always"]
 
 
 StopText = Annotated[str, re.compile(r"[^\ufffd]{1,1024}", re.DOTALL)]

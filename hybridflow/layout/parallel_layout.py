@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridflow.errors import LayoutError
-from hybridflow.layout.sharding import Sharding, settle_sharding
+from hybridflow.layout.sharding import Sharding, in_our_words, settle_sharding
 
 AXES = ("tp", "pp", "dp", "cp", "ep", "vpp")
 
@@ -36,9 +36,8 @@ class ParallelLayout:
             ``{fsdp: 8}`` alone means ``dp: 8`` too.
         fsdp_sharding: ``FULL_SHARD`` shards parameters, gradients and optimizer state over all ``dp`` ranks.
             ``SHARD_GRAD_OP`` keeps the parameters gathered from the forward to the backward pass. ``HYBRID_SHARD``
-            shards within each node and replicates over the nodes. None means ``FULL_SHARD`` if ``fsdp`` is given.
-        hsdp: Short for ``dp`` with ``fsdp_sharding: HYBRID_SHARD``.
-        zero: DeepSpeed's name. 3 is ``FULL_SHARD``, 2 is ``SHARD_GRAD_OP``, 1 is ``dp`` with a distributed optimizer.
+            shards within each node and replicates over the nodes. None means ``FULL_SHARD`` if ``fsdp`` is given. The
+            keys ``hsdp`` and ``zero`` are other words for it: see docs/fsdp.md.
 
     Raises:
         LayoutError: A size is not a positive integer, or sizes contradict each other.
@@ -54,13 +53,11 @@ class ParallelLayout:
     layers: tuple[int, ...] | None = None
     fsdp: int = 1
     fsdp_sharding: Sharding | None = None
-    hsdp: int | None = None
-    zero: int | None = None
 
     def __post_init__(self) -> None:
-        for axis in (*AXES, "etp", "fsdp", "hsdp", "zero"):
+        for axis in (*AXES, "etp", "fsdp"):
             size = getattr(self, axis)
-            if size is None and axis in ("etp", "hsdp", "zero"):
+            if size is None and axis == "etp":
                 continue
             if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_RANKS:
                 raise LayoutError(f"layout {axis}={size!r}: expected an integer of at least 1 and at most {MOST_RANKS}")
@@ -81,8 +78,8 @@ class ParallelLayout:
 
     def _settle_sharding(self) -> None:
         """Turn every name of a sharding into ``dp``, ``fsdp`` and what these do not say: equals compare equal."""
-        dp, fsdp, sharding = settle_sharding(self.dp, self.fsdp, self.fsdp_sharding, self.hsdp, self.zero)
-        for name, value in (("dp", dp), ("fsdp", fsdp), ("fsdp_sharding", sharding), ("hsdp", None), ("zero", None)):
+        settled = settle_sharding(self.dp, self.fsdp, self.fsdp_sharding)
+        for name, value in zip(("dp", "fsdp", "fsdp_sharding"), settled, strict=True):
             object.__setattr__(self, name, value)
         others = [axis for axis in ("tp", "pp", "cp", "ep", "vpp") if getattr(self, axis) > 1]
         others += [axis for axis in ("etp", "layers") if getattr(self, axis) is not None]
@@ -149,7 +146,9 @@ class ParallelLayout:
             if match is None or axis is None or axis in sizes:
                 raise LayoutError(f"layout {text!r}: cannot read {part!r}; expected for instance 'tp2.pp1.dp4'")
             sizes[axis] = int(match[2]) if match[1] else tuple(map(int, match[4].split("-")))
-        return cls(**sizes)
+        return cls(**in_our_words(sizes))
+
+    in_our_words = staticmethod(in_our_words)
 
     def __str__(self) -> str:
         extra = "".join(f".{axis}{getattr(self, axis)}" for axis in ("cp", "ep", "vpp") if getattr(self, axis) > 1)

@@ -121,9 +121,9 @@ def job_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> tuple[RankMe
                 needed[key] = _mesh_memory(recipe, placed, rank)
             found[rank].append(needed[key])
     spare = _spare_bytes(recipe, meshes["actor.rollout"]) if "actor.rollout" in names else 0
-    away = frozenset(name for name in _FROZEN if name in meshes and _section(recipe, name).offload)
-    learners = frozenset(name for name in _CRITICS if name in meshes and _section(recipe, name).offload)
-    return tuple(_together(tuple(parts), away | learners, recipe.actor.offload, spare) for parts in found.values())
+    away = frozenset(name for name in (*_FROZEN, *_CRITICS) if name in meshes and _section(recipe, name).offload)
+    is_offloaded = bool(recipe.actor.offload)
+    return tuple(_together(tuple(parts), away, is_offloaded, spare) for parts in found.values())
 
 
 _SCORERS = ("reward", "cost")
@@ -233,8 +233,9 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
     model, mesh, name = placed.model, placed.mesh, placed.mesh.name
     if name == "actor.rollout":
         is_behind = recipe.actor.reshard_every > 1
-        copied = _own_bytes(placed.whole, placed.update, mesh, rank, is_behind=is_behind)
-        base = 0 if placed.adapters is None else _own_bytes(placed.spec, placed.update, mesh, rank)
+        is_apart = is_behind or recipe.actor.offload == "always"
+        copied = _own_bytes(placed.whole, placed.update, mesh, rank, is_apart=is_apart)
+        base = 0 if placed.adapters is None else _own_bytes(placed.spec, placed.update, mesh, rank, is_apart=is_apart)
         return MeshMemory(
             mesh=name,
             weights=copied + packed_bytes(placed.spec, model, mesh, rank),
@@ -244,8 +245,10 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
             + _output_bytes(model, mesh, rank, recipe.rollout.max_concurrent, has_value_head=False, copies=1),
         )
     tokens = max(recipe.trainer.micro_batch_tokens, recipe.model.max_context)
-    stage = mesh.coordinate(rank).pp
-    weights = placed.stage_bytes[stage]
+    stage, section = mesh.coordinate(rank).pp, _section(recipe, name.partition(".")[0])
+    # What is always in host memory takes none of the accelerator but for what is gathered.
+    share = 0 if section.offload == "always" else 1
+    weights = share * placed.stage_bytes[stage]
     output = functools.partial(_output_bytes, model, mesh, rank, tokens, has_value_head=placed.has_value_head)
     if name in _FROZEN:
         is_base = name == "reference" and reference_is_base(recipe, {name: mesh, "actor.update": placed.update})
@@ -255,15 +258,15 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
             activations=_passing_bytes(model, mesh, tokens) + output(copies=1) + placed.gathered_bytes(copies=1),
         )
     trained, lora = placed.trained_bytes[stage], recipe.actor.lora if name == "actor.update" else None
-    section = _section(recipe, name.partition(".")[0])
     settings: OptimizerConfig = section.optimizer
     # Replicas of a model in transformers each hold all of it.
     is_distributed = settings.distributed and model.implementation == "megatron" and mesh.layout.fsdp == 1
     return MeshMemory(
         mesh=name,
         weights=weights,
-        gradients=gradient_bytes(trained, model),
-        optimizer=optimizer_bytes(placed.trained, placed.states if is_distributed else None, rank, model, trained),
+        gradients=share * gradient_bytes(trained, model),
+        optimizer=share
+        * optimizer_bytes(placed.trained, placed.states if is_distributed else None, rank, model, trained),
         activations=training_bytes(model, mesh, rank, tokens, lora, is_recomputed=section.gradient_checkpointing)
         + _stacked_bytes(model, mesh)
         + output(copies=2)
@@ -301,15 +304,15 @@ def _passing_kept(part: MeshMemory) -> int:
     return part.gradients + part.optimizer if part.mesh in _CRITICS else part.kept
 
 
-def _own_bytes(spec: ModelSpec, update: DeviceMesh, rollout: DeviceMesh, rank: int, *, is_behind: bool = False) -> int:
+def _own_bytes(spec: ModelSpec, update: DeviceMesh, rollout: DeviceMesh, rank: int, *, is_apart: bool = False) -> int:
     """Return the bytes of the rollout's weights that are no views of the update's.
 
-    If the rollout may stay behind the update, no weights are views.
+    If the rollout may stay behind the update, or the update is in host memory, no weights are views.
     """
-    if shares_storage(update, rollout) and not is_behind:
+    if shares_storage(update, rollout) and not is_apart:
         return 0
     target = WeightHoldings(spec, rollout)
-    shared = frozenset[str]() if is_behind else aliases(spec, weight_holdings(spec, update), target, rank)
+    shared = frozenset[str]() if is_apart else aliases(spec, weight_holdings(spec, update), target, rank)
     return sum(
         math.prod(region.local_shape) * ITEM_BYTES[tensor.dtype]
         for tensor in spec.tensors

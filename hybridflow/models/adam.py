@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridflow.config.roles import OptimizerConfig
-from hybridflow.models.training import forget_moments, sum_over
+from hybridflow.models.training import forget_moments
 from hybridflow.reshard.memory import HostOffload
 
 _CLIP_EPS = 1e-6
@@ -22,19 +22,12 @@ class Adam:
         parameters: Name -> this rank's part of a parameter, live; what requires no gradient is not among them.
         decayed: Names of those that weight decay pulls.
         settings: How it learns.
-        shard_group: Ranks that step the other parts; None: this rank steps all.
     """
 
     is_distributed = False
 
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        decayed: frozenset[str],
-        settings: OptimizerConfig,
-        shard_group: torch.distributed.ProcessGroup | None = None,
-    ) -> None:
-        self._clip, self._shard_group = settings.clip_grad, shard_group
+    def __init__(self, parameters: Mapping[str, Tensor], decayed: frozenset[str], settings: OptimizerConfig) -> None:
+        self._clip = settings.clip_grad
         self._held = dict(parameters)
         # fp32 parameters are stepped themselves, others by way of an fp32 copy.
         self._mains = {name: nn.Parameter(each.detach().float()) for name, each in self._held.items()}
@@ -50,6 +43,8 @@ class Adam:
             lr=settings.lr,
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
+            # Else a CPU goes over all state once for each operation.
+            fused=mains[0].device.type == "cpu" or None,
         )
         for main in mains:
             # There from the start, so that a checkpoint and host memory have a place for it.
@@ -65,14 +60,8 @@ class Adam:
             _gradient(self._mains[name]).add_(gradient)
 
     def step(self, *, is_followed: bool = False) -> float:
-        """Clip the gradients, update the weights, and return the gradient norm before clipping.
-
-        Collective: the shard group.
-        """
-        norm = float(self._gradients.norm())
-        if self._shard_group is not None:
-            square = torch.tensor(norm, dtype=torch.float64, device=self._gradients.device).square()
-            norm = float(sum_over(self._shard_group)(square).sqrt())
+        """Clip the gradients, update the weights, and return the gradient norm before clipping."""
+        norm = self._norm()
         if self._clip > 0 and norm > self._clip:
             self._gradients.mul_(self._clip / (norm + _CLIP_EPS))
         self._optimizer.step()
@@ -80,6 +69,10 @@ class Adam:
             for name, held in self._copied():
                 held.copy_(self._mains[name])
         return norm
+
+    def _norm(self) -> float:
+        """Return the norm of the gradients."""
+        return float(self._gradients.norm())
 
     @torch.no_grad()
     def reload_weights(self) -> None:

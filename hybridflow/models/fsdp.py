@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hybridflow.config.roles import OptimizerConfig
@@ -22,7 +22,7 @@ from hybridflow.models.adam import Adam, is_decayed
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.lora import Dropout
 from hybridflow.models.microbatch import MicroBatch, pack
-from hybridflow.models.training import LossFunction, count_work
+from hybridflow.models.training import LossFunction, count_work, sum_over
 from hybridflow.models.user_model import Uncut
 from hybridflow.parallel.world import World
 
@@ -30,7 +30,9 @@ Output = Callable[[MicroBatch], Tensor]
 """What a model gives for the rows of a micro-batch."""
 
 
-def shard_model(model: nn.Module, layers: Iterable[nn.Module], world: World, mesh: DeviceMesh) -> None:
+def shard_model(
+    model: nn.Module, layers: Iterable[nn.Module], world: World, mesh: DeviceMesh, *, in_host_memory: bool = False
+) -> None:
     """Shard a model's parameters over the ranks of its mesh, in place. Those on ``meta`` get undefined values.
 
     One layer is whole in memory at a time, and what is in no layer.
@@ -40,8 +42,12 @@ def shard_model(model: nn.Module, layers: Iterable[nn.Module], world: World, mes
         layers: Its transformer layers, each of which is gathered as one.
         world: This rank and the others.
         mesh: Where the model is.
+        in_host_memory: Shards, and the gradients of them, are in host memory, pinned where the device is a GPU. A layer
+            comes to the device to compute.
     """
     settings: dict[str, Any] = dict(mesh=_torch_mesh(world, mesh), reshard_after_forward=not mesh.layout.keeps_gathered)
+    if in_host_memory:
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for layer in layers:
         _materialize(layer, world.device)
         fully_shard(layer, **settings)
@@ -131,6 +137,7 @@ class FsdpTrainable(Adam):
         output: What it gives for a micro-batch.
         group: All ranks of the mesh.
         shard_group: Those that hold the other parts.
+        device: Where the model computes. Its parts may be in host memory: the optimizer then steps them there.
         settings: How it learns.
 
     Attributes:
@@ -144,16 +151,18 @@ class FsdpTrainable(Adam):
         output: Output,
         group: dist.ProcessGroup,
         shard_group: dist.ProcessGroup,
+        device: torch.device,
         settings: OptimizerConfig,
     ) -> None:
         self.model = model
-        self._output, self._group, self._updates = output, group, 0
+        self._output, self._group, self._device, self._updates = output, group, device, 0
         self._parameters = {name: each for name, each in parameters.items() if each.requires_grad}
         self._is_frozen = len(self._parameters) < len(parameters)
         decayed = frozenset(name for name, each in self._parameters.items() if is_decayed(name, each))
         super().__init__(
-            {name: local_part(each.detach()) for name, each in self._parameters.items()}, decayed, settings, shard_group
+            {name: local_part(each.detach()) for name, each in self._parameters.items()}, decayed, settings
         )
+        self._shard_group = shard_group
 
     def accumulate(self, micro_batches: list[MicroBatch], loss: LossFunction) -> list[Any]:
         """Run forward and backward over this rank's micro-batches; each adds its gradients' sum over the ranks.
@@ -172,7 +181,7 @@ class FsdpTrainable(Adam):
         if isinstance(self.model, Transformer):
             count_work(self.model, micro_batches, 1, is_training=True, is_frozen=self._is_frozen)
         kept = []
-        for number, micro_batch in enumerate(in_step(micro_batches, self._group, self._gradients.device)):
+        for number, micro_batch in enumerate(in_step(micro_batches, self._group, self._device)):
             output = self._output(micro_batch)
             if number < len(micro_batches):
                 share, found = loss(output, micro_batch)
@@ -186,9 +195,14 @@ class FsdpTrainable(Adam):
         return kept
 
     def step(self, *, is_followed: bool = False) -> float:
-        """See ``Adam.step``."""
+        """See ``Adam.step``. Collective: the shard group."""
         self._updates += 1
         return super().step(is_followed=is_followed)
+
+    def _norm(self) -> float:
+        """Return the norm of the gradients of all parts. Collective: the shard group."""
+        square = torch.tensor(super()._norm(), dtype=torch.float64, device=self._device).square()
+        return float(sum_over(self._shard_group)(square).sqrt())
 
     def set_num_steps(self, steps: int) -> None:
         """Go on as after so many optimizer steps."""

@@ -6,6 +6,7 @@ They are classes as in ``user_model``: whole on each rank. A reward model is a c
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -177,8 +178,12 @@ def make_actor(folder: Path, model: ModelConfig, *, filling: Filling) -> Transfo
         ConfigError: ``transformers`` is not there, or has no such model.
         CheckpointError: The weights are not the model's.
     """
-    assert model.vocab_size is not None, "a directory has a vocabulary"
-    inner = _make("AutoModelForCausalLM", folder, model, filling)
+    return wrap_actor(_make("AutoModelForCausalLM", folder, model, filling), model)
+
+
+def wrap_actor(inner: Any, model: ModelConfig) -> TransformersActor:
+    """Return a causal language model of ``transformers`` as an actor, with the settings of the recipe."""
+    assert model.vocab_size is not None, "a model of transformers has a vocabulary"
     return TransformersActor(inner, vocab_size=model.vocab_size, max_context=model.max_context)
 
 
@@ -196,14 +201,29 @@ def make_critic(folder: Path, model: ModelConfig, *, is_scorer: bool, filling: F
         CheckpointError: The weights are not the model's.
     """
     inner = _make(f"AutoModel{_SCORER}" if is_scorer else "AutoModelForCausalLM", folder, model, filling)
+    return wrap_critic(inner, model, is_scorer=is_scorer, where=str(folder))
+
+
+def wrap_critic(inner: Any, model: ModelConfig, *, is_scorer: bool, where: str) -> TransformersCritic:
+    """Return a model of ``transformers`` as a critic, or a reward model.
+
+    Args:
+        inner: A scorer, or a causal language model, whose backbone gets a head of undefined values.
+        model: The settings of the recipe.
+        is_scorer: Which of the two.
+        where: What messages call it.
+
+    Raises:
+        ConfigError: Its backbone or head is not found.
+    """
     prefix, name = inner.base_model_prefix, type(inner).__name__
     backbone: nn.Module | None = getattr(inner, prefix, None)
     if backbone is None:
-        raise ConfigError(f"{folder}: {name} has no backbone {prefix!r} to make a critic of; choose another model")
+        raise ConfigError(f"{where}: {name} has no backbone {prefix!r} to make a critic of; choose another model")
     heads = [each for each in inner.children() if isinstance(each, nn.Linear) and each is not backbone]
     if len(heads) != 1 or (is_scorer and (heads[0].out_features != 1 or "bias" in dict(heads[0].named_parameters()))):
         raise ConfigError(
-            f"{folder}: {name}: expected one linear head{' with one output and no bias' if is_scorer else ''}, found "
+            f"{where}: {name}: expected one linear head{' with one output and no bias' if is_scorer else ''}, found "
             f"{heads}; choose another model"
         )
     width = heads[0].in_features
@@ -211,6 +231,36 @@ def make_critic(folder: Path, model: ModelConfig, *, is_scorer: bool, filling: F
     if is_scorer:
         critic.value_head.weight = heads[0].weight
     return critic
+
+
+def copy_model(given: nn.Module, model: ModelConfig, *, filling: Filling) -> Any:
+    """Return a copy of a module of ``transformers`` to train, in host memory and evaluation mode.
+
+    Args:
+        given: The module, which stays as it is.
+        model: The settings of the recipe.
+        filling: ``never``: the copy has no memory.
+    """
+    instead: dict[int, Any] = {}
+    if filling == "never":
+        instead = {id(each): torch.empty_like(each, device="meta") for each in given.buffers()}
+        instead |= {id(each): nn.Parameter(torch.empty_like(each, device="meta")) for each in given.parameters()}
+    made: Any = copy.deepcopy(given, instead).requires_grad_(True)
+    # Buffers that are not saved, such as angles of a rotation, stay as exact as they are.
+    for tensor in made.state_dict(keep_vars=True).values():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(TORCH_DTYPES[model.dtype])
+    if filling != "never":
+        made.to("cpu")
+    if hasattr(made, "generation_config"):
+        # As of a directory: what it says of sampling is not what the recipe says.
+        made.generation_config = type(made.generation_config)()
+    return made.eval()
+
+
+def is_scorer(given: object) -> bool:
+    """Return whether a module of ``transformers`` gives a number for a sequence."""
+    return any(base.__name__.endswith(_SCORER) for base in type(given).__mro__)
 
 
 def _make(auto_class: str, folder: Path, model: ModelConfig, filling: Filling) -> Any:

@@ -112,6 +112,18 @@ class Region(NamedTuple):
     values: Tensor
     part: Shard
 
+    @property
+    def inside(self) -> Tensor:
+        """Return the values without padding, a view of the shape of ``part.box``."""
+        return self.values[tuple(slice(0, stop - start) for start, stop in self.part.box)]
+
+    def cleared(self) -> Tensor:
+        """Set the padding to 0, and return ``inside``, of undefined values, to be filled."""
+        inside = self.inside
+        if inside.numel() < self.values.numel():
+            self.values.zero_()
+        return inside
+
 
 def local_regions(
     model: GPTModel | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int
@@ -205,11 +217,8 @@ def initialize(
         if names is not None and name not in names:
             continue
         whole = _initial_value(shapes[name], std, spec.num_layers, norm, seed=seed, variant=variant)
-        for local, part in regions:
-            local.zero_()
-            inner = tuple(slice(0, stop - start) for start, stop in part.box)
-            outer = tuple(slice(start, stop) for start, stop in part.box)
-            local[inner].copy_(whole[outer])
+        for region in regions:
+            region.cleared().copy_(whole[tuple(slice(start, stop) for start, stop in region.part.box)])
 
 
 def _initial_value(tensor: TensorSpec, std: float, num_layers: int, norm: float, *, seed: int, variant: int) -> Tensor:

@@ -39,6 +39,7 @@ class _Sharded(PlacedModel):
             self.output,
             world.group(mesh.ranks),
             world.group(mesh.shard_ranks(world.rank)),
+            world.device,
             settings,
         )
 
@@ -84,7 +85,7 @@ class FsdpUserModel(_Sharded, UserModel):
         if not self._job.is_resumed:
             # From here on no rank has all of a tensor.
             super()._initialize()
-        shard_model(self.module, layers, self._world, self.mesh)
+        shard_model(self.module, layers, self._world, self.mesh, in_host_memory=self._is_in_host_memory)
         if has_value_head:
             register_fsdp_forward_method(self.module, "values")
 

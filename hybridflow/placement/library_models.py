@@ -1,9 +1,10 @@
-"""Modules of ``transformers`` for the roles of a recipe whose models run there, made from their directories."""
+"""Modules of ``transformers`` for the roles whose models run there, of directories or of models that were given."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,12 +20,17 @@ from hybridflow.models.hf_model import (
     Filling,
     TransformersActor,
     TransformersCritic,
+    copy_model,
+    is_scorer,
     make_actor,
     make_critic,
+    wrap_actor,
+    wrap_critic,
 )
 from hybridflow.models.initial import initial_matrix
 from hybridflow.models.user_model import Uncut
 from hybridflow.placement.job import Job
+from hybridflow.placement.user_objects import object_of
 
 _MESHES = {
     "actor": ("actor.update", "actor.rollout", "reference"),
@@ -44,7 +50,8 @@ def with_library_models(job: Job) -> Job:
     """Return the job with the modules of its models that run in ``transformers``; one that has none as it is.
 
     The first rank of a mesh reads the weights, and the others get them when the model is placed. A rank without a part
-    of a model has its module without memory, which tells names and shapes.
+    of a model has its module without memory, which tells names and shapes. Of a model that a program gave a copy is
+    trained.
 
     Raises:
         ConfigError: ``transformers`` is not there, or has no such model.
@@ -53,13 +60,17 @@ def with_library_models(job: Job) -> Job:
     recipe, modules = job.recipe, dict[str, nn.Module]()
     for role, names in _MESHES.items():
         section = getattr(recipe, role)
-        if section is None or role in job.objects or (role in _FROZEN and section.model is None):
+        if section is None or (role in _FROZEN and section.model is None):
             continue
         if recipe.model_of(role).implementation == "transformers":
             has_value_head = role not in ("actor", "teacher") or (role == "actor" and recipe.traits.is_scorer)
-            module = modules[role] = _make(
-                job.model_of(role), _filling(job, role, names), has_value_head=has_value_head, seed=recipe.seed
-            )
+            given, filling = object_of(job, role), _filling(job, role, names)
+            how: dict[str, Any] = {"has_value_head": has_value_head, "seed": recipe.seed}
+            if given is None:
+                module = _make(job.model_of(role), filling, **how)
+            else:
+                module = _wrap(given, job.model_of(role), filling, **how)
+            modules[role] = module
             if role == "actor" and recipe.actor.lora is not None:
                 assert isinstance(module, TransformersActor), "of a scorer refused by the recipe"
                 add_adapters(module, recipe.actor.lora, seed=recipe.seed)
@@ -91,17 +102,31 @@ def _make(model: ModelConfig, filling: Filling, *, has_value_head: bool, seed: i
     made: Filling = "later" if is_ours and filling == "read" else filling
     module: nn.Module
     if has_value_head:
-        is_scorer = info.has_value_head and not is_ours
-        module = make_critic(info.assets, model, is_scorer=is_scorer, filling=made)
+        critic = module = make_critic(info.assets, model, is_scorer=info.has_value_head and not is_ours, filling=made)
         if filling == "read" and not info.has_value_head:
-            assert isinstance(module, TransformersCritic), "just made"
-            initial = initial_matrix(VALUE_HEAD, module.value_head.weight.shape, seed=seed, std=model.init_std)
-            module.value_head.weight.data.copy_(initial)
+            _set_head(critic, model, seed)
     else:
         module = make_actor(info.assets, model, filling=made)
     if is_ours and filling == "read":
         _fill(module, path)
     return module
+
+
+def _wrap(given: nn.Module, model: ModelConfig, filling: Filling, *, has_value_head: bool, seed: int) -> nn.Module:
+    """Make a role's module of a model that a program gave."""
+    inner = copy_model(given, model, filling=filling)
+    if not has_value_head:
+        return wrap_actor(inner, model)
+    module = wrap_critic(inner, model, is_scorer=is_scorer(given), where="model in memory")
+    if filling == "read" and not is_scorer(given):
+        _set_head(module, model, seed)
+    return module
+
+
+def _set_head(critic: TransformersCritic, model: ModelConfig, seed: int) -> None:
+    """Set the initial values of a new value head."""
+    head = critic.value_head.weight
+    head.data.copy_(initial_matrix(VALUE_HEAD, head.shape, seed=seed, std=model.init_std))
 
 
 @torch.no_grad()

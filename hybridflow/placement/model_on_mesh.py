@@ -26,7 +26,7 @@ from hybridflow.parallel.world import World
 from hybridflow.reshard.execute import Resharder
 from hybridflow.reshard.fsdp import weight_holdings
 from hybridflow.reshard.memory import HostOffload
-from hybridflow.reshard.spec import Box, ModelSpec, Shard, num_elements
+from hybridflow.reshard.spec import Box, ModelSpec, Shard
 from hybridflow.rollout.engine import MegatronEngine
 
 
@@ -58,6 +58,7 @@ class ModelOnMesh:
         self.groups = collection(world, mesh) if world.rank in mesh else None
         self.transformer = None
         self._world, self._seed = world, seed
+        self._is_in_host_memory = False
         self._offload: HostOffload | None = None
         self._trainable: Trainable | None = None
 
@@ -81,7 +82,8 @@ class ModelOnMesh:
             is_empty=self.mesh.layout.fsdp > 1,
         )
         if self.mesh.layout.fsdp > 1:
-            shard_model(self.transformer, self.transformer.decoder.layers, self._world, self.mesh)
+            layers = self.transformer.decoder.layers
+            shard_model(self.transformer, layers, self._world, self.mesh, in_host_memory=self._is_in_host_memory)
             set_rotary(self.transformer, self.model, self._world.device)
 
     @property
@@ -176,11 +178,10 @@ class ModelOnMesh:
         self.settle()
         held = local_regions(self.transformer, spec, self.mesh, self._world.rank)
         for name, regions in held.items():
-            for local, part in regions if name in source.tensors else ():
-                local.zero_()
-                inside = tuple(slice(0, stop - start) for start, stop in part.box)
-                if num_elements(part.box) > 0:
-                    local[inside].copy_(_read(source, name, part.box))
+            for region in regions if name in source.tensors else ():
+                inside = region.cleared()
+                if inside.numel() > 0:
+                    inside.copy_(_read(source, name, region.part.box))
                 source.release()
         if missing := held.keys() - source.tensors.keys():
             self.initialize(missing)

@@ -51,6 +51,6 @@ def place_frozen(job: Job, role: str, spec: ModelSpec, *, has_value_head: bool =
     model = place_model(job, job.meshes[role], spec, has_value_head=has_value_head)
     if model is not None:
         model.load_given()
-        if getattr(job.recipe, role).offload:
+        if getattr(job.recipe, role).offload is True:
             model.keep_in_host_memory()
     return model

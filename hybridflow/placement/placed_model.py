@@ -73,6 +73,7 @@ class PlacedModel(ModelOnMesh):
         self.vocab_size = job.vocab_size
         self.temperature = recipe.rollout.temperature
         self._norm_tokens = recipe.loss.norm_tokens or recipe.rollout.max_new_tokens
+        self._is_in_host_memory = mesh.layout.fsdp > 1 and getattr(recipe, self._role).offload == "always"
         self.build(has_value_head=has_value_head, lora=recipe.actor.lora if self._role == "actor" else None)
         if mesh.name != "actor.rollout" and getattr(getattr(recipe, self._role), "gradient_checkpointing", False):
             recompute(transformer_layers(self.transformer, f"{self._role}.gradient_checkpointing"))

@@ -99,7 +99,7 @@ def assets_of(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
     They are those of the model that was given or of the directory that the recipe names, with the tokenizer that the
     job uses. A run that goes on needs no weights there.
     """
-    family, assets = in_memory_assets(job, role) or _in_directory(job.recipe.model_of(role))
+    family, assets = given_assets(job, role)
     # A program that gives tokens alone has none, whatever the type says.
     if job.tokenizer is None:
         return family, assets  # type: ignore[unreachable]
@@ -127,9 +127,14 @@ def _aligned(assets: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, byt
 
 def align_ends(job: Job) -> None:
     """Let responses end, too, where the actor's own settings say so, wherever its tokenizer lies."""
-    _, assets = in_memory_assets(job, "actor") or _in_directory(job.recipe.model)
+    _, assets = given_assets(job, "actor")
     known = [index for index in ends_in(assets).eos_ids if 0 <= index < job.vocab_size]
     job.tokenizer.stop_ids = tuple(dict.fromkeys((*job.tokenizer.stop_ids, *known)))
+
+
+def given_assets(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
+    """Return the family and the small files of a role's model as it was given, or as its directory has them."""
+    return in_memory_assets(job, role) or _in_directory(job.recipe.model_of(role))
 
 
 def _in_directory(model: ModelConfig) -> tuple[str | None, dict[str, bytes]]:

@@ -53,9 +53,9 @@ class RolloutWeights:
         self.unshared: list[Tensor] = []
         self._own_bytes = 0
         if rollout is not None:
-            # Weights that stay behind cannot be those that learn.
-            is_behind = job.recipe.actor.reshard_every > 1
-            shared = frozenset[str]() if is_behind else aliases(spec, *self._holdings(spec), job.world.rank)
+            # Weights that stay behind cannot be those that learn, nor can those that are elsewhere.
+            is_apart = job.recipe.actor.reshard_every > 1 or job.recipe.actor.offload == "always"
+            shared = frozenset[str]() if is_apart else aliases(spec, *self._holdings(spec), job.world.rank)
             if update is not None:
                 mine, theirs = logical_tensors(rollout.transformer), logical_tensors(update.transformer)
                 for name in shared:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from hybridflow.checkpoint.formats.in_memory import in_memory_model, is_model
+from hybridflow.checkpoint.formats.in_memory import in_memory_model, is_model, library_assets
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.errors import ConfigError, LayoutError
@@ -49,13 +50,21 @@ def weights_of(job: Job, role: str) -> Source | None:
 
 def in_memory_assets(job: Job, role: str) -> tuple[str | None, dict[str, bytes]] | None:
     """Return the family and small files of a model that was given; None: none was."""
-    given = job.objects.get(role)
+    given = object_of(job, role)
+    if given is not None and job.model_of(role).implementation == "transformers":
+        return library_assets(given)
     if user_class_of(job, role) is not None and not runs_in_transformers(job, role):
         return FAMILY, {}
-    if given is None or not is_model(given):
+    if role not in job.objects or not is_model(given):
         return None
     source = in_memory_model(given).source
     return source.family, source.assets()
+
+
+def object_of(job: Job, role: str) -> Any:
+    """Return what a program gave for a role, or for the actor whose weights the role begins with; None: nothing."""
+    has_model = getattr(getattr(job.recipe, role, None), "model", None) is not None
+    return job.objects.get(role if role in job.objects or has_model else "actor")
 
 
 def user_class_of(job: Job, role: str) -> nn.Module | None:
@@ -63,15 +72,15 @@ def user_class_of(job: Job, role: str) -> nn.Module | None:
 
     A reference has the actor's. None: there is none.
     """
-    names = ("reference", "actor") if role == "reference" else (role,)
-    given = next((found for name in names if (found := job.objects.get(name)) is not None), None)
-    if given is not None:
-        return given if isinstance(given, nn.Module) and is_user_class(given) else None
-    return next((job.modules[name] for name in names if name in job.modules), None)
+    for name in ("reference", "actor") if role == "reference" else (role,):
+        given = job.modules.get(name, job.objects.get(name))
+        if given is not None:
+            return given if isinstance(given, nn.Module) and is_user_class(given) else None
+    return None
 
 
 def runs_in_transformers(job: Job, role: str) -> bool:
-    """Return whether a role's model is a module of ``transformers`` of a directory that the recipe names."""
+    """Return whether a role's model is a module of ``transformers``, from ``placement.library_models``."""
     module = user_class_of(job, role)
     return any(module is each for each in job.modules.values())
 

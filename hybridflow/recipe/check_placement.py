@@ -48,6 +48,7 @@ def check_placement(recipe: Recipe) -> None:
             "fsdp in actor.update"
         )
     _check_fsdp_adapters(recipe)
+    _check_offload(recipe)
     whole = transformers_meshes(recipe)
     for name, mesh in meshes_in_recipe_order(recipe).items():
         if name in whole:
@@ -68,6 +69,23 @@ def _check_fsdp_adapters(recipe: Recipe) -> None:
                 f"{key}: merges adapters into the weights, which actor.update={recipe.actor.update} shards; remove it, "
                 "or use dp in the place of fsdp"
             )
+
+
+def _check_offload(recipe: Recipe) -> None:
+    """Refuse to keep in host memory what FSDP does not bring to the accelerator layer by layer."""
+    for name, mesh in meshes_in_recipe_order(recipe).items():
+        role, _, phase = name.partition(".")
+        if phase != "rollout" and getattr(recipe, role).offload == "always" and mesh.layout.fsdp == 1:
+            raise LayoutError(
+                f"{role}.offload=always: needs fsdp, which brings one layer at a time to the accelerator, and "
+                f"{name if phase else f'{role}.layout'} is {mesh.layout}; set fsdp to 2 or more there, or offload to "
+                "true"
+            )
+    if recipe.actor.offload == "always" and recipe.actor.reshard == "shared":
+        raise ConfigError(
+            "actor.reshard=shared: lets ranks read each other's accelerator, and actor.offload=always keeps the "
+            "weights in host memory; set reshard to auto, torch or mpi"
+        )
 
 
 _PLACED = ("actor", "critic", "reference", "reward", "cost", "cost_critic", "teacher")
@@ -91,7 +109,7 @@ def check_split(recipe: Recipe) -> None:
             "actor.rollout_ranks: with rollout.engine.kind=vllm all ranks of the job generate, since vLLM starts on "
             "all of them together; remove the key, or set kind to megatron"
         )
-    if actor.offload:
+    if actor.offload is True:
         raise ConfigError(
             "actor.offload=true: makes no room for a rollout on other ranks; set it to false, or remove "
             "actor.rollout_ranks"

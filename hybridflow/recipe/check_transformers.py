@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError, LayoutError
@@ -20,19 +20,21 @@ def transformers_meshes(recipe: Recipe) -> tuple[str, ...]:
     )
 
 
-def check_transformers(recipe: Recipe, sections: Sequence[str]) -> None:
+def check_transformers(recipe: Recipe, sections: Sequence[str], in_memory: Collection[str] = ()) -> None:
     """Refuse what a model that runs in ``transformers`` cannot do.
 
     Args:
         recipe: The recipe.
         sections: Those of the recipe that are models.
+        in_memory: Those of them that a program has given.
 
     Raises:
         ConfigError: A key asks for it.
     """
     for key in sections:
         model = recipe.model_of(key.removesuffix(".model"))
-        if model.implementation == "transformers" and model.path is None:
+        is_given = key in in_memory or (model is recipe.model and "model" in in_memory)
+        if model.implementation == "transformers" and model.path is None and not is_given:
             raise ConfigError(
                 f"{key}.path: missing; {key}.implementation=transformers reads a directory of Hugging Face: name it"
             )

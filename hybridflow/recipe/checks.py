@@ -94,7 +94,7 @@ def check_recipe(recipe: Recipe, in_memory: Mapping[str, ModelInfo] | None = Non
             raise ConfigError(f"{key}.dtype=fp16: is for generating alone, since gradients underflow; set bf16 or fp32")
     _check_contexts(recipe)
     check_uncut(recipe, in_memory)
-    check_transformers(recipe, MODELS)
+    check_transformers(recipe, MODELS, in_memory)
     check_data(recipe.data)
     _check_live(recipe)
     check_placement(recipe)
@@ -319,7 +319,7 @@ def _check_silent(recipe: Recipe) -> None:
     given["rollout.max_new_tokens"] = recipe.rollout.max_new_tokens, 1
     given["actor.rollout"] = recipe.actor.rollout, None
     given["actor.rollout_ranks"] = recipe.actor.rollout_ranks, None
-    given["actor.offload"] = recipe.actor.offload, False
+    given["actor.offload"] = recipe.actor.offload is True, False
     given["trainer.max_staleness"] = trainer.max_staleness, 0
     for key, (found, default) in given.items():
         if found != default:

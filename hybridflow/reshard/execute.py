@@ -130,8 +130,9 @@ class Resharder:
         source: How they lie before.
         target: How they are to lie.
         source_tensors: Logical name -> this rank's tensor in the source, contiguous, of any float dtype, and of any
-            shape with the elements of its regions; None where the rank holds nothing there. They are bound: each run
-            reads their values of that time. Where peers of the node read them, their storages move into shared memory.
+            shape with the elements of its regions; None where the rank holds nothing there. They are on this rank's
+            device or in host memory. They are bound: each run reads their values of that time. Where peers of the node
+            read them, their storages move into shared memory.
         target_tensors: Likewise in the target; overwritten by ``run``. One that has the memory of a source tensor and
             holds the same of it is left alone; any other overlap is an error.
         transport: ``"shared"``: ranks of a node read each other's memory; ``"torch"``: all messages go over
@@ -271,9 +272,12 @@ class Resharder:
         return part
 
     def _is_plain(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether all tensors have the dtypes in which they travel."""
+        """Return whether all tensors have the dtypes in which they travel, on the device that sends them."""
         return all(
-            tensors[spec.name].dtype == TORCH_DTYPES[spec.dtype] for spec in self._model.tensors if spec.name in tensors
+            tensors[spec.name].dtype == TORCH_DTYPES[spec.dtype]
+            and tensors[spec.name].device.type == self._world.device.type
+            for spec in self._model.tensors
+            if spec.name in tensors
         )
 
     def _open_peers(self, wave: Wave, *, must_open: bool) -> dict[int, dict[str, Tensor]]:
@@ -479,7 +483,8 @@ class Resharder:
         peer, message = end
         dtypes = [TORCH_DTYPES[self._model.tensors[tensor].dtype] for tensor, _ in message.pieces]
         views = [shards.view(tensor, box) for tensor, box in message.pieces]
-        run = as_one_run(views, dtypes) if carrier.device == self._world.device else None
+        is_there = views[0].device.type == carrier.device.type == self._world.device.type
+        run = as_one_run(views, dtypes) if is_there else None
         if run is not None:
             return Leg(peer, run, is_fixed=False), Moves(), 0
         start, free_after = ring.reserve(message.num_bytes, number)

@@ -80,10 +80,10 @@ class Actor(Role):
             self._rollout = place_model(job, rollout, self.spec, is_filled_later=True)
             self._rollout_weights = RolloutWeights(job, self.spec, self.model, self._rollout)
         self._offload: HostOffload | None = None
-        if self.trainable is not None and job.recipe.actor.offload:
+        if self.trainable is not None and job.recipe.actor.offload is True:
             self._offload = self.trainable.offload(f"rank {rank}: optimizer of actor.update")
         self._shards: HostOffload | None = None
-        if self.trainable is not None and self._rollout_weights is not None and offloads_shards(job):
+        if self._offload is not None and self._rollout_weights is not None and offloads_shards(job):
             self._shards = HostOffload(self._rollout_weights.unshared, owner=f"rank {rank}: weights of actor.update")
         self._rollout_is_current = False
         self.num_updates = self._rollout_version = 0

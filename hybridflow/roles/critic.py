@@ -54,7 +54,7 @@ class Critic(Role):
         if self.model is not None:
             self.trainable = self.model.make_trainable(self._settings.optimizer)
         self._offload: HostOffload | None = None
-        if self.trainable is not None and self._settings.offload:
+        if self.trainable is not None and self._settings.offload is True:
             self._offload = self.trainable.offload(f"rank {job.world.rank}: optimizer of {role}")
 
     def put_optimizer_away(self) -> None:

@@ -39,7 +39,7 @@ class Reference(Role):
         if self.model is not None and job.recipe.actor.lora is not None:
             # megatron-core multiplies with frozen weights by another function, which rounds otherwise.
             self.model.transformer.requires_grad_(False)
-        if self.model is not None and job.recipe.reference.offload:
+        if self.model is not None and job.recipe.reference.offload is True:
             self.model.keep_in_host_memory()
 
     def log_probs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.role import Role
-from hybridflow.families.assets import parse_json
+from hybridflow.families.assets import CONFIG, parse_json
 from hybridflow.families.tables import FAMILIES
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.placement.job import Job
 from hybridflow.placement.place import place_frozen
 from hybridflow.placement.placed_model import role_spec
-from hybridflow.placement.user_objects import weights_of
+from hybridflow.placement.pretrained import given_assets
 from hybridflow.roles.reward import SCORES
 from hybridflow.sampling.validation import measure, shown_samples
 
@@ -91,13 +91,11 @@ class RewardModel(Role):
 
 def padding_of(job: Job, role: str) -> int | None:
     """Return the padding token that the settings of a role's model name, or None if they name none."""
-    source = weights_of(job, role)
-    if source is None:
-        return None
-    config, values = source.assets().get("config.json"), {}
-    if config is not None:
-        defaults = FAMILIES[source.family].defaults if source.family in FAMILIES else {}
-        values = {**defaults, **parse_json(config, str(source.path / "config.json"))}
+    family, assets = given_assets(job, role)
+    values = {}
+    if CONFIG in assets:
+        defaults = FAMILIES[family].defaults if family in FAMILIES else {}
+        values = {**defaults, **parse_json(assets[CONFIG], CONFIG)}
     found = values.get("pad_token_id")
     return found if type(found) is int else None
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from hybridflow.checkpoint.formats.huggingface import DTYPE_WORDS
-from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.config.rollout import SamplingEngineConfig
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.families.assets import CONFIG, read_json
-from hybridflow.families.model import ModelConfig
+from hybridflow.families.assets import CONFIG, parse_json
 from hybridflow.models.adapters import base_spec
 from hybridflow.models.hf_model import TransformersActor, names_as_saved
 from hybridflow.models.lora import adapted, merged_weight
+from hybridflow.models.weights import Region
 from hybridflow.placement.job import Job
 from hybridflow.placement.peft import described
 from hybridflow.placement.placed_model import PlacedModel
+from hybridflow.placement.pretrained import given_assets
 from hybridflow.placement.user_model import UserModel
 from hybridflow.placement.user_objects import runs_in_transformers
 from hybridflow.reshard.spec import ITEM_BYTES
@@ -52,7 +51,7 @@ class PushedEngine:
         model, rollout = job.model_of("actor"), recipe.rollout
         self.engine = VllmEngine(
             model,
-            _config_in_directory(model) if self._described is None else config_of(self._described),
+            _config(job) if self._described is None else config_of(self._described),
             # Exact are the raw ones at temperature 1, the others where nothing is cut; the recipe has one of both.
             log_probs="raw" if rollout.temperature == 1 else "processed",
             seed=recipe.seed,
@@ -91,13 +90,11 @@ class PushedEngine:
         return names_as_saved(model.module.inner, dict(model.module.merged())).items()
 
 
-def _config_in_directory(model: ModelConfig) -> dict[str, Any]:
-    """Return the ``config.json`` of a model that runs in ``transformers``, with the number format of the recipe."""
-    assert model.path is not None, "refused by the recipe"
-    folder = read_model_info(Path(model.path)).assets
-    assert folder is not None, "of a directory"
-    config = {key: value for key, value in read_json(folder / CONFIG).items() if key not in ("torch_dtype", "auto_map")}
-    return {**config, "dtype": DTYPE_WORDS[model.dtype]}
+def _config(job: Job) -> dict[str, Any]:
+    """Return the ``config.json`` of an actor that runs in ``transformers``, with the number format of the recipe."""
+    values = parse_json(given_assets(job, "actor")[1][CONFIG], CONFIG)
+    config = {key: value for key, value in values.items() if key not in ("torch_dtype", "auto_map")}
+    return {**config, "dtype": DTYPE_WORDS[job.model_of("actor").dtype]}
 
 
 def whole_tensors(model: PlacedModel) -> Callable[[str], Tensor]:
@@ -109,7 +106,7 @@ def whole_tensors(model: PlacedModel) -> Callable[[str], Tensor]:
         local, part = shards[name]
         if name in linears:
             local = merged_weight(linears[name]).view(local.shape)
-        return local[tuple(slice(0, stop - start) for start, stop in part.box)]
+        return Region(local, part).inside
 
     return read
 

@@ -10,6 +10,7 @@ PPO = ["train", "tiny.yaml", "algorithm=ppo", "trainer.save_every=1", "critic.op
 MIXED = [
     *("cluster.ranks=4", "actor.ranks=[0, 1]", "actor.update={fsdp: 2}", "actor.rollout={tp: 2}"),
     *("critic.ranks=[0, 1]", "critic.layout={tp: 2}", "reference.ranks=[2, 3]", "reference.layout={fsdp: 2}"),
+    "reference.offload=always",
 ]
 MEGATRON = ["cluster.ranks=2", "actor.update={tp: 2}", "actor.rollout={tp: 2}", "critic.layout={tp: 2}"]
 
@@ -35,6 +36,7 @@ def test_actor_and_reference_on_fsdp_critic_on_megatron(tmp_path, whole):
 
     # On half of the ranks, from a checkpoint of four, with the critic sharded and the reference not.
     fewer = ["cluster.ranks=2", "actor.update={dp: 2, zero: 2}", "actor.rollout={dp: 2}", "critic.layout={fsdp: 2}"]
+    fewer += ["actor.offload=always", "critic.offload=always"]
     done = run_well([*PPO, *fewer, "reference.layout={tp: 2}", "trainer.steps=4", "--resume"], tmp_path)
     assert "resumed from run/checkpoints/step_000002" in done.out
     rows = lasting_metrics(tmp_path / "run")

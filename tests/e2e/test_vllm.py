@@ -205,7 +205,11 @@ def both_environments(folder: Path) -> Path:
     return extra
 
 
-@pytest.mark.parametrize("trained", [(), ("actor.lora.rank=4",)], ids=["weights", "adapters"])
+@pytest.mark.parametrize(
+    "trained",
+    [(), ("actor.lora.rank=4",), ("actor.update={fsdp: 2}", "actor.offload=always")],
+    ids=["weights", "adapters", "fsdp"],
+)
 def test_the_actor_and_vllm_in_one_process(trained, tmp_path):
     """What vLLM samples has the log-probabilities of weights that have just been trained in another layout."""
     extra = both_environments(tmp_path)
@@ -222,8 +226,12 @@ def test_the_actor_and_vllm_in_one_process(trained, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "lr", "trained"),
-    [("StableLm", 1e-3, {}), ("Granite", 1e-2, {"lora": {"rank": 4}})],
-    ids=["weights", "adapters"],
+    [
+        ("StableLm", 1e-3, {}),
+        ("Granite", 1e-2, {"lora": {"rank": 4}}),
+        ("StableLm", 1e-3, {"update": {"fsdp": 2}, "rollout": {"dp": 2}}),
+    ],
+    ids=["weights", "adapters", "fsdp"],
 )
 def test_a_model_without_a_table_is_sampled_from_by_vllm(family, lr, trained, tmp_path):
     """What vLLM samples has the log-probabilities of a module of ``transformers`` that has just been trained."""

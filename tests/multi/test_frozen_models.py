@@ -124,6 +124,21 @@ def test_where_the_teacher_is_changes_nothing(folder, top_k):
         assert {each.name for each in saved.iterdir() if each.is_dir()} == {"actor"}, "a teacher is no part of it"
 
 
+FSDP = {"update": {"fsdp": 2}, "rollout": {"dp": 2}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("actor", ["fsdp", "tp2"])
+@pytest.mark.parametrize("top_k", [TOP_K, 0])
+def test_a_teacher_that_is_sharded_teaches_the_same(folder, top_k, actor):
+    expected = record(recipe(folder, f"whole-{top_k}-{actor}", "distill", teacher={"top_k": top_k}))
+    layouts = FSDP if actor == "fsdp" else {"update": {"tp": 2}}
+    teacher = {"layout": {"fsdp": 2}, "top_k": top_k, "offload": "always" if top_k else True}
+    found = record(recipe(folder, f"sharded-{top_k}-{actor}", "distill", 2, actor=layouts, teacher=teacher))
+    assert min(row["distill/kl"] for row in expected[0]) > 0.05
+    check_alike(found, expected)
+
+
 SAFE = {
     "colocated": dict(
         ranks=2,
@@ -142,6 +157,15 @@ SAFE = {
         reference={"ranks": [4], "layout": {}, "offload": True},
         reward={"ranks": [2], "layout": {}, "offload": True},
         cost={"ranks": [3, 4], "layout": {"tp": 2}},
+    ),
+    "sharded": dict(
+        ranks=2,
+        actor={**FSDP, "offload": "always"},
+        critic={"layout": {"fsdp": 2}, "offload": True},
+        cost_critic={"layout": {"fsdp": 2}, "offload": "always"},
+        reference={"layout": {"fsdp": 2}, "offload": "always"},
+        reward={"layout": {"fsdp": 2}, "offload": "always"},
+        cost={"layout": {"fsdp": 2}, "offload": True},
     ),
 }
 

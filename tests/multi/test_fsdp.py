@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from hybridflow.checkpoint.saver import Step
 from hybridflow.checkpoint.store import load_latest, open_role
@@ -254,3 +255,44 @@ def offloaded(world) -> tuple[list[int], bool]:
 def test_shards_are_in_host_memory_during_a_rollout():
     for (first, *rest), is_same in run_ranks(offloaded, 2):
         assert first > 0 and rest == [0, 0, first, 0, first] and is_same
+
+
+def in_host_memory(world, text: str, model: Any, rollout: str) -> tuple[bool, bool, bool]:
+    """Whether FSDP keeps the shards in host memory, and weights and what a rollout gets are the same without that."""
+    found = []
+    for offload in (False, "always"):
+        actor = actor_of(world, text, model=model, offload=offload, rollout=ParallelLayout.parse(rollout))
+        add_noise(actor.model, actor.spec, world.rank, seed=3)
+        learn(actor, world.rank, 3)
+        groups = [
+            module._get_fsdp_state()._fsdp_param_group
+            for module in actor.model.transformer.modules()
+            if isinstance(module, FSDPModule)
+        ]
+        actor.enter_phase("rollout")
+        sampled = [tensor.clone() for tensor in actor._rollout.tensors().values()]
+        actor.enter_phase("update")
+        learn(actor, world.rank, 1)
+        policies = {isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups}
+        found.append((policies, pieces(actor, world.rank, "weight"), sampled))
+    (without, weights, sampled), (within, same_weights, same_sampled) = found
+    return (
+        without == {False} and within == {True},
+        all((one == other).all() for (_, _, one), (_, _, other) in zip(weights, same_weights, strict=True)),
+        all(torch.equal(one, other) for one, other in zip(sampled, same_sampled, strict=True)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "rollout"),
+    [
+        ("fsdp2", "fp32", "tp2"),
+        ("fsdp2", "bf16", "tp2"),
+        pytest.param("fsdp2.zero2", "fp32", "dp2", marks=pytest.mark.slow),
+        pytest.param("fsdp2.dp4", "bf16", "tp2.pp2", marks=pytest.mark.slow),
+    ],
+)
+def test_shards_in_host_memory_learn_alike(text, dtype, rollout):
+    layout = ParallelLayout.parse(text)
+    for found in run_ranks(in_host_memory, layout.world_size, text, replace(TINY, dtype=dtype), rollout):
+        assert found == (True, True, True)

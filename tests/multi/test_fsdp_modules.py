@@ -30,9 +30,9 @@ def sharded(**changes: Any) -> dict[str, Any]:
 )
 def test_a_run_learns_what_it_learns_on_whole_modules(folder, algorithm, family):
     found = []
-    for name, changes in (("whole", {}), ("fsdp", sharded(gradient_checkpointing=True))):
+    for name, changes in (("whole", {}), ("fsdp", sharded(gradient_checkpointing=True, offload="always"))):
         if algorithm == "ppo" and changes:
-            changes["critic"] = {"layout": {"fsdp": 2}}
+            changes["critic"] = {"layout": {"fsdp": 2}, "offload": "always"}
         made = recipe(folder, algorithm, f"{algorithm}-{name}", family, 2, **changes)
         run_ranks(run, 2, made)
         found.append(lines(folder, made["name"]))

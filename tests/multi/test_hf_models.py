@@ -382,9 +382,9 @@ def test_other_kinds_of_models_train_and_are_exported(tmp_path, case):
     assert any((each != before[name].to(each.dtype)).any() for name, each in theirs.state_dict().items())
 
 
-def in_a_program(world: World, path: Path, out: Path) -> tuple[float, list[int]]:
+def in_a_program(world: World, given: Any, out: Path) -> tuple[float, list[int]]:
     """Loss and greedy tokens of an actor before it learns; then it is saved."""
-    actor = HybridActor.from_pretrained(path, hybrid_config={"lr": 1e-2})
+    actor = HybridActor.from_pretrained(given, hybrid_config={"lr": 1e-2})
     ids = torch.tensor([[7, 8, 9, 11, 12]])
     loss = float(actor(input_ids=ids, labels=ids).loss)
     tokens = actor.generate(ids, max_new_tokens=6, do_sample=False)[0, 5:].tolist()
@@ -393,13 +393,14 @@ def in_a_program(world: World, path: Path, out: Path) -> tuple[float, list[int]]
     return loss, tokens
 
 
-def test_a_program_trains_it_through_the_api(folder):
-    ((loss, tokens),) = run_ranks(in_a_program, 1, folder / "Granite", folder / "program")
+@pytest.mark.parametrize("is_in_memory", [False, True], ids=["directory", "model"])
+def test_a_program_trains_it_through_the_api(folder, tmp_path, is_in_memory):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "Granite").eval()
+    ((loss, tokens),) = run_ranks(in_a_program, 1, model if is_in_memory else folder / "Granite", tmp_path / "program")
     ids = torch.tensor([[7, 8, 9, 11, 12]])
     theirs = model.generate(ids, max_new_tokens=6, do_sample=False)[0, 5:].tolist()
     assert tokens == theirs and loss == pytest.approx(float(model(ids, labels=ids).loss.detach()), abs=1e-5)
-    after = transformers.AutoModelForCausalLM.from_pretrained(folder / "program")
+    after = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "program")
     assert float(after(ids, labels=ids).loss.detach()) < loss - 0.01
 
 
@@ -499,7 +500,8 @@ def test_code_of_a_directory_runs_only_where_the_recipe_says_so(folder, tmp_path
     (path / "own_code.py").write_text(
         "from transformers import StableLmConfig, StableLmForCausalLM\n\n\n"
         "class OwnConfig(StableLmConfig):\n    model_type = 'own-kind'\n\n\n"
-        "class OwnForCausalLM(StableLmForCausalLM):\n    config_class = OwnConfig\n"
+        "class OwnForCausalLM(StableLmForCausalLM):\n    config_class = OwnConfig\n\n"
+        "    def forward(self, *given, **named):\n        return super().forward(*given, **named)\n"
     )
     model = recipe_from_dict(of_directory(path)).model
     complains(lambda: make_actor(path, model, filling="read"), [str(path), "trust_remote_code=true"], ConfigError)
@@ -509,6 +511,13 @@ def test_code_of_a_directory_runs_only_where_the_recipe_says_so(folder, tmp_path
     convert(tmp_path / "run/checkpoints/step_000001/actor", "hf", tmp_path / "out")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
     assert type(theirs).__name__ == "OwnForCausalLM"
+
+    # As an object it has been trusted already.
+    given = transformers.AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
+    ((loss, _),) = run_ranks(in_a_program, 1, given, tmp_path / "program")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "program", trust_remote_code=True)
+    ids = torch.tensor([[7, 8, 9, 11, 12]])
+    assert float(again(ids, labels=ids).loss.detach()) < loss - 0.01
 
 
 def test_layers_are_found_beside_more_experts():

@@ -16,7 +16,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import GlobalMemoryBuffer
 
-from hybridflow.api.trainers import PPOTrainer
+from hybridflow.api.trainers import GRPOTrainer, PPOTrainer
 from hybridflow.checkpoint.formats.in_memory import InMemoryModel, in_memory_info, in_memory_model
 from hybridflow.dataflow.batch import Batch
 from hybridflow.errors import ConfigError
@@ -24,6 +24,7 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import ModelShape
 from hybridflow.models.specs import describe
+from hybridflow.models.user_model import ActorModel
 from hybridflow.models.weights import initialize
 from hybridflow.parallel.megatron import collection
 from hybridflow.parallel.world import World
@@ -37,6 +38,7 @@ from hybridflow.sections import to_dict
 from hybridflow.testing import check_actor
 from tests.multi.jobs import make_batch, make_job, tiny_recipe
 from tests.multi.models import TINY, VOCAB, place
+from tests.multi.test_placement import share_of_ones
 from tests.support.complaints import complains, complaint
 from tests.support.hf_models import write_model, write_tokenizer
 from tests.support.megatron_models import make_config
@@ -285,16 +287,26 @@ def ppo_losses(world: World, folder: Path, name: str, roles: dict[str, Any], oth
     return [(each["loss"], each["critic/loss"], each["reward/mean"], each["kl/ref"]) for each in metrics]
 
 
+WITHOUT_TABLE = "StableLm", "StableLm"
+
+
 @pytest.mark.parametrize(
-    "other",
-    [{"actor": {"tp_size": 2}}, pytest.param({"lora_rank": 2}, marks=pytest.mark.slow)],
-    ids=["tp2", "lora"],
+    ("families", "other"),
+    [
+        (("Qwen2", "Llama"), {"actor": {"tp_size": 2}}),
+        pytest.param(("Qwen2", "Llama"), {"lora_rank": 2}, marks=pytest.mark.slow),
+        (WITHOUT_TABLE, {}),
+        pytest.param(WITHOUT_TABLE, {"fsdp_sharding": "FULL_SHARD"}, marks=pytest.mark.slow),
+        pytest.param(WITHOUT_TABLE, {"lora_rank": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["tp2", "lora", "without a table", "without a table, fsdp", "without a table, lora"],
 )
-def test_training_is_the_same_from_memory_as_from_directories(tmp_path, other):
+def test_training_is_the_same_from_memory_as_from_directories(tmp_path, families, other):
+    first, second = families
     memory = {
-        "actor": write_model(tmp_path / "actor", "Qwen2", seed=1),
-        "critic": write_model(tmp_path / "critic", "Llama", seed=2),
-        "reward": write_model(tmp_path / "reward", "Llama", "ForSequenceClassification", seed=3),
+        "actor": write_model(tmp_path / "actor", first, seed=1),
+        "critic": write_model(tmp_path / "critic", second, seed=2),
+        "reward": write_model(tmp_path / "reward", second, "ForSequenceClassification", seed=3),
     }
     write_tokenizer(tmp_path / "actor")
     before = memory["actor"].state_dict()["model.norm.weight"].clone()
@@ -305,3 +317,39 @@ def test_training_is_the_same_from_memory_as_from_directories(tmp_path, other):
     one, two = (load(tmp_path / f"{name}-out") for name in ("paths", "memory"))
     assert type(two) is type(memory["actor"])
     assert all(torch.equal(one.state_dict()[name], each) for name, each in two.state_dict().items())
+
+
+def grpo_resumed(world: World, model: Any, tokenizer: Path, folder: Path) -> list[Any]:
+    """What three steps learn, and the same of two steps and one more after a stop."""
+    found = []
+    for name, starts in (("whole", [3]), ("stopped", [2, 1])):
+        config = {"group_size": 2, "rollout_batch_size": 8, "max_new_tokens": 5, "lr": 1e-3}
+        rows: list[Any] = []
+        for steps in starts:
+            trainer = GRPOTrainer(
+                {**config, "run_dir": str(folder / name)},
+                actor_model=ActorModel(model),
+                reward=share_of_ones,
+                tokenizer=str(tokenizer),
+                resume=bool(rows),
+            )
+            with trainer:
+                rows += [trainer.step(["1+1=", "2+2=", "3+4=", "10+5="]) for _ in range(steps)]
+                trainer.save_checkpoint(folder / f"{name}-{len(rows)}")
+        found.append([(each["loss"], each["actor/grad_norm"], each["reward/mean"]) for each in rows])
+    return found
+
+
+@pytest.mark.parametrize("family", ["Falcon", pytest.param("Granite", marks=pytest.mark.slow)])
+def test_a_model_without_a_table_learns_goes_on_and_is_read_by_transformers(tmp_path, family):
+    model = write_model(tmp_path / "given", family, seed=1)
+    write_tokenizer(tmp_path / "tokenizer")
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    ((whole, stopped),) = run_ranks(grpo_resumed, 1, model, tmp_path / "tokenizer", tmp_path)
+    assert whole == stopped and any(grad_norm > 1e-3 for _, grad_norm, _ in whole)
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+    read, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole-3", output_loading_info=True)
+    assert type(read) is type(model) and not told["missing_keys"] and not told["unexpected_keys"]
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "stopped-3").state_dict()
+    assert all(torch.equal(each, other[name]) for name, each in read.state_dict().items())
+    assert any((each != before[name]).any() for name, each in read.state_dict().items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,11 +18,11 @@ from hybridflow.checkpoint.formats.in_memory_megatron import MegatronSource, rea
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.tensor_file import HeldTensors
 from hybridflow.errors import ConfigError
-from hybridflow.families.assets import CONFIG
+from hybridflow.families.assets import CONFIG, GENERATION
 from hybridflow.families.config_json import Described, read_config
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.model_info import ModelInfo
-from hybridflow.families.other_config import has_no_table
+from hybridflow.families.other_config import has_no_table, read_other_config
 from hybridflow.models.hf_model import names_as_saved
 from hybridflow.models.user_model import user_model_info
 
@@ -59,7 +60,7 @@ def in_memory_model(given: Any, *, vocab_size: int | None = None) -> InMemoryMod
 
     Takes a ``PreTrainedModel`` of ``transformers`` of a family in ``hybridflow.families``, causal language model or
     scorer with one label; or a ``GPTModel`` of megatron-core, whole or cut by its own process groups. The weights are
-    copied when a role is made: the model itself stays as it is.
+    copied when a role is made: the model itself stays as it is. ``placement.library_models`` takes other families.
 
     Collective: of a ``GPTModel`` that is cut, all ranks that hold a part of it.
 
@@ -108,8 +109,28 @@ def _settings(given: Any) -> ModelInfo | None:
         return ModelInfo(read_megatron(given), False, None, None)
     if not is_model(given):
         return user_model_info(given)
-    described, _ = _describe(given)
+    values, where = _config(given), f"{type(given).__name__}.config"
+    if has_no_table(values):
+        other = read_other_config(values, where=where)
+        return ModelInfo(other.model, other.has_value_head, other.model_type, None)
+    described = read_config(values, where=where)
     return ModelInfo(described.model, described.has_value_head, described.family.name, None)
+
+
+def library_assets(model: Any) -> tuple[str, dict[str, bytes]]:
+    """Return the type of a model of ``transformers``, and the small files that it is saved with.
+
+    Raises:
+        ConfigError: It is none, or computes something else than its class.
+    """
+    values = _config(model)
+    return str(values["model_type"]), _small_files(model, values)
+
+
+def _small_files(model: Any, values: dict[str, Any]) -> dict[str, bytes]:
+    generation = getattr(model, "generation_config", None)
+    found = {CONFIG: json.dumps(values, indent=2).encode(), **_code_of(model)}
+    return found if generation is None else {**found, GENERATION: generation.to_json_string().encode()}
 
 
 class _TransformersSource(HuggingFaceSource):
@@ -122,10 +143,7 @@ class _TransformersSource(HuggingFaceSource):
         if described.model.tied_embeddings:
             _drop_copy(state)
         self._take(path, values, {str(path): HeldTensors(path, state)})
-        generation = getattr(model, "generation_config", None)
-        self._assets = {CONFIG: json.dumps(values, indent=2).encode()}
-        if generation is not None:
-            self._assets["generation_config.json"] = generation.to_json_string().encode()
+        self._assets = _small_files(model, values)
 
     def assets(self) -> dict[str, bytes]:
         """See ``Source``."""
@@ -149,6 +167,21 @@ def _describe(model: Any) -> tuple[Described, dict[str, Any]]:
     Raises:
         ConfigError: It is none, or of an unknown family, or computes something else than its class.
     """
+    values, name = _config(model), type(model).__name__
+    if has_no_table(values):
+        raise ConfigError(
+            f"{name}: model_type={values['model_type']!r} has no table in docs/families.md: it is trained here, in "
+            "transformers, and not served; generate with RolloutWorker(model, engine='hf') or vLLM"
+        )
+    return read_config(values, where=f"{name}.config"), values
+
+
+def _config(model: Any) -> dict[str, Any]:
+    """Return the ``config.json`` of a model of ``transformers``.
+
+    Raises:
+        ConfigError: It is none, or computes something else than its class.
+    """
     kind: Any = _library_class(model)
     name = type(model).__name__
     if hasattr(model, "merge_and_unload"):
@@ -161,22 +194,26 @@ def _describe(model: Any) -> tuple[Described, dict[str, Any]]:
             f"{name}: expected a PreTrainedModel of transformers, a GPTModel of megatron-core, or a class of your own "
             "as docs/extend.md shows; or name a directory: model.path"
         )
-    if type(model).forward is not kind.forward:
+    # As save_pretrained writes it, so that a model in memory and its directory are the same model.
+    values = json.loads(model.config.to_json_string())
+    has_code = bool(_code_of(model)) and has_no_table(values)
+    if type(model).forward is not kind.forward and not has_code:
         raise ConfigError(
             f"{name}: overrides forward of {kind.__name__}, which is what would be computed here; give the "
             f"{kind.__name__} itself, or wrap yours in a class of your own (docs/extend.md)"
         )
-    # As save_pretrained writes it, so that a model in memory and its directory are the same model.
-    values = json.loads(model.config.to_json_string())
     dtype = next(parameter.dtype for parameter in model.parameters())
     values = {key: value for key, value in values.items() if key not in ("dtype", "torch_dtype")}
-    values |= {"architectures": [kind.__name__], "dtype": str(dtype).removeprefix("torch.")}
-    if has_no_table(values):
-        raise ConfigError(
-            f"{name}: model_type={values['model_type']!r} has no table in docs/families.md, so that it runs in "
-            "transformers: save_pretrained it and name the directory"
-        )
-    return read_config(values, where=f"{name}.config"), values
+    architecture = name if has_code else kind.__name__
+    return values | {"architectures": [architecture], "dtype": str(dtype).removeprefix("torch.")}
+
+
+def _code_of(model: Any) -> dict[str, bytes]:
+    """Return the Python files of a model whose directory brought code, which ``transformers`` keeps side by side."""
+    if type(model).__module__.partition(".")[0] != "transformers_modules":
+        return {}
+    folder = Path(inspect.getfile(type(model))).parent
+    return {file.name: file.read_bytes() for file in sorted(folder.glob("*.py")) if file.name != "__init__.py"}
 
 
 def _drop_copy(state: dict[str, Tensor]) -> None:

@@ -103,21 +103,30 @@ class Everyone:
         return found
 
 
-def test_weights_are_packed_and_unpacked_on_the_device(monkeypatch, addresses):
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+def test_weights_are_packed_and_unpacked_on_the_device(monkeypatch, addresses, where):
+    """Also where what is sent is in host memory, as FSDP keeps it."""
     model, tensors = spec()
     source, target = (WeightHoldings(tensors, mesh_of(layout)) for layout in LAYOUTS)
     monkeypatch.setattr(Resharder, "_gather", lambda self, value: dict(enumerate(Everyone(self).gather(value, ""))))
     monkeypatch.setattr(Resharder, "_synchronize", lambda self: None)
     exchanged: list[torch.Tensor] = []
-    monkeypatch.setattr(dist, "batch_isend_irecv", lambda each: exchanged.extend(one.tensor for one in each) or [])
+    sent: list[torch.Tensor] = []
+
+    def carry(operations):
+        exchanged.extend(each.tensor for each in operations)
+        sent.extend(each.tensor for each in operations if each.op is dist.isend)
+        return []
+
+    monkeypatch.setattr(dist, "batch_isend_irecv", carry)
     with fake_cuda(monkeypatch, rank=3, size=SIZE) as world:
         world.make_groups([participants(source.mesh, target.mesh)])
         given = [
             {
-                name: torch.empty(size, dtype=torch.bfloat16, device=DEVICE)
+                name: torch.empty(size, dtype=torch.bfloat16, device=device)
                 for name, size in local_sizes(tensors, holdings, 3).items()
             }
-            for holdings in (source, target)
+            for holdings, device in ((source, torch.device(where)), (target, DEVICE))
         ]
         resharder = Resharder(
             world, tensors, source, target, source_tensors=given[0], target_tensors=given[1], transport="torch"
@@ -125,6 +134,9 @@ def test_weights_are_packed_and_unpacked_on_the_device(monkeypatch, addresses):
         with Launches() as launches:
             stats = resharder.run()
     assert {each.device for each in resharder._buckets.values()} == {DEVICE}
+    if where == "cpu":
+        # Out of buckets alone; a view of a fake tensor's own memory would be on meta.
+        assert {each.device for each in sent} == {DEVICE}
     assert sum(each.nbytes for each in exchanged) == stats.received_bytes + stats.sent_bytes
     assert sum(each.nbytes for each in resharder._buckets.values()) == stats.extra_bytes
     assert stats.received_bytes == stats.limit_bytes == received_limit(tensors, source, target, 3)

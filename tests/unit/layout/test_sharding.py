@@ -5,6 +5,7 @@ import pytest
 from hybridflow.errors import LayoutError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.layout.sharding import in_our_words
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,7 @@ from hybridflow.layout.parallel_layout import ParallelLayout
     ],
 )
 def test_names_of_shardings(given, dp, fsdp, keeps):
-    layout = ParallelLayout(**given)
+    layout = ParallelLayout(**in_our_words(given))
     assert (layout.dp, layout.fsdp, layout.keeps_gathered, layout.world_size) == (dp, fsdp, keeps, dp)
     assert ParallelLayout.parse(str(layout)) == layout
     assert layout.without_sharding() == ParallelLayout(dp=dp)
@@ -32,7 +33,7 @@ def test_names_of_shardings(given, dp, fsdp, keeps):
 
 @pytest.mark.parametrize("given", [{"hsdp": 16}, {"dp": 16, "fsdp_sharding": "HYBRID_SHARD"}])
 def test_a_hybrid_shards_within_a_node(given):
-    layout = ParallelLayout(**given)
+    layout = ParallelLayout(**in_our_words(given))
     assert layout.is_sharded and layout.world_size == 16 and ParallelLayout.parse(str(layout)) == layout
     assert layout.on_nodes(8) == ParallelLayout(dp=16, fsdp=8)
     assert layout.on_nodes(16) == ParallelLayout(fsdp=16)
@@ -61,5 +62,5 @@ def test_who_shares_and_who_repeats():
 )
 def test_shardings_that_contradict_themselves(given, words):
     with pytest.raises(LayoutError) as caught:
-        ParallelLayout(**given)
+        ParallelLayout(**in_our_words(given))
     assert words in str(caught.value)

@@ -84,6 +84,15 @@ def test_offload_frees_gradients_and_optimizer_of_a_critic_while_it_does_not_lea
     assert before.update - after.update == away + max(passing) - max(*passing, critic.activations + away)
 
 
+def test_what_is_always_in_host_memory_takes_what_is_gathered_alone():
+    fsdp = "actor.update={fsdp: 4}", "actor.rollout={dp: 4}", "reference.layout={tp: 2, dp: 2}", "kl.coef=0.1"
+    before, after = (memory_of("grpo", *fsdp, f"actor.offload={value}")[0] for value in ("false", "always"))
+    actor, moved = by_mesh(before)["actor.update"], by_mesh(after)["actor.update"]
+    assert (moved.weights, moved.gradients, moved.optimizer) == (0, 0, 0)
+    assert moved.activations == actor.activations
+    assert before.update - after.update == before.rollout - after.rollout == actor.kept > 0
+
+
 def test_one_layout_for_both_phases_has_the_weights_once():
     layout = "actor.rollout={tp: 2, dp: 2}"
     parts = by_mesh(memory_of("grpo", layout, "model.dtype=bf16")[0])

@@ -356,3 +356,38 @@ def test_offline_algorithms_have_a_reference_where_they_measure_against_one(over
     recipe = recipe_from_dict(OFFLINE, overrides=overrides)
     assert (recipe.has_reference, recipe.samples_per_prompt) == (has_reference, samples)
     assert ("reference" in role_meshes(recipe)) is has_reference
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["actor.offload=always"], ["actor.offload=always", "actor.update is tp2.pp1.dp2", "set fsdp to 2 or more"]),
+        (["critic.offload=always"], ["critic.offload=always: needs fsdp", "critic.layout is", "or offload to true"]),
+        (["actor.offload=sometimes"], ["actor.offload: expected one of true, false, always, found 'sometimes'"]),
+        (["actor.offload=always", "actor.update={fsdp: 4}", "actor.reshard=shared"], ["set reshard to auto, torch"]),
+    ],
+)
+def test_what_is_always_in_host_memory_is_sharded(recipe_file, overrides, says):
+    complains(lambda: load_recipe(recipe_file, overrides), says, (ConfigError, LayoutError))
+
+
+@pytest.mark.parametrize(
+    ("override", "layout"),
+    [
+        ("actor.update={hsdp: 4}", ParallelLayout(dp=4, fsdp_sharding="HYBRID_SHARD")),
+        ("actor.update={dp: 4, zero: 3}", ParallelLayout(fsdp=4)),
+        ("actor.update={dp: 4, zero: 2}", ParallelLayout(fsdp=4, fsdp_sharding="SHARD_GRAD_OP")),
+        ("actor.update={dp: 4, zero: 1}", ParallelLayout(dp=4)),
+    ],
+)
+def test_other_words_for_a_sharding_are_read_and_ours_are_kept(recipe_file, override, layout):
+    recipe = load_recipe(recipe_file, [override])
+    assert recipe.actor.update == layout
+    assert not {"hsdp", "zero"} & to_dict(recipe)["actor"]["update"].keys()
+
+
+def test_other_words_that_contradict_each_other_are_named_with_their_key(recipe_file):
+    says = ["override 'actor.update.hsdp=4': actor.update: layout hsdp=4 with dp=2: both give the ranks; remove dp"]
+    complains(lambda: load_recipe(recipe_file, ["actor.update.hsdp=4"]), says, LayoutError)
+    says = ["override 'actor.update={zero: 7}': actor.update: layout zero=7: expected 1, 2 or 3"]
+    complains(lambda: load_recipe(recipe_file, ["actor.update={zero: 7}"]), says, LayoutError)

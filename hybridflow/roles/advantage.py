@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from hybridflow.models.training import sum_over
 from hybridflow.observe.rank_log import say
 from hybridflow.placement.job import Job
 from hybridflow.placement.loss_mask import loss_mask, spread
+from hybridflow.rollout.learned import Learned, write_learned
 from hybridflow.sampling.shaping import shaped
 
 
@@ -129,12 +131,31 @@ class Advantage(Role):
         """Compute with the samples that count alone, and report these; the others get zeros. Collective: dp."""
         if not self._drops:
             self._measure(batch)
-            return method(batch)
-        found = loss_mask(batch)
-        self._measure_dropped(found)
-        kept = batch.select(found.nonzero()[:, 0])
-        self._measure(kept)
-        return spread(method(kept), batch, found)
+            computed = method(batch)
+        else:
+            found = loss_mask(batch)
+            self._measure_dropped(found)
+            kept = batch.select(found.nonzero()[:, 0])
+            self._measure(kept)
+            computed = spread(method(kept), batch, found)
+        self._archive(batch, computed, decided["train_step"]["step"])
+        return computed
+
+    def _archive(self, batch: Batch, computed: Batch, step: int) -> None:
+        """Keep what the step learns from each token, on one rank of each replica, where samples are archived."""
+        recipe, rank = self._job.recipe, self._job.world.rank
+        if not recipe.rollout.archive or not self._job.meshes["actor.update"].speaks(rank):
+            return
+        advantages = computed.ragged("advantages").to_list()
+        if "old_log_probs" in batch.columns:
+            old_log_probs = batch.ragged("old_log_probs").to_list()
+        else:
+            old_log_probs = [torch.full_like(each, math.nan) for each in advantages]
+        rows = [
+            (*divmod(number, recipe.rollout.group_size), Learned(gained.float().numpy(), told.float().numpy()))
+            for number, gained, told in zip(batch.ids.tolist(), advantages, old_log_probs, strict=True)
+        ]
+        write_learned(Path(recipe.run_dir) / "rollouts", step, rank, rows)
 
     def ppo(self, batch: Batch) -> Batch:
         """Compute ``advantages`` and ``returns``: GAE over token rewards, whitened. Collective: dp."""

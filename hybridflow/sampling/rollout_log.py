@@ -4,6 +4,7 @@
     <run_dir>/rollouts/log/step-000012-start-3fab…-rank-00003-part-00002.log     of the step's second rollout
     <run_dir>/rollouts/segments/step-000001-000010-rank-00003.h5      see ``rollout.archive``
     <run_dir>/rollouts/all.h5
+    <run_dir>/rollouts/learned/step-000001-000010-rank-00000.h5       see ``rollout.learned``
 
 A response is used again where its step, and the weights that sampled it, are the same. The weights are told apart by a
 fingerprint: at the beginning of a run one of where they come from, or a random one; from then on the hash of the one
@@ -37,6 +38,7 @@ from hybridflow.data.rollout_log import (
 from hybridflow.errors import WriteError
 from hybridflow.placement.job import Job
 from hybridflow.rollout import archive
+from hybridflow.rollout.learned import drop_learned, merge_learned
 from hybridflow.rollout.request import FinishReason, Request, Response
 
 _FOLDER, _LOGS = "rollouts", "log"
@@ -141,6 +143,7 @@ class RolloutLog:
         done += [name for name in self._left if name.step <= step and name.rank % self._job.world.size == self._rank]
         if self._job.recipe.rollout.archive:
             self._archive([name for name in done if self._is_part_of_run(name)])
+            merge_learned(self._folder, self._rank, step)
         self._scores = {key: score for key, score in self._scores.items() if key[0] > step}
         for name in done:
             with contextlib.suppress(OSError):
@@ -162,6 +165,7 @@ class RolloutLog:
         names = list_logs(self._logs)
         try:
             archive.drop_segments(self._folder, after=self._saved)
+            drop_learned(self._folder, after=self._saved)
             is_of_run = self._saved is not None or any(self._is_first(name) for name in names)
         except OSError as error:
             raise _not_removed(self._folder, error) from error

@@ -13,11 +13,12 @@ from hybridflow.observe.exporters import Exporter, Outlet, close_outlets, open_o
 from hybridflow.observe.metrics import MetricsLog
 from hybridflow.observe.rank_log import say
 from hybridflow.observe.report import draw_learning_curve, write_summary
-from hybridflow.observe.starts import add_end
+from hybridflow.observe.starts import add_end, keep_recipe
 from hybridflow.observe.status_file import StatusFile
 from hybridflow.observe.timeline import Timeline
 from hybridflow.observe.timeline_file import TimelineFile
 from hybridflow.parallel.world import World
+from hybridflow.sections import to_dict
 from hybridflow.trainer.meter import RankMeter, peak_flops
 from hybridflow.trainer.profiling import Profiler
 from hybridflow.trainer.step_metrics import Share, step_metrics
@@ -54,6 +55,7 @@ class Record:
         if world.rank == 0:
             facts = {"name": recipe.name, "algorithm": recipe.algorithm, "steps": recipe.trainer.steps}
             self._status = StatusFile(self._run_dir, facts=facts)
+            keep_recipe(self._run_dir, number, to_dict(recipe))
 
     def open(self, resumed_step: int | None) -> None:
         """Open the files to which steps are added; None: the run is a new one. Measures the device, on each rank."""

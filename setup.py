@@ -27,6 +27,8 @@ setup(
     package_dir={"hybridflow.launch.recipes": "launch/recipes", "hybridflow.slurm": "slurm"},
     package_data={
         "hybridflow.launch.recipes": ["*.yaml"],
+        # The name of a folder is the version of the library of charts in it.
+        "hybridflow.report": ["assets/page.*", "assets/uplot-*/*"],
         "hybridflow.rollout.cpu": ["kernels.c"],
         "hybridflow.slurm": ["*.sbatch", "*.sh"],
     },

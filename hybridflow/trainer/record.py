@@ -18,6 +18,7 @@ from hybridflow.observe.status_file import StatusFile
 from hybridflow.observe.timeline import Timeline
 from hybridflow.observe.timeline_file import TimelineFile
 from hybridflow.parallel.world import World
+from hybridflow.report.page import try_report
 from hybridflow.sections import to_dict
 from hybridflow.trainer.meter import RankMeter, peak_flops
 from hybridflow.trainer.profiling import Profiler
@@ -150,3 +151,4 @@ class Record:
         """
         if self._world.rank == 0:
             add_end(self._run_dir, self._number, "finished" if stopped is None else "requeue", stopped or "", save_s)
+            try_report(self._run_dir)

@@ -93,6 +93,7 @@ setup(
                 "mypy",
                 "pdoc",
                 "peft",
+                "playwright",
             ),
             *("prometheus_client", "pyarrow", "pytest", "pytest-xdist", "ruff", "s3fs", "scipy", "starlette"),
             *("transformers>=5", "types-PyYAML", "uvicorn", "wandb"),

@@ -24,14 +24,20 @@ from hybridflow.observe.starts import RECIPE_FILE, StartRecord, read_starts
 from hybridflow.observe.status import RunStatus, read_status
 from hybridflow.observe.timeline_file import StepTimeline, read_timeline
 from hybridflow.report.curves import curves, short
-from hybridflow.report.samples import open_samples, size_of
+from hybridflow.report.samples import Archive, has_archive, size_of
 from hybridflow.rollout.rollouts_command import find_tokenizer
 
 _NUM_STEPS = 60
 """Most steps that are shown one by one."""
 
+_NUM_LONG_STEPS = 30
+"""There is room for the samples of so many steps with long responses."""
+
 _NUM_RANKS, _NUM_SPANS = 32, 4000
 """Most ranks and spans in the timeline of a step."""
+
+_NUM_RANK_STEPS, _LEAST_TIMELINES = 3000, 5
+"""Timelines are read of so many steps times ranks, but of a few steps whatever the number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +83,7 @@ def describe_run(run_dir: Path, budget: Budget) -> dict[str, Any]:
         "settings": recipe,
         "recipe": yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True) if recipe else "",
         "curves": drawn,
-        **_of_steps(run_dir, rows, recipe, budget, left_out),
+        **_of_steps(run_dir, rows, recipe, status.ranks or 1, budget, left_out),
         "left_out": left_out,
     }
 
@@ -102,10 +108,17 @@ def spread_steps(steps: Sequence[int], first: Collection[int], number: int) -> l
 
 
 def _of_steps(
-    run_dir: Path, rows: Sequence[Mapping[str, float]], recipe: Mapping[str, Any], budget: Budget, left_out: list[str]
+    run_dir: Path,
+    rows: Sequence[Mapping[str, float]],
+    recipe: Mapping[str, Any],
+    num_ranks: int,
+    budget: Budget,
+    left_out: list[str],
 ) -> dict[str, Any]:
     """Return what is shown of single steps; adds to ``left_out`` what is not."""
-    archive = open_samples(run_dir, _tokenizer(run_dir, recipe))
+    archive = None
+    if has_archive(run_dir):
+        archive = Archive(run_dir, _tokenizer(run_dir, recipe), budget.sample_bytes // _NUM_LONG_STEPS)
     by_step = {int(row["step"]): row for row in rows}
     rewards = {
         step: row["reward/mean"] for step, row in by_step.items() if math.isfinite(row.get("reward/mean", math.nan))
@@ -134,7 +147,7 @@ def _of_steps(
             "Of a step with many groups, the best, the worst, those whose rewards differ most, and some others are "
             "here; hybridflow rollouts prints all."
         )
-    timelines = _timelines(read_timeline(run_dir, chosen), chosen, budget.timeline_bytes, left_out)
+    timelines = _timelines(run_dir, chosen, num_ranks, budget.timeline_bytes, left_out)
     return {
         "archive": archive is not None,
         "steps": {
@@ -150,23 +163,23 @@ def _of_steps(
 
 
 def _timelines(
-    found: Mapping[int, StepTimeline], order: Sequence[int], most_bytes: int, left_out: list[str]
+    run_dir: Path, steps: Sequence[int], num_ranks: int, most_bytes: int, left_out: list[str]
 ) -> dict[int, Any]:
     """Return timelines as JSON objects, of the steps that come first as far as there is room."""
+    found = read_timeline(run_dir, steps[: max(_LEAST_TIMELINES, _NUM_RANK_STEPS // num_ranks)])
     drawn: dict[int, Any] = {}
-    used, ranks_left_out = 0, False
-    for step in order:
-        if step not in found:
-            continue
+    used, has_some_ranks = 0, False
+    for step in (step for step in steps if step in found):
         one = _timeline(found[step])
         size = size_of(one)
         if used + size > most_bytes:
-            left_out.append(f"Timelines of {len(drawn)} of {len(found)} steps are on this page; trace/ has all.")
             break
         drawn[step], used = one, used + size
-        ranks_left_out |= one["num_ranks"] > len(one["ranks"])
-    if ranks_left_out:
-        left_out.append("A timeline shows some of the ranks, the busiest and the idlest among them; trace/ has all.")
+        has_some_ranks |= one["num_ranks"] > len(one["ranks"])
+    if 0 < len(drawn) < len(steps):
+        left_out.append(f"Timelines of {len(drawn)} steps are on this page; trace/timeline.json has those of all.")
+    if has_some_ranks:
+        left_out.append("A timeline shows some of the ranks, the busiest and the idlest among them.")
     return drawn
 
 

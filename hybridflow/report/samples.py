@@ -16,8 +16,11 @@ from hybridflow.rollout.archive import Archived, SegmentName, list_segments, rea
 from hybridflow.rollout.learned import Learned, read_learned
 from hybridflow.rollout.texts import Texts
 
-_NUM_SAMPLES, _NUM_RESPONSES = 24, 8
-"""Most samples of a step, and of a group."""
+_NUM_SAMPLES, _LEAST_SAMPLES, _NUM_RESPONSES = 24, 6, 8
+"""Most samples of a step, how many it has whatever their length, and most of a group."""
+
+_TOKEN_BYTES = 20
+"""A token takes about so much on the page."""
 
 _NUM_RANKS = 16
 """Most ranks whose samples of a step are looked at."""
@@ -37,6 +40,7 @@ class _Place(NamedTuple):
     prompt_index: int
     index: int  # type: ignore[assignment]  # it hides tuple.index
     score: float
+    length: int
 
 
 class Archive:
@@ -45,9 +49,11 @@ class Archive:
     Args:
         run_dir: Directory of the run.
         tokenizer: Tokenizer of the run; None: tokens are shown as numbers.
+        step_bytes: What a step with long responses may take on the page.
     """
 
-    def __init__(self, run_dir: Path, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, run_dir: Path, tokenizer: Tokenizer | None, step_bytes: int) -> None:
+        self._step_bytes = step_bytes
         self._folder = run_dir / "rollouts"
         self._segments = list_segments(self._folder)
         self._tokens = _TokenTexts(tokenizer)
@@ -72,9 +78,12 @@ class Archive:
             groups.setdefault(place.prompt_index, []).append(place)
         if not groups:
             return None
-        largest = max(map(len, groups.values()))
-        chosen = _choose_groups(groups, max(2, _NUM_SAMPLES // min(largest, _NUM_RESPONSES)))
-        kept = [place for index in chosen for place in _choose_responses(groups[index])]
+        length = _mean([min(place.length, _HEAD_TOKENS + _TAIL_TOKENS) for place in places])
+        room = self._step_bytes // int(_TOKEN_BYTES * length + 100)
+        number = max(_LEAST_SAMPLES, min(_NUM_SAMPLES, room))
+        size = min(max(map(len, groups.values())), _NUM_RESPONSES, max(2, number // 2))
+        chosen = _choose_groups(groups, max(2, number // size))
+        kept = [place for index in chosen for place in _choose_responses(groups[index], size)]
         samples = self._read(kept)
         learned = read_learned(self._folder, {(step, place.prompt_index, place.index) for place in kept})
         return {
@@ -102,7 +111,8 @@ class Archive:
         places = self._places[name]
         for row in np.flatnonzero(places["step"] == step).tolist():
             prompt_index, index = int(places["prompt_index"][row]), int(places["index"][row])
-            yield _Place(name, row, prompt_index, index, float(places["score"][row]))
+            score, length = float(places["score"][row]), int(places["response_length"][row])
+            yield _Place(name, row, prompt_index, index, score, length)
 
     def _read(self, kept: Sequence[_Place]) -> list[Archived]:
         found: list[Archived] = []
@@ -130,9 +140,9 @@ class Archive:
         return told
 
 
-def open_samples(run_dir: Path, tokenizer: Tokenizer | None) -> Archive | None:
-    """Open the archive of a run; None: it has none."""
-    return Archive(run_dir, tokenizer) if list_segments(run_dir / "rollouts") else None
+def has_archive(run_dir: Path) -> bool:
+    """Return whether a run has an archive."""
+    return bool(list_segments(run_dir / "rollouts"))
 
 
 def size_of(value: Any) -> int:
@@ -146,6 +156,7 @@ class _TokenTexts:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._texts = None if tokenizer is None else Texts(tokenizer)
         self._pieces = {} if tokenizer is None else tokenizer.pieces()
+        self._known: dict[tuple[int, ...], str] = {}
 
     def texts(self, tokens: Sequence[int]) -> list[Any]:
         """Return the text of each token, cut in the middle where there are many.
@@ -162,22 +173,25 @@ class _TokenTexts:
         if self._texts is None:
             return [f"{token} " for token in tokens]
         found: list[Any] = []
-        behind: list[int] = []
+        behind: tuple[int, ...] = ()
         before = ""
         for token in tokens:
             # The token before is decoded again, since the first one of a text may lose its leading space.
-            text = self._texts.decode([*behind, token])
+            text = self._decode(self._texts, (*behind, token))
             is_open = text.endswith("\ufffd")
             is_text = is_open or len(text) > len(before)
-            found.append("" if is_open else text[len(before) :] if is_text else [self._name(token)])
-            if self._texts.alone(token) is not None:
-                behind, before = [token], self._texts.decode([token])
+            found.append("" if is_open else text[len(before) :] if is_text else [self._pieces.get(token, str(token))])
+            alone = self._texts.alone(token)
+            if alone is not None:
+                behind, before = (token,), alone
             elif is_text:
-                behind, before = [*behind, token], before if is_open else text
+                behind, before = (*behind, token), before if is_open else text
         return found
 
-    def _name(self, token: int) -> str:
-        return self._pieces.get(token, str(token))
+    def _decode(self, texts: Texts, tokens: tuple[int, ...]) -> str:
+        if tokens not in self._known:
+            self._known[tokens] = texts.decode(tokens)
+        return self._known[tokens]
 
 
 def _choose_groups(groups: Mapping[int, Sequence[_Place]], number: int) -> list[int]:
@@ -198,13 +212,13 @@ def _choose_groups(groups: Mapping[int, Sequence[_Place]], number: int) -> list[
     return sorted(chosen)
 
 
-def _choose_responses(group: Sequence[_Place]) -> list[_Place]:
-    """Return responses of a group in order: the best, the worst, and the first of the others."""
-    if len(group) <= _NUM_RESPONSES:
+def _choose_responses(group: Sequence[_Place], number: int) -> list[_Place]:
+    """Return responses of a group in order: the best and the worst."""
+    if len(group) <= number:
         return list(group)
     by_score = sorted(group, key=lambda place: -math.inf if math.isnan(place.score) else place.score)
-    half = _NUM_RESPONSES // 2
-    return sorted((*by_score[:half], *by_score[-half:]), key=lambda place: place.index)
+    num_best = (number + 1) // 2
+    return sorted((*by_score[: number - num_best], *by_score[-num_best:]), key=lambda place: place.index)
 
 
 def _spread(group: Sequence[_Place]) -> float:
@@ -219,8 +233,7 @@ def _mean(values: Sequence[float]) -> float:
 
 def _column(values: Sequence[float]) -> Any:
     """Return numbers with few digits, cut as the tokens are; one number where all are the same."""
-    if values and all(value == values[0] for value in values):
-        return short(values[0])
     if len(values) > _HEAD_TOKENS + _TAIL_TOKENS:
         values = [*values[:_HEAD_TOKENS], math.nan, *values[-_TAIL_TOKENS:]]
-    return [None if math.isnan(value) else float(f"{value:.3g}") for value in values]
+    told = [None if math.isnan(value) else float(f"{value:.3g}") for value in values]
+    return told[0] if told and set(told) <= {told[0], None} else told

@@ -67,6 +67,7 @@ def test_commands_are_understood_and_their_recipes_are_valid(command, capsys):
 
 MODULES = {
     "launch": "hybridflow.launch.command",
+    "report": "hybridflow.report.command",
     "convert": "hybridflow.checkpoint.convert.command",
     "doctor": "hybridflow.doctor.command",
     "generate": "hybridflow.serving.command",

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from hybridflow.recipe.load import load_recipe
 from hybridflow.rollout.learned import Learned, drop_learned, merge_learned, read_learned, write_learned
+from hybridflow.trainer.plan import training_step
 
 
 def learned(value, length):
@@ -78,3 +80,11 @@ def test_what_comes_after_a_checkpoint_is_dropped(tmp_path, after, left):
 def test_nothing_is_written_of_no_token(tmp_path):
     write_learned(tmp_path, 1, 0, [(1, 0, learned(0.0, 0))])
     assert read_learned(tmp_path, [(1, 1, 0)]) == {} and not (tmp_path / "learned").exists()
+
+
+@pytest.mark.parametrize("archive, epochs, is_read", [("true", 2, True), ("false", 2, False), ("true", 1, False)])
+def test_an_archive_has_the_trainer_s_log_probs_where_a_step_computes_them(archive, epochs, is_read):
+    one_update = ["trainer.mini_batch_size=512", f"loss.epochs={epochs}", f"rollout.archive={archive}"]
+    step = training_step(load_recipe("async", one_update))
+    (advantage,) = [node for node in step.flow.nodes() if node.role == "advantage"]
+    assert ("old_log_probs" in advantage.reads) == is_read and "ref_log_probs" not in advantage.reads

@@ -165,7 +165,7 @@ def read_slices(path: Path, slices: Mapping[str, tuple[Any, Sequence[slice]]], f
     """
     lengths_of_arrays(path, {name: dtype for name, (dtype, _) in slices.items()}, form)
     with reading_hdf5(path), open_hdf5(path) as file:
-        return {name: [file[name][part] for part in parts] for name, (_, parts) in slices.items()}
+        return {name: [array[part] for part in parts] for name, (_, parts) in slices.items() for array in (file[name],)}
 
 
 def _replace(path: Path, form: str, fill: Callable[[h5py.File], None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -68,4 +68,5 @@ def choose_panels(metrics: Collection[str]) -> list[dict[str, Any]]:
     has_reward = "reward/mean" in metrics
     # Without a reward the loss itself is what is optimized.
     first = [panel for panel in panels if panel.is_objective or (panel.metric == "actor/loss" and not has_reward)]
-    return [asdict(panel) for panel in [*first, *(panel for panel in panels if panel not in first)]]
+    objectives = [asdict(replace(panel, is_objective=True)) for panel in first]
+    return [*objectives, *(asdict(panel) for panel in panels if panel not in first)]

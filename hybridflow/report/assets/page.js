@@ -366,10 +366,10 @@
   }
   function groupOf(group, samples, most, told) {
     const size = group.responses.length;
-    const of = [`mean reward ${number(group.mean, 3)}`];
+    const of = group.num_samples > 1 ? [`mean reward ${number(group.mean, 3)}`] : [];
     if (group.num_samples > size) of.push(`${size} of ${group.num_samples} responses`);
     const prompt = make("p.text.prompt", { "aria-label": "Prompt", tabindex: group.prompt.length > 200 ? 0 : null }, textOf(group.prompt, () => ""));
-    return make("article.group", { "aria-label": `Group of prompt ${group.prompt_index}, ${of.join(", ")}` },
+    return make("article.group", { "aria-label": [`Group of prompt ${group.prompt_index}`, ...of].join(", ") },
       make("div.title", {}, make("h3", {}, `Prompt ${group.prompt_index}`), make("span.of", {}, of.join(" · "))), prompt,
       make("div.responses", {}, group.responses.map((response) => responseOf(response, most, told))));
   }
@@ -381,10 +381,11 @@
     facts.push(make("span", {}, `${count(response.num_tokens, "token")}${response.finish === "length" ? ", cut" : ""}`));
     const places = new Map(), column = response[shown.by];
     const text = make("p.text", {}, textOf(response.tokens, (place) => background(at(column, place), most), (node, place) => places.set(node, place)));
-    const nodes = [...places.keys()];
+    const nodes = [...places.keys()], cut = response.tokens.findIndex((token) => typeof token === "number");
+    const numberOf = (place) => (cut < 0 || place < cut ? place + 1 : place + response.tokens[cut]);
     let here = -1;
     const tell = (place) => {
-      const parts = [`token ${place + 1} of response ${response.index}`, JSON.stringify(nodes[place] ? nodes[place].textContent : "")];
+      const parts = [`token ${numberOf(place)} of response ${response.index}`, JSON.stringify([response.tokens[place]].flat()[0])];
       const add = (name, values, show) => { const value = at(values, place); if (value !== null && value !== undefined) parts.push(`${name} ${show(value)}`); };
       add("advantage", response.advantages, signed);
       add("log-prob", response.log_probs, (value) => number(value, 3));
@@ -397,6 +398,7 @@
       if (here >= 0) nodes[here].classList.remove("here");
       here = place;
       nodes[here].classList.add("here");
+      nodes[here].scrollIntoView({ block: "nearest" });
       tell(places.get(nodes[here]));
     };
     return make("article.response", {
@@ -438,6 +440,11 @@
     }
     fill(byId("timeline-body"), parts);
   }
+  // The next of 1, 2, 5, 10, 20 …
+  function roundUp(value) {
+    const power = 10 ** Math.floor(Math.log10(value));
+    return power * [1, 2, 5, 10].find((each) => each * power >= value * 0.999);
+  }
   function lanesOf(timeline) {
     const ranks = Object.keys(timeline.ranks).map(Number).sort((a, b) => a - b);
     // The clocks of nodes differ, and some ranks begin before the lowest one has.
@@ -461,11 +468,11 @@
       picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
       picture.replaceChildren();
       rects.clear();
-      const marks = Math.max(2, Math.min(8, Math.floor(width / 110)));
-      for (let mark = 0; mark <= marks; mark++) {
-        const x = left + scale * (end - begin) * mark / marks;
+      const apart = roundUp((end - begin) / Math.max(2, Math.min(10, Math.floor(width / 100))));
+      for (let moment = 0; moment <= end; moment += apart) {
+        const x = left + scale * (moment - begin);
         picture.append(svg("line", { class: "grid", x1: x, x2: x, y1: 0, y2: ranks.length * row }));
-        picture.append(svg("text", { x: Math.min(x, width - 4), y: height - 6, "text-anchor": mark === 0 ? "start" : mark === marks ? "end" : "middle" }, `${number((begin + (end - begin) * mark / marks) / 1000, 2)} s`));
+        picture.append(svg("text", { x: Math.min(x, width - 2), y: height - 6, "text-anchor": x > width - 30 ? "end" : "middle" }, `${number(moment / 1000, 3)} s`));
       }
       ranks.forEach((rank, place) => {
         picture.append(svg("text", { x: 0, y: place * row + 15 }, `rank ${rank}`));
@@ -501,8 +508,10 @@
     box.append(picture);
     new ResizeObserver(drawAll).observe(box);
     const used = new Set(timeline.names.map(([, , phase]) => phase));
-    const legend = make("div.legend", {}, phases.filter((name) => used.has(name)).map((name) =>
+    const legend = make("div.legend", {}, phases.filter((name) => used.has(name) && phasePlace(name) < 6).map((name) =>
       make("span", {}, make("i.swatch.box", { style: `color: var(--phase-${phasePlace(name)})`, "aria-hidden": "true" }), name)),
+    [...used].some((name) => phasePlace(name) === 6 && name !== "move" && name !== "control")
+      ? make("span", {}, make("i.swatch.box", { style: "color: var(--phase-6)", "aria-hidden": "true" }), "other phases") : null,
     make("span", {}, make("i.swatch.box", { style: "color: var(--line)", "aria-hidden": "true" }), "moves and decisions"));
     const some = ranks.length < timeline.num_ranks ? make("p.hint", {}, `${ranks.length} of ${timeline.num_ranks} ranks are shown.`) : null;
     return [make("p.hint", {}, `Step ${shown.step} of ${runs[shown.run].label}, ${duration(timeline.seconds)}.`), legend, some, box, told];

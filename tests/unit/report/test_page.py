@@ -109,6 +109,17 @@ def test_groups_and_tokens_are_reached_by_keyboard(browser: Any, pages: dict[str
         assert text(page, "#step-note").startswith("Step 6:")
 
 
+def test_a_long_response_is_walked_through_across_what_is_cut(browser: Any, pages: dict[str, Path]):
+    with opened(browser, pages["large"]) as page:
+        page.locator(".response").first.focus()
+        for _ in range(401):
+            page.keyboard.press("ArrowRight")
+        # 400 tokens are shown before the 100 that are left out.
+        assert text(page, ".token-told").startswith("token 501 of response 0")
+        here = page.locator(".tok.here")
+        assert here.is_visible() and "100 tokens" in page.locator(".cut").first.inner_text()
+
+
 def test_the_timeline_is_reached_by_keyboard(browser: Any, pages: dict[str, Path]):
     with opened(browser, pages["one"]) as page:
         press_until(page, "Tab", "#colors")

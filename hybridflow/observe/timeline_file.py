@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -139,7 +140,9 @@ def _take_event(line: bytes, step: int, found: dict[int, StepTimeline], began: d
     try:
         kind, name, pid = str(event["cat"]), str(event["name"]), int(event["pid"])
         start_s, seconds, rank = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6, int(event["tid"]) - _FIRST_TID
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return
+    if not (math.isfinite(start_s) and math.isfinite(seconds)):
         return
     if pid == _STEPS_PID:
         found[step], began[step] = StepTimeline(seconds, []), start_s

@@ -9,7 +9,6 @@ from typing import Any
 from hybridflow.observe.metrics import phase_seconds
 
 _NUM_PHASES = 6
-_DIGITS = 5
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -45,9 +44,10 @@ def curves(rows: Rows, summary: Mapping[str, Any], num_points: int) -> dict[str,
     }
 
 
-def short(value: float | None) -> float | None:
+def short(value: float | None, digits: int = 5) -> float | None:
     """Return a number with few digits; None where it is not finite."""
-    return None if value is None or not math.isfinite(value) else float(f"{value:.{_DIGITS}g}")
+    told = math.nan if value is None else float(f"{value:.{digits}g}")
+    return told if math.isfinite(told) else None
 
 
 def _stretches(count: int, num_points: int) -> list[range]:
@@ -63,7 +63,7 @@ def _stretches(count: int, num_points: int) -> list[range]:
 
 def _mean(rows: Rows, stretch: range, name: str) -> float | None:
     values = [rows[place][name] for place in stretch if name in rows[place] and math.isfinite(rows[place][name])]
-    return short(math.fsum(values) / len(values)) if values else None
+    return short(sum(values) / len(values)) if values else None
 
 
 def _ends(rows: Rows, summary: Mapping[str, Any]) -> dict[str, list[list[float | None]]]:
@@ -88,7 +88,7 @@ def _phases(rows: Rows, stretches: Sequence[range]) -> dict[str, list[float | No
 
     def means(names: Sequence[str]) -> list[float | None]:
         return [
-            short(math.fsum(of_rows[place].get(name, 0.0) for place in stretch for name in names) / len(stretch))
+            short(sum(of_rows[place].get(name, 0.0) for place in stretch for name in names) / len(stretch))
             for stretch in stretches
         ]
 

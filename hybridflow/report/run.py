@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
-from hybridflow.errors import HybridflowError
+from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.foreign import read_small
 from hybridflow.observe.files import json_objects
 from hybridflow.observe.metrics import METRICS_FILE, phase_seconds, read_metrics
@@ -26,6 +26,7 @@ from hybridflow.observe.timeline_file import StepTimeline, read_timeline
 from hybridflow.report.curves import curves, short
 from hybridflow.report.samples import Archive, has_archive, size_of
 from hybridflow.rollout.rollouts_command import find_tokenizer
+from hybridflow.sections import read_yaml
 
 _NUM_STEPS = 60
 """Most steps that are shown one by one."""
@@ -255,8 +256,8 @@ def _recipe(run_dir: Path, starts: Sequence[StartRecord]) -> dict[str, Any]:
     """Return the recipe of the last start that kept one, without keys that are not set; empty where none did."""
     for start in reversed(starts):
         try:
-            found = yaml.safe_load(read_small(run_dir / LOGS_DIR / f"{start.number:04d}" / RECIPE_FILE))
-        except (OSError, ValueError, RecursionError, yaml.YAMLError):
+            found = read_yaml(run_dir / LOGS_DIR / f"{start.number:04d}" / RECIPE_FILE)
+        except ConfigError:
             continue
         if isinstance(found, dict):
             return _without_nulls(found)

@@ -235,5 +235,5 @@ def _column(values: Sequence[float]) -> Any:
     """Return numbers with few digits, cut as the tokens are; one number where all are the same."""
     if len(values) > _HEAD_TOKENS + _TAIL_TOKENS:
         values = [*values[:_HEAD_TOKENS], math.nan, *values[-_TAIL_TOKENS:]]
-    told = [None if math.isnan(value) else float(f"{value:.3g}") for value in values]
+    told = [short(value, digits=3) for value in values]
     return told[0] if told and set(told) <= {told[0], None} else told

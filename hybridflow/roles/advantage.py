@@ -152,7 +152,10 @@ class Advantage(Role):
         else:
             old_log_probs = [torch.full_like(each, math.nan) for each in advantages]
         rows = [
-            (*divmod(number, recipe.rollout.group_size), Learned(gained.float().numpy(), told.float().numpy()))
+            (
+                *divmod(number, recipe.rollout.group_size),
+                Learned(gained.float().cpu().numpy(), told.float().cpu().numpy()),
+            )
             for number, gained, told in zip(batch.ids.tolist(), advantages, old_log_probs, strict=True)
         ]
         write_learned(Path(recipe.run_dir) / "rollouts", step, rank, rows)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hybridflow import cli
 from hybridflow.data.tokenizer import open_tokenizer
@@ -17,7 +21,7 @@ from hybridflow.report.page import LARGEST_BYTES, try_report, write_report
 from hybridflow.report.panels import choose_panels
 from hybridflow.report.run import Budget, describe_run, spread_steps
 from hybridflow.report.samples import Archive, size_of
-from tests.support.report_runs import HOSTILE, data_of, metrics_of, write_run
+from tests.support.report_runs import HOSTILE, data_of, metrics_of, write_run, write_timeline
 
 PLENTY = Budget(points=500, sample_bytes=10**6, timeline_bytes=10**6)
 
@@ -203,3 +207,29 @@ def test_data_is_json_that_no_number_breaks(run_dir: Path):
     # A browser reads neither NaN nor Infinity.
     page = (run_dir / "report.html").read_text().partition('id="data">')[2].partition("</script>")[0]
     json.loads(page, parse_constant=lambda name: pytest.fail(name))
+
+
+NUMBERS = st.floats() | st.integers(-(10**400), 10**400) | st.sampled_from([10**308, -1.7976931e308, 5e-324])
+
+
+@given(st.dictionaries(st.sampled_from(["ts", "dur", "pid", "tid", "name", "cat"]), NUMBERS | st.text(max_size=5)))
+def test_whatever_an_event_holds_the_page_is_written(event: dict):
+    with TemporaryDirectory() as folder:
+        run_dir = Path(folder)
+        (run_dir / "metrics.jsonl").write_text('{"step": 1, "time/step_s": 1.0}\n')
+        write_timeline(run_dir, [1], num_ranks=1)
+        with (run_dir / "trace/timeline.json").open("a") as file:
+            file.write(json.dumps(event | {"args": {"step": 1}}) + "\n")
+        assert data_of(write_report([run_dir], run_dir / "page.html"))["runs"][0]["steps"]["1"]["timeline"]
+
+
+@given(st.lists(st.floats(), min_size=1, max_size=9))
+def test_whatever_a_metric_is_the_page_is_written(values: list):
+    with TemporaryDirectory() as folder:
+        run_dir = Path(folder)
+        rows = [{"step": step, "reward/mean": value, "time/step_s": value} for step, value in enumerate(values, 1)]
+        rows = [{name: value if value == value else None for name, value in row.items()} for row in rows]
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        drawn = describe_run(run_dir, Budget(points=3, sample_bytes=0, timeline_bytes=10**6))["curves"]
+        told = [value for each in (drawn["metrics"], drawn["phases"]) for column in each.values() for value in column]
+        assert all(value is None or math.isfinite(value) for value in told)

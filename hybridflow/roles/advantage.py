@@ -138,10 +138,10 @@ class Advantage(Role):
             kept = batch.select(found.nonzero()[:, 0])
             self._measure(kept)
             computed = spread(method(kept), batch, found)
-        self._archive(batch, computed, decided["train_step"]["step"])
+        self._archive(batch, computed, decided)
         return computed
 
-    def _archive(self, batch: Batch, computed: Batch, step: int) -> None:
+    def _archive(self, batch: Batch, computed: Batch, decided: Mapping[str, Any]) -> None:
         """Keep what the step learns from each token, on one rank of each replica, where samples are archived."""
         recipe, rank = self._job.recipe, self._job.world.rank
         if not recipe.rollout.archive or not self._job.meshes["actor.update"].speaks(rank):
@@ -158,7 +158,7 @@ class Advantage(Role):
             )
             for number, gained, told in zip(batch.ids.tolist(), advantages, old_log_probs, strict=True)
         ]
-        write_learned(Path(recipe.run_dir) / "rollouts", step, rank, rows)
+        write_learned(Path(recipe.run_dir) / "rollouts", decided["train_step"]["step"], rank, rows)
 
     def ppo(self, batch: Batch) -> Batch:
         """Compute ``advantages`` and ``returns``: GAE over token rewards, whitened. Collective: dp."""

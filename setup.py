@@ -27,6 +27,8 @@ setup(
     package_dir={"hybridflow.launch.recipes": "launch/recipes", "hybridflow.slurm": "slurm"},
     package_data={
         "hybridflow.launch.recipes": ["*.yaml"],
+        # The name of a folder is the version of the library of charts in it.
+        "hybridflow.report": ["assets/page.*", "assets/uplot-*/*"],
         "hybridflow.rollout.cpu": ["kernels.c"],
         "hybridflow.slurm": ["*.sbatch", "*.sh"],
     },
@@ -92,6 +94,7 @@ setup(
                 "mpich",
                 "mypy",
                 "peft",
+                "playwright",
             ),
             *("prometheus_client", "pyarrow", "pytest", "pytest-xdist", "rich", "ruff", "s3fs", "scipy", "starlette"),
             *("transformers>=5", "types-PyYAML", "uvicorn", "wandb"),

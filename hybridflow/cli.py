@@ -30,6 +30,7 @@ from hybridflow.parallel.rank import MEETING_VARIABLE, run_rank
 from hybridflow.parallel.signals import CaughtSignals
 from hybridflow.parallel.start import find_start, is_launched, rank_hint
 from hybridflow.recipe.load import find_recipe, load_recipe, recipe_for_ranks
+from hybridflow.report.command import add_report
 from hybridflow.rollout.rollouts_command import add_rollouts
 from hybridflow.serving.command import add_serving
 
@@ -50,6 +51,7 @@ _EXAMPLES = """examples:
   hybridflow train quickstart --resume
   hybridflow status runs/quickstart
   hybridflow rollouts runs/grpo --worst
+  hybridflow report runs/quickstart
   hybridflow launch slurm quickstart --time 30 --print
   hybridflow generate --model models/sums --prompts prompts.jsonl --out answers.jsonl
   hybridflow serve --model models/sums
@@ -175,6 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     add_commands(commands)
     add_status(commands)
     add_rollouts(commands)
+    add_report(commands)
     add_doctor(commands)
     return parser
 

@@ -2,7 +2,7 @@
 # Makes .venv, installs what the tests need, and runs them. Quick the second time.
 #   tests/run.sh [--all] [pytest arguments]      for instance: tests/run.sh tests/unit -k layout
 #   --all: with the tests marked slow, slurm, vllm and cuda_build; installs what these need: packages of the system (Slurm,
-#          bubblewrap, a Pushgateway, Java, npm), Kafka into .kafka, vLLM into .venv-vllm, and torch's CUDA build into .venv-cuda,
+#          bubblewrap, a Pushgateway, Chromium, Java, npm), Kafka into .kafka, vLLM into .venv-vllm, and torch's CUDA build into .venv-cuda,
 #          environments of some GB
 set -euo pipefail
 
@@ -19,7 +19,7 @@ fi
 "$root/launch/venv.sh" dev
 if [ -z "$marks" ]; then
     install "$support/slurm.sh"
-    install "$support/apt.sh" prometheus-pushgateway=prometheus-pushgateway bwrap=bubblewrap
+    install "$support/apt.sh" prometheus-pushgateway=prometheus-pushgateway bwrap=bubblewrap chromium=chromium
     install "$support/kafka.sh"
     install "$support/vllm.sh"
     install "$support/cuda.sh"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,6 +27,9 @@ from hybridflow.config.trainer import ProfileConfig, TrainerConfig
 from hybridflow.config.types import Name
 from hybridflow.families.model import ModelConfig
 from hybridflow.sections import MAY_CHANGE, NOT_A_KEY, Seed, may_change_below
+
+_SOME_STEPS, _SOME_PROMPTS = 100, 2
+"""What is archived where the recipe does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +128,23 @@ class Recipe:
     def samples_per_prompt(self) -> int:
         """Return the number of samples in the global batch per row of the data."""
         return 2 if self.traits.is_paired else self.rollout.group_size
+
+    @property
+    def archives(self) -> bool:
+        """Return whether the run archives samples, all or some. An archive has no place for what environments say."""
+        return self.rollout.environment is None and self.rollout.archive is not False
+
+    def archives_prompt(self, prompt_index: int) -> bool:
+        """Return whether the run archives the responses to a prompt, in some steps at least."""
+        # Prompts have serial numbers, so each step has as many of the chosen ones.
+        num_prompts = self.trainer.global_batch_size // self.samples_per_prompt
+        return self.archives and (self.rollout.archive is True or prompt_index % num_prompts < _SOME_PROMPTS)
+
+    def archives_step(self, step: int) -> bool:
+        """Return whether the run archives samples of a step."""
+        steps = self.trainer.steps
+        is_chosen = (step - 1) % max(1, math.ceil(steps / _SOME_STEPS)) == 0 or step == steps
+        return self.archives and (self.rollout.archive is True or is_chosen)
 
     @property
     def has_reference(self) -> bool:

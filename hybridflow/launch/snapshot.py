@@ -23,7 +23,7 @@ from hybridflow.sections import to_dict
 from hybridflow.shipped import PACKAGE, shipped
 
 # Kernels are compiled for this machine, and used where they fit the source beside them.
-_KEPT = (".py", ".yaml", ".sbatch", ".sh", ".typed", ".so", ".c")
+_KEPT = (".py", ".yaml", ".sbatch", ".sh", ".typed", ".so", ".c", ".html", ".css", ".js")
 
 
 def next_folder(run_dir: Path) -> Path:

@@ -13,10 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.observe.files import json_objects, sync_path, writing
+import yaml
+
+from hybridflow.observe.files import json_objects, replace_file, sync_path, writing
+from hybridflow.observe.rank_log import LOGS_DIR
 
 STARTS_FILE = "starts.jsonl"
-
+RECIPE_FILE = "recipe.yaml"
 
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("number", "step", "ranks", "restart_count"), (int,)),
@@ -94,6 +97,19 @@ def add_end(run_dir: Path, number: int, outcome: str, detail: str = "", save_s: 
     """Note how a start ended. Raises WriteError when the file system refuses."""
     row = {"number": number, "outcome": outcome, "ended_s": time.time(), "save_s": save_s, "detail": detail}
     _append(run_dir, row)
+
+
+def keep_recipe(run_dir: Path, number: int, recipe: Mapping[str, Any]) -> Path:
+    """Write the recipe of a start, every key of it, to ``logs/NUMBER/recipe.yaml`` of the run.
+
+    Raises:
+        WriteError: The file system refuses.
+    """
+    path = run_dir / LOGS_DIR / f"{number:04d}" / RECIPE_FILE
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True).encode())
+    return path
 
 
 def idle_starts(

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from hybridflow.observe.files import writing
+from hybridflow.observe.files import json_objects, writing
 
 TRACE_DIR = "trace"
 
@@ -25,6 +28,7 @@ _OPENING, _BETWEEN, _CLOSING = b"[\n", b",\n", b"\n]\n"
 
 # A node is shown as a process, a rank as one of its threads. Viewers take the numbers 0 for the kernel's idle process.
 _STEPS_PID, _FIRST_NODE_PID, _FIRST_TID = 1, 2, 1
+_STEP = re.compile(rb'"args":\{"step":([0-9]{1,15})\}\},?\n?$')
 
 SpanRow = Sequence[str | float]
 """``kind``, ``name``, ``seconds``, ``start_s``: a ``Span``, or what a message has made of one."""
@@ -77,6 +81,73 @@ class TimelineFile:
         for pid in dict.fromkeys(pid for pid, _ in self._places):
             events.append(_name("process_name", pid, _FIRST_TID, f"node {pid - _FIRST_NODE_PID}"))
         return events + [_name("thread_name", pid, tid, f"rank {tid - _FIRST_TID}") for pid, tid in self._places]
+
+
+class RankSpan(NamedTuple):
+    """A span of a step, as the file has it.
+
+    Attributes:
+        rank: Rank that it ran on.
+        kind: Kind of work.
+        name: Which piece of it.
+        start_s: When it began, in seconds since the step began.
+        seconds: Its length.
+    """
+
+    rank: int
+    kind: str
+    name: str
+    start_s: float
+    seconds: float
+
+
+class StepTimeline(NamedTuple):
+    """The timeline of one step.
+
+    Attributes:
+        seconds: Its length.
+        spans: Spans of all ranks.
+    """
+
+    seconds: float
+    spans: list[RankSpan]
+
+
+def read_timeline(run_dir: Path, steps: Collection[int]) -> dict[int, StepTimeline]:
+    """Read the timelines of some steps, also while the run writes; skip what is cut short.
+
+    Of a step that was made again after a kill, return the last one. A step that is not in the files is left out.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    found: dict[int, StepTimeline] = {}
+    began: dict[int, float] = {}
+    for path in (run_dir / TRACE_DIR / name for name in (_BEFORE, _FILE)):
+        if not path.is_file():
+            continue
+        with path.open("rb") as file:
+            for line in file:
+                number = _STEP.search(line)
+                if number is not None and int(number[1]) in steps:
+                    _take_event(line, int(number[1]), found, began)
+    return found
+
+
+def _take_event(line: bytes, step: int, found: dict[int, StepTimeline], began: dict[int, float]) -> None:
+    """Add an event to its step; the event of the step itself comes first, and begins the step anew."""
+    event = next(json_objects([line.decode(errors="replace").rstrip(",\n")]), {})
+    try:
+        kind, name, pid = str(event["cat"]), str(event["name"]), int(event["pid"])
+        start_s, seconds, rank = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6, int(event["tid"]) - _FIRST_TID
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return
+    if not (math.isfinite(start_s) and math.isfinite(seconds)):
+        return
+    if pid == _STEPS_PID:
+        found[step], began[step] = StepTimeline(seconds, []), start_s
+    elif step in found:
+        found[step].spans.append(RankSpan(rank, kind, name, start_s - began[step], seconds))
 
 
 def _event(row: SpanRow, pid: int, tid: int, step: int) -> str:

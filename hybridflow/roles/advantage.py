@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from hybridflow.models.training import sum_over
 from hybridflow.observe.rank_log import say
 from hybridflow.placement.job import Job
 from hybridflow.placement.loss_mask import loss_mask, spread
-from hybridflow.sampling.rollout_log import archives_prompt
+from hybridflow.rollout.learned import Learned, write_learned
 from hybridflow.sampling.shaping import shaped
 
 
@@ -130,12 +131,33 @@ class Advantage(Role):
         """Compute with the samples that count alone, and report these; the others get zeros. Collective: dp."""
         if not self._drops:
             self._measure(batch)
-            return method(batch)
-        found = loss_mask(batch)
-        self._measure_dropped(found)
-        kept = batch.select(found.nonzero()[:, 0])
-        self._measure(kept)
-        return spread(method(kept), batch, found)
+            computed = method(batch)
+        else:
+            found = loss_mask(batch)
+            self._measure_dropped(found)
+            kept = batch.select(found.nonzero()[:, 0])
+            self._measure(kept)
+            computed = spread(method(kept), batch, found)
+        self._archive(batch, computed, decided)
+        return computed
+
+    def _archive(self, batch: Batch, computed: Batch, decided: Mapping[str, Any]) -> None:
+        """Keep what the step learns from each token, on one rank of each replica, where samples are archived."""
+        recipe, rank, step = self._job.recipe, self._job.world.rank, decided["train_step"]["step"]
+        if not recipe.archives_step(step) or not self._job.meshes["actor.update"].speaks(rank):
+            return
+        advantages = computed.ragged("advantages").to_list()
+        if "old_log_probs" in batch.columns:
+            old_log_probs = batch.ragged("old_log_probs").to_list()
+        else:
+            old_log_probs = [torch.full_like(each, math.nan) for each in advantages]
+        places = [divmod(number, recipe.rollout.group_size) for number in batch.ids.tolist()]
+        rows = [
+            (*place, Learned(gained.float().cpu().numpy(), told.float().cpu().numpy()))
+            for place, gained, told in zip(places, advantages, old_log_probs, strict=True)
+            if recipe.archives_prompt(place[0])
+        ]
+        write_learned(Path(recipe.run_dir) / "rollouts", step, rank, rows)
 
     def ppo(self, batch: Batch) -> Batch:
         """Compute ``advantages`` and ``returns``: GAE over token rewards, whitened. Collective: dp."""
@@ -271,7 +293,7 @@ class Advantage(Role):
             self.scores += [
                 (*place, score)
                 for place, score in zip(places, scores.tolist(), strict=True)
-                if archives_prompt(self._job.recipe, place[0])
+                if self._job.recipe.archives_prompt(place[0])
             ]
         if self._job.recipe.shaping.overlong_buffer:
             self.metrics["reward/shaped_mean"] = self._mean(self._scores(batch))

@@ -15,11 +15,11 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hybridflow.checkpoint.formats.hdf5 import join_arrays, lengths_of_arrays, read_arrays, write_arrays
+from hybridflow.data.arrays import join_arrays, lengths_of_arrays, read_arrays, read_slices, write_arrays
 from hybridflow.data.rollout_log import FINISHES, Sampled
 from hybridflow.errors import CheckpointError, WriteError
 
@@ -41,6 +41,8 @@ _DTYPES = {
     "sampled_log_probs": np.float32,
     "versions": np.int32,
 }
+_OF_SAMPLES = {kind: dtype for kind, dtype in _DTYPES.items() if dtype in (np.int64, np.int8) or kind == "score"}
+_OF_TOKENS = {kind: dtype for kind, dtype in _DTYPES.items() if kind not in _OF_SAMPLES}
 
 
 Key = tuple[int, int, int]
@@ -70,8 +72,12 @@ class SegmentName(NamedTuple):
 
 def list_segments(folder: Path) -> list[SegmentName]:
     """Return the segments of an archive, in order; none where there is no archive."""
-    path = folder / _SEGMENTS
-    found = (_NAME.fullmatch(each.name) for each in path.iterdir()) if path.is_dir() else ()
+    return find_segments(folder / _SEGMENTS)
+
+
+def find_segments(folder: Path) -> list[SegmentName]:
+    """Return the files of a directory that are named as segments, in order; none where there is no directory."""
+    found = (_NAME.fullmatch(each.name) for each in folder.iterdir()) if folder.is_dir() else ()
     return sorted(SegmentName(*(int(part) for part in each.groups())) for each in found if each is not None)
 
 
@@ -155,23 +161,63 @@ def read_segment(folder: Path, name: SegmentName) -> Iterator[Archived]:
         CheckpointError: It is damaged.
     """
     arrays = read_arrays(folder / _SEGMENTS / str(name), _DTYPES, FORMAT)
-    starts = {part: np.cumsum(arrays[f"{part}_length"]) - arrays[f"{part}_length"] for part in ("prompt", "response")}
+    parts = _parts(arrays, range(len(arrays["step"])))
     for row in range(len(arrays["step"])):
-        prompt, response = (
-            slice(starts[part][row], starts[part][row] + arrays[f"{part}_length"][row]) for part in starts
-        )
-        yield Archived(
-            step=int(arrays["step"][row]),
-            prompt_index=int(arrays["prompt_index"][row]),
-            index=int(arrays["index"][row]),
-            finish=FINISHES[arrays["finish"][row]],
-            score=float(arrays["score"][row]),
-            prompt=arrays["prompt_tokens"][prompt].tolist(),
-            response=arrays["response_tokens"][response].tolist(),
-            log_probs=arrays["log_probs"][response].tolist(),
-            versions=arrays["versions"][response].tolist(),
-            sampled_log_probs=arrays["sampled_log_probs"][response].tolist(),
-        )
+        yield _archived(arrays, row, {kind: arrays[kind][parts[kind][row]] for kind in _OF_TOKENS})
+
+
+def read_places(folder: Path, name: SegmentName) -> dict[str, Any]:
+    """Return the numbers that a segment has of each sample, as arrays of numpy, without reading any token.
+
+    Raises:
+        CheckpointError: It is damaged.
+    """
+    return read_arrays(folder / _SEGMENTS / str(name), _OF_SAMPLES, FORMAT)
+
+
+def read_rows(folder: Path, name: SegmentName, places: Mapping[str, Any], rows: Sequence[int]) -> list[Archived]:
+    """Return some samples of a segment, and read the tokens of these alone.
+
+    Args:
+        folder: Folder of the archive.
+        name: Name of the segment.
+        places: Its ``read_places``.
+        rows: Their places in the segment.
+
+    Raises:
+        CheckpointError: It is damaged.
+    """
+    parts = _parts(places, rows)
+    wanted = {kind: (dtype, parts[kind]) for kind, dtype in _OF_TOKENS.items()}
+    tokens = read_slices(folder / _SEGMENTS / str(name), wanted, FORMAT)
+    return [
+        _archived(places, row, {kind: tokens[kind][place] for kind in _OF_TOKENS}) for place, row in enumerate(rows)
+    ]
+
+
+def _parts(places: Mapping[str, Any], rows: Sequence[int]) -> dict[str, list[slice]]:
+    """Return where the tokens of samples lie, in each dataset of tokens."""
+    found = {}
+    for kind in _OF_TOKENS:
+        lengths = places["prompt_length" if kind == "prompt_tokens" else "response_length"]
+        ends = np.cumsum(lengths)
+        found[kind] = [slice(int(ends[row] - lengths[row]), int(ends[row])) for row in rows]
+    return found
+
+
+def _archived(places: Mapping[str, Any], row: int, tokens: Mapping[str, Any]) -> Archived:
+    return Archived(
+        step=int(places["step"][row]),
+        prompt_index=int(places["prompt_index"][row]),
+        index=int(places["index"][row]),
+        finish=FINISHES[places["finish"][row]],
+        score=float(places["score"][row]),
+        prompt=tokens["prompt_tokens"].tolist(),
+        response=tokens["response_tokens"].tolist(),
+        log_probs=tokens["log_probs"].tolist(),
+        versions=tokens["versions"].tolist(),
+        sampled_log_probs=tokens["sampled_log_probs"].tolist(),
+    )
 
 
 def join_segments(folder: Path) -> list[str]:

@@ -100,7 +100,9 @@ def run(arguments: argparse.Namespace) -> int:
             f"{folder}: holds no archive; samples enter it with each checkpoint, unless rollout.archive=false, "
             "the run learns from given responses, or it has an environment"
         )
-    tokenizer = open_tokenizer(_tokenizer(arguments.run_dir) if arguments.tokenizer is None else arguments.tokenizer)
+    tokenizer = open_tokenizer(
+        find_tokenizer(arguments.run_dir) if arguments.tokenizer is None else arguments.tokenizer
+    )
     if arguments.export is not None:
         return _export(arguments, folder, steps, pattern, tokenizer)
     if steps is None and not (arguments.best or arguments.worst or pattern):
@@ -172,8 +174,12 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
         raise ConfigError(f"--grep {text!r}: no regular expression: {error}") from None
 
 
-def _tokenizer(run_dir: Path) -> Path:
-    """Return the path of the run's own tokenizer, or that of its checkpoints."""
+def find_tokenizer(run_dir: Path) -> Path:
+    """Return the path of the run's own tokenizer, or that of its checkpoints.
+
+    Raises:
+        DataError: There is none.
+    """
     from hybridflow.data.tokenizer import tokenizer_in
 
     for folder in (run_dir, *sorted(run_dir.glob("checkpoints/*/actor")), run_dir / "checkpoints/reference"):

@@ -69,7 +69,7 @@ class Groups(Role, ABC):
 
     def keep(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Take in a rollout with its ``scores``."""
-        if self._job.recipe.rollout.archive and self._mesh.speaks(self._job.world.rank):
+        if self._job.recipe.archives and self._mesh.speaks(self._job.world.rank):
             size = self._job.recipe.rollout.group_size
             prompt_indices = batch.dense("prompt_indices").tolist()
             scores = batch.dense("scores").tolist()
@@ -78,7 +78,11 @@ class Groups(Role, ABC):
                 number - prompt_index * size
                 for number, prompt_index in zip(batch.ids.tolist(), prompt_indices, strict=True)
             ]
-            self.scores += zip(prompt_indices, indices, scores, strict=True)
+            self.scores += [
+                each
+                for each in zip(prompt_indices, indices, scores, strict=True)
+                if self._job.recipe.archives_prompt(each[0])
+            ]
         self._rollouts.append(self._kept(batch, decided))
 
     def take(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:

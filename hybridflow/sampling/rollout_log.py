@@ -4,6 +4,7 @@
     <run_dir>/rollouts/log/step-000012-start-3fab…-rank-00003-part-00002.log     of the step's second rollout
     <run_dir>/rollouts/segments/step-000001-000010-rank-00003.h5      see ``rollout.archive``
     <run_dir>/rollouts/all.h5
+    <run_dir>/rollouts/learned/step-000001-000010-rank-00000.h5       see ``rollout.learned``
 
 A response is used again where its step, and the weights that sampled it, are the same. The weights are told apart by a
 fingerprint: at the beginning of a run one of where they come from, or a random one; from then on the hash of the one
@@ -17,7 +18,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
@@ -25,7 +25,6 @@ from typing import cast
 import torch
 
 from hybridflow.checkpoint.store import Checkpoint, reading_state
-from hybridflow.config.recipe import Recipe
 from hybridflow.data.rollout_log import (
     LogHeader,
     LogName,
@@ -39,32 +38,10 @@ from hybridflow.data.rollout_log import (
 from hybridflow.errors import WriteError
 from hybridflow.placement.job import Job
 from hybridflow.rollout import archive
+from hybridflow.rollout.learned import drop_learned, merge_learned
 from hybridflow.rollout.request import FinishReason, Request, Response
 
 _FOLDER, _LOGS = "rollouts", "log"
-
-_SOME_STEPS, _SOME_PROMPTS = 100, 2
-"""What is archived where the recipe does not say."""
-
-
-def archives(recipe: Recipe) -> bool:
-    """Return whether a run archives samples, all or some. The archive has no place for what an environment said."""
-    return recipe.rollout.environment is None and recipe.rollout.archive is not False
-
-
-def archives_prompt(recipe: Recipe, prompt_index: int) -> bool:
-    """Return whether a run archives the responses to a prompt, in some steps at least."""
-    # Prompts have serial numbers, so each step has as many of the chosen ones.
-    num_prompts = recipe.trainer.global_batch_size // recipe.samples_per_prompt
-    is_chosen = recipe.rollout.archive is True or prompt_index % num_prompts < _SOME_PROMPTS
-    return archives(recipe) and is_chosen
-
-
-def archives_step(recipe: Recipe, step: int) -> bool:
-    """Return whether a run archives samples of a step."""
-    steps = recipe.trainer.steps
-    is_chosen = (step - 1) % max(1, math.ceil(steps / _SOME_STEPS)) == 0 or step == steps
-    return archives(recipe) and (recipe.rollout.archive is True or is_chosen)
 
 
 class RolloutLog:
@@ -159,13 +136,14 @@ class RolloutLog:
         step = self._saved
         if step is None:
             return
-        if self._rank == 0 and archives(self._job.recipe):
+        if self._rank == 0 and self._job.recipe.archives:
             # What the ranks have archived at the last save, since when they have met.
             self.join()
         done = [name for name in self._written if name.step <= step]
         done += [name for name in self._left if name.step <= step and name.rank % self._job.world.size == self._rank]
-        if archives(self._job.recipe):
+        if self._job.recipe.archives:
             self._archive([name for name in done if self._is_part_of_run(name)])
+            merge_learned(self._folder, self._rank, step)
         self._scores = {key: score for key, score in self._scores.items() if key[0] > step}
         for name in done:
             with contextlib.suppress(OSError):
@@ -187,6 +165,7 @@ class RolloutLog:
         names = list_logs(self._logs)
         try:
             archive.drop_segments(self._folder, after=self._saved)
+            drop_learned(self._folder, after=self._saved)
             is_of_run = self._saved is not None or any(self._is_first(name) for name in names)
         except OSError as error:
             raise _not_removed(self._folder, error) from error
@@ -231,7 +210,7 @@ class RolloutLog:
         return self._before is not None and name.start == self._before[0] and name.step <= self._before[1]
 
     def _is_kept(self, sampled: Sampled) -> bool:
-        return sampled.is_whole and archives_prompt(self._job.recipe, sampled.prompt_index)
+        return sampled.is_whole and self._job.recipe.archives_prompt(sampled.prompt_index)
 
     def _archive(self, names: list[LogName]) -> None:
         """Archive one segment for each rank that wrote; skip logs that a segment of a killed writer already holds."""
@@ -247,7 +226,7 @@ class RolloutLog:
                     log = read_log(self._logs / str(name))
                 except OSError as error:
                     raise WriteError(f"{self._logs / str(name)}: cannot be archived: {error}") from error
-                if log is not None and archives_step(self._job.recipe, name.step):
+                if log is not None and self._job.recipe.archives_step(name.step):
                     rows += [(name.step, each) for each in log.responses if self._is_kept(each)]
             prompts = {each.prompt_index: self._job.train.prompt(each.prompt_index) for _, each in rows}
             segment = archive.SegmentName(chosen[0].step, chosen[-1].step, rank)

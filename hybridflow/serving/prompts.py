@@ -45,7 +45,7 @@ def read_prompts(path: Path) -> tuple[list[Prompt], str]:
     """
     try:
         if path.suffix in HDF5_SUFFIXES:
-            from hybridflow.checkpoint.formats.hdf5 import read_texts
+            from hybridflow.data.arrays import read_texts
 
             texts = read_texts(path, "prompt")
             content = json.dumps(texts).encode()

@@ -203,7 +203,7 @@ def _write_hdf5(path: Path, rows: list[Row]) -> None:
     """
     import numpy as np
 
-    from hybridflow.checkpoint.formats.hdf5 import write_rows
+    from hybridflow.data.arrays import write_rows
 
     ours = ("sample", "text", "token_ids", "log_probs", "prompt_log_probs", "finish", "error", "place")
     texts = {name: [row.get(name) or "" for row in rows] for name in ("text", "finish", "error")}

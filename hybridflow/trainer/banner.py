@@ -11,6 +11,7 @@ from typing import Any
 from hybridflow.config.recipe import Recipe
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.observe.console import duration
+from hybridflow.report.page import REPORT_FILE
 from hybridflow.reshard.spec import ModelSpec
 
 _MODEL_MESHES = ("actor.update", "actor.rollout", "critic", "cost_critic", "reference", "reward", "cost", "teacher")
@@ -76,7 +77,7 @@ def farewell(recipe: Recipe, summary: Mapping[str, Any], *, saved_step: int | No
         lines.append(f"  checkpoint  {checkpoint}")
         lines.append(f"  export      hybridflow convert {checkpoint / 'actor'} {Path('out') / run_dir.name} --to hf")
     if summary["steps"]:
-        lines.append(f"  look        {run_dir / 'learning_curve.png'}; hybridflow status {run_dir}")
+        lines.append(f"  look        {run_dir / REPORT_FILE}")
     return "\n".join(lines)
 
 

@@ -81,8 +81,9 @@ def training_step(recipe: Recipe, step: Step | None = None) -> Step:
     if not recipe.has_reference:
         step = step.map(lambda flow: without(flow, "ref_log_probs"))
     if recipe.kl.place == "loss" or recipe.kl.coef == 0:
-        step = step.map(lambda flow: without(flow, "old_log_probs", role="advantage"))
         step = step.map(lambda flow: without(flow, "ref_log_probs", role="advantage"))
+        if not recipe.archives:  # which keeps them beside the advantages
+            step = step.map(lambda flow: without(flow, "old_log_probs", role="advantage"))
     if recipe.is_on_policy:
         step = step.map(lambda flow: without(flow, "old_log_probs"))
     if recipe.teacher is not None and recipe.teacher.top_k == 0:

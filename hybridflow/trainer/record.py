@@ -14,12 +14,14 @@ from hybridflow.observe.live_line import LiveLine
 from hybridflow.observe.metrics import MetricsLog, held_out_text
 from hybridflow.observe.rank_log import say_event
 from hybridflow.observe.report import draw_learning_curve, write_summary
-from hybridflow.observe.starts import add_end
+from hybridflow.observe.starts import add_end, keep_recipe
 from hybridflow.observe.status_file import StatusFile
 from hybridflow.observe.timeline import Timeline
 from hybridflow.observe.timeline_file import TimelineFile
 from hybridflow.parallel.world import World
+from hybridflow.report.page import try_report
 from hybridflow.sampling.validation import NUM_SHOWN, samples_markdown, samples_text
+from hybridflow.sections import to_dict
 from hybridflow.trainer.banner import farewell
 from hybridflow.trainer.meter import RankMeter, peak_flops
 from hybridflow.trainer.profiling import Profiler
@@ -58,6 +60,7 @@ class Record:
         if world.rank == 0:
             facts = {"name": recipe.name, "algorithm": recipe.algorithm, "steps": recipe.trainer.known_steps}
             self._status = StatusFile(self._run_dir, facts=facts)
+            keep_recipe(self._run_dir, number, to_dict(recipe))
 
     def open(self, resumed_step: int | None) -> None:
         """Open the files to which steps are added; None: the run is a new one. Measures the device, on each rank."""
@@ -185,3 +188,4 @@ class Record:
         """
         if self._world.rank == 0:
             add_end(self._run_dir, self._number, "finished" if stopped is None else "requeue", stopped or "", save_s)
+            try_report(self._run_dir)

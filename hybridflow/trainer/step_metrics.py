@@ -6,27 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hybridflow.observe.distribution import measure_distributions
-
-_PHASES = {
-    "rollout": ("actor.sample", "groups.keep", "groups.take"),
-    "data": ("given.solutions", "given.pairs", "given.completions"),
-    "validation": (
-        *("given.held_out_pairs", "reference.validation_log_probs", "actor.validate_pairs"),
-        *("actor.sample_validation", "reward.score_validation"),
-    ),
-    "reward": ("reward.score", "cost.score"),
-    "teacher": ("teacher.top",),
-    "log_probs": ("actor.log_probs", "reference.log_probs", "reference.mismatched_log_probs"),
-    "values": ("critic.values", "cost_critic.values"),
-    "advantage": ("advantage",),
-    "update": ("critic.update", "cost_critic.update", "actor.update", "actor.distill"),
-    "save": ("trainer.save",),
-}
-PHASE_OF = {call: phase for phase, calls in _PHASES.items() for call in calls}
-"""Call, or role -> the phase under which its time is shown; another call is shown by its own name."""
-
-CONTROL_CALLS = ("trainer.finish_step", "buffer.put", "buffer.take")
-"""Calls that compute nothing of the algorithm."""
+from hybridflow.observe.phases import CONTROL_CALLS, phase_of
 
 
 def merge_metrics(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -120,7 +100,7 @@ def _times(shares: Sequence[Share], step_s: float) -> tuple[dict[str, float], fl
             if kind in ("move", "control") or name in CONTROL_CALLS:
                 collective[name] = collective.get(name, 0.0) + seconds
             else:
-                phase = _phase(kind, name)
+                phase = phase_of(kind, name)
                 own[phase] = own.get(phase, 0.0) + seconds
         for name, seconds in collective.items():
             waits.setdefault(name, []).append(seconds)
@@ -141,7 +121,7 @@ def _costs(shares: Sequence[Share], phases: Mapping[str, float], step_s: float) 
         for kind, name, num_flops, num_tokens, peak_bytes in share.costs:
             if name in CONTROL_CALLS:
                 continue
-            phase = _phase(kind, name)
+            phase = phase_of(kind, name)
             own[phase] = own.get(phase, 0.0) + num_flops
             tokens[phase] = tokens.get(phase, 0.0) + num_tokens
             memory = f"memory/{phase}_bytes"
@@ -162,7 +142,3 @@ def _costs(shares: Sequence[Share], phases: Mapping[str, float], step_s: float) 
         if all(share.peak_flops for share in shares):
             metrics["mfu/step"] = metrics["throughput/flop_per_s"] / sum(share.peak_flops for share in shares)
     return metrics
-
-
-def _phase(kind: str, name: str) -> str:
-    return PHASE_OF.get(name, PHASE_OF.get(name.split(".")[0], name)) if kind == "call" else "reshard"

@@ -34,7 +34,7 @@ from hybridflow.placement.library_models import with_library_models
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.critic import Critic
-from hybridflow.sampling.rollout_log import RolloutLog, archives
+from hybridflow.sampling.rollout_log import RolloutLog
 from hybridflow.trainer import checkpoints
 from hybridflow.trainer.banner import banner
 from hybridflow.trainer.decisions import Decisions
@@ -500,7 +500,7 @@ class Trainer(Role):
             self.progress.step, is_done=self._stopping.reason is None, saved_step=self.progress.saved_step
         )
         if self.job.world.rank == 0:
-            if archives(self.job.recipe):
+            if self.job.recipe.archives:
                 self._rollouts.join()
             if self._stopping.reason is not None:
                 saved_step = self.progress.saved_step

@@ -17,6 +17,7 @@ from hybridflow.observe.starts import read_starts
 from hybridflow.observe.status import RunStatus, read_status
 from hybridflow.trainer import trainer
 from tests.e2e.commands import fork_ranks, kill_in_step, run_well, write_recipe
+from tests.support.report_runs import data_of
 
 RUN = ["train", "tiny.yaml", "trainer.steps=4", "trainer.save_every=2"]
 PROFILE = ["profile.steps=[2, 9]", "profile.ranks=[1]"]
@@ -171,6 +172,21 @@ def test_the_timeline_has_both_starts_and_the_times_of_the_metrics(seen: Any):
     began_s, ended_s = starts[0].began_s, starts[-1].ended_s
     assert ended_s is not None
     assert all(began_s * 1e6 < event["ts"] <= event["ts"] + event["dur"] < ended_s * 1e6 for event in events)
+
+
+def test_the_report_tells_of_both_starts_and_the_steps(seen: Any):
+    run_dir = seen[0]
+    (run,) = data_of(run_dir / "report.html")["runs"]
+    assert (run["facts"]["state"], run["algorithm"]) == ("finished", "grpo")
+    assert [start["outcome"] for start in run["starts"]] == ["killed", "finished"]
+    assert run["curves"]["steps"] == [1, 2, 3, 4] and list(run["steps"]) == ["1", "2", "3", "4"]
+    accuracy = run["curves"]["sparse"]["validation/accuracy"]
+    assert [step for step, _ in accuracy] == [0, 4]
+    for number, row in enumerate(read_metrics(run_dir), start=1):
+        timeline = run["steps"][str(number)]["timeline"]
+        assert timeline["seconds"] == pytest.approx(row["time/step_s"], rel=1e-3) and len(timeline["ranks"]) == 2
+        assert {"rollout", "update", "control"} <= {phase for *_, phase in timeline["names"]}
+    assert "  num_layers: 2\n" in run["recipe"] and not run["archive"]
 
 
 def test_the_chosen_step_of_the_chosen_rank_is_traced(seen: Any):

@@ -13,6 +13,7 @@ from hybridflow.observe.metrics import read_metrics
 from hybridflow.roles.actor import Actor
 from hybridflow.rollout import engine
 from hybridflow.rollout.engine import MegatronEngine
+from hybridflow.rollout.learned import read_learned
 from tests.e2e.commands import fork_ranks, kill_when_logged, lasting_metrics, run_well, write_recipe
 from tests.e2e.test_resume import reused, weights
 
@@ -148,6 +149,37 @@ def test_archive_holds_what_was_sampled(runs, tmp_path):
         for step, ident, prompt, tokens, log_probs in map(json.loads, (folder / "sampled-0").read_text().splitlines())
     }
     assert archived(folder) == {**sampled(killed), **last} and len(archived(folder)) == 4 * 8
+
+
+def learned(folder):
+    """What was learned from the samples of the archive, by step and sample, and their scores."""
+    with h5py.File(folder / "run/rollouts/all.h5") as file:
+        keys = list(zip(*(file[name][:].tolist() for name in ("step", "prompt_index", "index")), strict=True))
+        scores = dict(zip(keys, file["score"][:].tolist(), strict=True))
+    found = read_learned(folder / "run/rollouts", keys)
+    return {key: (scores[key], found[key].advantages, found[key].old_log_probs) for key in keys}
+
+
+def test_archive_tells_what_was_learned_from_each_sample(runs, tmp_path):
+    whole, killed = runs
+    names = sorted(path.name for path in (whole / "run/rollouts/learned").iterdir())
+    # One replica of the update, whose first rank writes.
+    assert names == ["step-000001-000002-rank-00000.h5", "step-000003-000004-rank-00000.h5"]
+    found = learned(whole)
+    assert len(found) == 4 * 8
+    for (step, prompt_index, index), (score, advantages, old_log_probs) in found.items():
+        other = found[step, prompt_index, 1 - index][0]
+        # Of two samples GRPO gives the better one half the difference over the deviation: 1/sqrt(2).
+        assert np.allclose(advantages, np.sign(score - other) / np.sqrt(2), atol=1e-4) and len(advantages) > 0
+        # One update learns from the batch, with the log-probabilities that it computes itself.
+        assert np.isnan(old_log_probs).all()
+
+    folder = tmp_path / "resumed"
+    shutil.copytree(killed, folder)
+    run_well([*RUN, "--resume"], folder)
+    again = learned(folder)
+    assert again.keys() == found.keys()
+    assert all(np.array_equal(again[key][1], found[key][1]) for key in found)
 
 
 def test_samples_of_other_weights_are_not_used(runs, tmp_path):

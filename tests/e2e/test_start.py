@@ -54,6 +54,7 @@ def test_started_plainly(plain):
     assert done.codes == (0,) and done.err == ""
     assert [row["actor/grad_norm"] > 0 for row in lasting_metrics(folder / "run")] == [True, True]
     assert "step 2/2 | reward" in done.out and "\ndone: 2 steps in " in done.out
+    assert (folder / "run/report.html").exists()
     summary = json.loads((folder / "run/summary.json").read_text())
     assert summary["steps"] == 2 and summary["tokens_per_s"] > 0
     assert (folder / "run/learning_curve.png").exists() and list((folder / "run/tensorboard").iterdir())

@@ -16,9 +16,8 @@ import json
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +29,9 @@ from hybridflow.checkpoint.formats.sharded import ShardedTarget
 from hybridflow.checkpoint.formats.source import Source, Target, check_shapes
 from hybridflow.checkpoint.manifest import TensorEntry, overlap, versions
 from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, bytes_of, entry_of
-from hybridflow.data.hdf5 import h5py, is_own, item_in, open_hdf5, rows_at_once, try_files
-from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
+from hybridflow.data.arrays import attribute, check_storage, reading_hdf5, writing_hdf5
+from hybridflow.data.hdf5 import h5py, is_own, item_in, open_hdf5, try_files
+from hybridflow.errors import CheckpointError
 from hybridflow.families.assets import ASSETS, identity_of
 from hybridflow.families.model import ModelConfig
 from hybridflow.foreign import MAX_SMALL_BYTES
@@ -45,9 +45,7 @@ MAGIC = b"\x89HDF\r\n\x1a\n"
 FORMAT = "hybridflow-hdf5-1"
 _PART_FORMAT = "hybridflow-hdf5-part-1"
 _WEIGHTS, _ASSETS = "weights", "assets"
-_CHUNK_BYTES, _MAX_CHUNK_BYTES = 2 << 20, 16 << 20
-# Texts of another program may be compressed.
-_MAX_GROWTH = 50
+_CHUNK_BYTES = 2 << 20
 # Whole chunks are written: the cache need not hold more than one or two.
 _CACHE_BYTES = 8 << 20
 _SYNC_BYTES = 256 << 20
@@ -90,12 +88,14 @@ class HDF5Source(Source):
         self.path = path
         self._folder, self._master = (path, path / MASTER) if path.is_dir() else (path.parent, path)
         self._files: dict[str, h5py.File] = {}
-        with _reading(self._master):
+        with reading_hdf5(self._master):
             file = self._open(self._master.name, FORMAT)
-            self.family = _text(file, "family") or None
-            self.layout = _text(file, "layout") or None
+            self.family = attribute(file, "family") or None
+            self.layout = attribute(file, "layout") or None
             self.has_value_head = bool(file.attrs["has_value_head"])
-            self.model = read_section(ModelConfig, json.loads(_text(file, "model")), source=f"{self._master}: model")
+            self.model = read_section(
+                ModelConfig, json.loads(attribute(file, "model")), source=f"{self._master}: model"
+            )
             datasets = self._datasets(file)
         self.tensors: Mapping[str, TensorEntry] = self._check(datasets)
         self._shards = {name: self._shards_of(name, datasets[name]) for name in self.tensors}
@@ -106,7 +106,7 @@ class HDF5Source(Source):
         if len(shards) == 1:
             return self._values(shards[0], entry.dtype)
         files = {self._folder / shard.file for shard in shards}
-        with _reading(self._master, _dataset(tensor)):
+        with reading_hdf5(self._master, _dataset(tensor)):
             if entry.num_bytes > sum(file.stat().st_size for file in files if file.is_file()):
                 raise ValueError(f"its {entry.num_bytes} bytes are more than the files have that it lies in")
         found = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
@@ -117,7 +117,7 @@ class HDF5Source(Source):
     def assets(self) -> dict[str, bytes]:
         """See ``Source``."""
         found = {}
-        with _reading(self._master, _ASSETS):
+        with reading_hdf5(self._master, _ASSETS):
             file = self._open(self._master.name, FORMAT)
             held = _group(file, _ASSETS)
             for name in sorted(set(held) & set(ASSETS)):
@@ -125,9 +125,9 @@ class HDF5Source(Source):
                 if not is_own(dataset) or dataset.nbytes > MAX_SMALL_BYTES:
                     raise ValueError(f"{name} is no small dataset of this file")
                 if dataset.nbytes:
-                    _check_storage(dataset, dataset.nbytes, self._master.stat().st_size)
+                    check_storage(dataset, dataset.nbytes, self._master.stat().st_size)
                 content = dataset[()].tobytes()
-                if hashlib.sha256(content).hexdigest() != _text(dataset, "sha256"):
+                if hashlib.sha256(content).hexdigest() != attribute(dataset, "sha256"):
                     raise ValueError(f"{name} has another sha256 than was written")
                 found[name] = content
         return found
@@ -147,7 +147,7 @@ class HDF5Source(Source):
             try_files([path])
             # Nothing writes here, and not every file system can lock.
             file = open_hdf5(path, locking=False, rdcc_nbytes=_CACHE_BYTES)
-            found = _text(file, "format") if "format" in file.attrs else "none"
+            found = attribute(file, "format") if "format" in file.attrs else "none"
             if found != format:
                 file.close()
                 raise ValueError(f"found format {found!r}, expected {format!r}; give a file that hybridflow wrote")
@@ -161,7 +161,7 @@ class HDF5Source(Source):
         def visit(name: str, item: object) -> None:
             if isinstance(item, h5py.Dataset):
                 # First of all: to ask for its shape may open these files.
-                with _reading(self._master, f"/{_WEIGHTS}/{name}"):
+                with reading_hdf5(self._master, f"/{_WEIGHTS}/{name}"):
                     self._check_sources(item)
                 found[name.replace("/", ".")] = item
 
@@ -191,17 +191,17 @@ class HDF5Source(Source):
         )
         entries = {}
         for name, shape in shapes.items():
-            with _reading(self._master, _dataset(name)):
+            with reading_hdf5(self._master, _dataset(name)):
                 entries[name] = TensorEntry(_dtype_of(datasets[name]), shape)
         return entries
 
     def _shards_of(self, name: str, dataset: h5py.Dataset) -> list[_Shard]:
         """Return where a tensor lies: its dataset, or those that a virtual one names."""
-        with _reading(self._master, _dataset(name)):
+        with reading_hdf5(self._master, _dataset(name)):
             whole = tuple((0, size) for size in dataset.shape)
             if not dataset.is_virtual:
-                return [_Shard(self._master.name, dataset.name, whole, _text(dataset, "sha256"))]
-            sources, hashes = dataset.virtual_sources(), json.loads(_text(dataset, "sha256"))
+                return [_Shard(self._master.name, dataset.name, whole, attribute(dataset, "sha256"))]
+            sources, hashes = dataset.virtual_sources(), json.loads(attribute(dataset, "sha256"))
             shards = []
             for source, sha256 in zip(sources, hashes, strict=True):
                 low, high = source.vspace.get_select_bounds()
@@ -217,7 +217,7 @@ class HDF5Source(Source):
     def _values(self, shard: _Shard, dtype: DType) -> Tensor:
         """Return a dataset as memory, checked."""
         path = self._folder / shard.file
-        with _reading(path, shard.dataset):
+        with reading_hdf5(path, shard.dataset):
             file = self._open(shard.file, FORMAT if shard.file == self._master.name else _PART_FORMAT)
             dataset = item_in(file, shard.dataset)
             shape = tuple(stop - start for start, stop in shard.box)
@@ -225,7 +225,7 @@ class HDF5Source(Source):
                 raise ValueError("is not a dataset of this file itself")
             if dataset.shape != shape or _dtype_of(dataset) != dtype:
                 raise ValueError(f"expected a dataset of {dtype} {list(shape)}")
-            _check_storage(dataset, TensorEntry(dtype, shape).num_bytes, path.stat().st_size)
+            check_storage(dataset, TensorEntry(dtype, shape).num_bytes, path.stat().st_size)
             values = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
             try:
                 dataset.id.read(h5py.h5s.ALL, h5py.h5s.ALL, _as_integers(values), mtype=_TYPES[dtype])
@@ -274,7 +274,7 @@ class HDF5Target(Target):
     def open(self, path: Path, file: str) -> HDF5Writer:
         """See ``Target``."""
         writer = HDF5Writer(path, self.files[file])
-        with _writing(path):
+        with writing_hdf5(path):
             if self._layout is None:
                 self._describe(writer.file)
             else:
@@ -286,7 +286,7 @@ class HDF5Target(Target):
         if self._layout is None:
             return
         path = folder / MASTER
-        with _writing(path):
+        with writing_hdf5(path):
             # The newest form of the format is the one that keeps many virtual datasets small.
             with h5py.File(path, "w", libver="v110") as file:
                 self._describe(file)
@@ -346,7 +346,7 @@ class HDF5Writer:
         self._meanwhile = ThreadPoolExecutor(2)
         self._syncing: Future[None] | None = None
         self._unsynced_bytes = 0
-        with _writing(path):
+        with writing_hdf5(path):
             self.file = h5py.File(path, "w", libver="v110", rdcc_nbytes=_CACHE_BYTES)
             self.file.create_group(_WEIGHTS)
 
@@ -361,7 +361,7 @@ class HDF5Writer:
         creation.set_chunk(_chunk(entry))
         creation.set_fletcher32()
         creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        with _writing(self.path):
+        with writing_hdf5(self.path):
             space = h5py.h5s.create_simple(entry.shape)
             name = _dataset(key).encode()
             dataset = h5py.h5d.create(self.file.id, name, kind, space, creation, _making_groups())
@@ -377,14 +377,14 @@ class HDF5Writer:
     def sync(self) -> None:
         """See ``Writer``."""
         self._wait_for_sync()
-        with _writing(self.path):
+        with writing_hdf5(self.path):
             self.file.flush()
         sync_path(self.path)
 
     def close(self) -> None:
         """See ``Writer``."""
         self._meanwhile.shutdown()
-        with _writing(self.path):
+        with writing_hdf5(self.path):
             self.file.close()
 
     def _wait_for_sync(self) -> None:
@@ -404,151 +404,6 @@ def _hash(tensor: Tensor, meanwhile: ThreadPoolExecutor) -> Future[str]:
     # HDF5 holds the interpreter while it writes: the other thread could not begin then.
     has_begun.wait()
     return hashing
-
-
-def write_arrays(path: Path, arrays: Mapping[str, Any], form: str) -> None:
-    """Write arrays of one dim, checksummed, as a file that is there whole or not at all.
-
-    Args:
-        path: Path of the file; what is there is replaced.
-        arrays: Name -> array of numpy, at least one element.
-        form: What kind of file it is, for ``lengths_of_arrays``.
-
-    Raises:
-        OSError: The file system refuses; ``path`` is as it was.
-    """
-
-    def fill(file: h5py.File) -> None:
-        for name, array in arrays.items():
-            chunks = (min(len(array), _CHUNK_BYTES // array.dtype.itemsize),)
-            file.create_dataset(name, data=array, chunks=chunks, fletcher32=True)
-
-    _replace(path, form, fill)
-
-
-def write_rows(path: Path, texts: Mapping[str, Sequence[str]], arrays: Mapping[str, Any], form: str) -> None:
-    """Write texts and arrays of one dim, of any length, as a file that is there whole or not at all.
-
-    Args:
-        path: Path of the file; what is there is replaced.
-        texts: Name -> texts, kept as strings of variable length in UTF-8.
-        arrays: Name -> array of numpy.
-        form: What kind of file it is.
-
-    Raises:
-        OSError: The file system refuses; ``path`` is as it was.
-    """
-
-    def fill(file: h5py.File) -> None:
-        for name, values in texts.items():
-            # HDF5's strings of variable length end at a zero.
-            clean = [value.replace("\0", "\ufffd").encode("utf-8", "replace") for value in values]
-            file.create_dataset(name, data=clean, shape=(len(clean),), dtype=h5py.string_dtype())
-        for name, array in arrays.items():
-            file.create_dataset(name, data=array)
-
-    _replace(path, form, fill)
-
-
-def read_texts(path: Path, name: str) -> list[str]:
-    """Read the texts of a dataset of strings.
-
-    Raises:
-        CheckpointError: There is no such dataset, or it cannot be read.
-    """
-    with _reading(path, name):
-        try_files([path])
-    with _reading(path, name), open_hdf5(path) as file:
-        dataset = item_in(file, name)
-        if not is_own(dataset) or dataset.ndim != 1 or h5py.check_string_dtype(dataset.dtype) is None:
-            raise ValueError(f"has no dataset {name!r} of strings in this file")
-        return list(_texts(dataset, path.stat().st_size))
-
-
-def _texts(dataset: h5py.Dataset, file_bytes: int) -> Iterator[str]:
-    """Yield texts. Refuse more than a file of that size can hold, since many of them may be one and the same."""
-    left = file_bytes * _MAX_GROWTH
-    at_once = rows_at_once({"texts": dataset}, file_bytes, file_bytes)
-    for first in range(0, len(dataset), at_once):
-        for text in dataset.asstr()[first : first + at_once]:
-            left -= len(text)
-            if left < 0:
-                raise ValueError(f"its texts have more than {_MAX_GROWTH} times the {file_bytes} bytes of the file")
-            yield str(text)
-
-
-def join_arrays(path: Path, parts: Mapping[str, Mapping[str, int]], dtypes: Mapping[str, Any], form: str) -> None:
-    """Write a file whose arrays are those of other files one behind the other, by reference.
-
-    What is missing when it is read is NaN, or -1.
-
-    Args:
-        path: Path of the file; what is there is replaced.
-        parts: File, relative to ``path``'s directory -> what ``lengths_of_arrays`` gave for it, in order.
-        dtypes: Name -> type of numpy, of every array.
-        form: What kind of file it is.
-
-    Raises:
-        OSError: The file system refuses; ``path`` is as it was.
-    """
-
-    def fill(file: h5py.File) -> None:
-        file.attrs["parts"] = json.dumps(list(parts))
-        for name, dtype in dtypes.items():
-            layout = h5py.VirtualLayout((sum(lengths[name] for lengths in parts.values()),), dtype)
-            end = 0
-            for part, lengths in parts.items():
-                start, end = end, end + lengths[name]
-                if end > start:
-                    layout[start:end] = h5py.VirtualSource(part, name, (lengths[name],), dtype)
-            missing = np.nan if np.dtype(dtype).kind == "f" else -1
-            file.create_virtual_dataset(name, layout, fillvalue=missing)
-
-    _replace(path, form, fill)
-
-
-def lengths_of_arrays(path: Path, dtypes: Mapping[str, Any], form: str) -> dict[str, int]:
-    """Return the length of each array of a file of ``write_arrays``.
-
-    Raises:
-        CheckpointError: It is no such file, or is damaged where that can be told without reading the numbers.
-    """
-    with _reading(path), open_hdf5(path) as file:
-        if _text(file, "format") != form:
-            raise ValueError(f"is of the format {_text(file, 'format')}, expected {form}")
-        for name, dtype in dtypes.items():
-            array = item_in(file, name)
-            if not is_own(array) or array.ndim != 1 or array.dtype != dtype:
-                raise ValueError(f"has no {name} of one dim and type {np.dtype(dtype)} in this file")
-            _check_storage(array, array.nbytes, path.stat().st_size)
-        return {name: len(file[name]) for name in dtypes}
-
-
-def read_arrays(path: Path, dtypes: Mapping[str, Any], form: str) -> dict[str, Any]:
-    """Name -> array of numpy, of a file of ``write_arrays``.
-
-    Raises:
-        CheckpointError: It is no such file, or is damaged.
-    """
-    lengths_of_arrays(path, dtypes, form)
-    with _reading(path), open_hdf5(path) as file:
-        return {name: file[name][:] for name in dtypes}
-
-
-def _replace(path: Path, form: str, fill: Callable[[h5py.File], None]) -> None:
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.unlink(missing_ok=True)
-    try:
-        with _writing(path):
-            with h5py.File(aside, "x", libver="v110") as file:
-                file.attrs["format"] = form
-                fill(file)
-            sync_path(aside)
-            aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-    sync_path(path.parent)
 
 
 def is_hdf5(path: Path) -> bool:
@@ -591,57 +446,9 @@ def _group(file: h5py.File, name: str) -> h5py.Group:
     return group
 
 
-def _text(item: Any, name: str) -> str:
-    value = item.attrs[name]
-    if not isinstance(value, str):
-        raise ValueError(f"attribute {name} is no text")
-    return value
-
-
 def _dtype_of(dataset: h5py.Dataset) -> DType:
     kind = dataset.id.get_type()
     for name, known in _TYPES.items():
         if kind.equal(known):
             return name
     raise ValueError(f"is of type {dataset.dtype}, expected one of {', '.join(_TYPES)}")
-
-
-def _check_storage(dataset: h5py.Dataset, num_bytes: int, file_bytes: int) -> None:
-    """Refuse storage that we do not write: data in other files, filters but the checksum, holes, and shared chunks."""
-    creation = dataset.id.get_create_plist()
-    filters = [creation.get_filter(index)[0] for index in range(creation.get_nfilters())]
-    if not is_own(dataset) or dataset.chunks is None:
-        raise ValueError("does not lie in chunks of this file")
-    if filters != [h5py.h5z.FILTER_FLETCHER32]:
-        raise ValueError(f"has the filters {filters}, expected the checksum fletcher32 alone")
-    stored = dataset.id.get_storage_size()
-    if not num_bytes <= stored <= file_bytes:
-        raise ValueError(f"has {stored} bytes, expected {num_bytes} of the {file_bytes} of the file")
-    if math.prod(dataset.chunks) * dataset.dtype.itemsize > _MAX_CHUNK_BYTES:
-        raise ValueError(f"has chunks of {dataset.chunks}, expected at most {_MAX_CHUNK_BYTES} bytes")
-
-
-@contextmanager
-def _reading(path: Path, dataset: str = "") -> Iterator[None]:
-    """Turn any error of the library or a check into an error that names the place."""
-    try:
-        yield
-    except (HybridflowError, OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        reason = (
-            str(error) if isinstance(error, (ConfigError, ValueError, OSError)) else f"{type(error).__name__}: {error}"
-        )
-        where = f"{path}: {dataset}" if dataset else str(path)
-        raise CheckpointError(
-            f"{where}: cannot be read as HDF5 of hybridflow: {reason}; restore it from a copy"
-        ) from error
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turn a full disk, which the library reports in several ways, into the file system's error."""
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        raise OSError(f"{path}: {error}") from error

@@ -15,8 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.checkpoint.formats.hdf5 import HDF5Source, read_texts
+from hybridflow.checkpoint.formats.hdf5 import HDF5Source
 from hybridflow.checkpoint.formats.registry import open_source
+from hybridflow.data.arrays import read_texts
 from hybridflow.errors import CheckpointError, LayoutError
 from hybridflow.layout.parallel_layout import ParallelLayout
 from tests.support.checkpoint_formats import SMALL, MemorySource, assert_same, in_bf16

@@ -14,8 +14,9 @@ import yaml
 
 from hybridflow import cli
 from hybridflow.launch.site import load_site
+from hybridflow.observe.phases import PHASE_OF
 from hybridflow.recipe.load import load_recipe, recipe_for_ranks, recipe_from_dict
-from hybridflow.trainer.step_metrics import COMPUTING, DISTRIBUTIONS, PHASE_OF
+from hybridflow.trainer.step_metrics import COMPUTING, DISTRIBUTIONS
 
 ROOT = Path(__file__).parents[3]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in ROOT.glob("*.md")}
@@ -66,6 +67,7 @@ def test_commands_are_understood_and_their_recipes_are_valid(command, capsys):
 
 MODULES = {
     "launch": "hybridflow.launch.command",
+    "report": "hybridflow.report.command",
     "convert": "hybridflow.checkpoint.convert.command",
     "doctor": "hybridflow.doctor.command",
     "generate": "hybridflow.serving.command",

@@ -16,7 +16,7 @@ from hybridflow.observe import rank_log
 from hybridflow.observe.metrics import MetricsLog
 from hybridflow.observe.rank_log import note, open_rank_log, tell
 from hybridflow.observe.report import write_summary
-from hybridflow.observe.starts import StartRecord, add_start, read_starts
+from hybridflow.observe.starts import StartRecord, add_start, keep_recipe, read_starts
 from hybridflow.observe.status_file import StatusFile
 from hybridflow.observe.timeline_file import TimelineFile
 from hybridflow.parallel.cause import cause_of
@@ -65,6 +65,7 @@ WRITERS = {
     "tensorboard/events": step_of_tensorboard,
     "trace/timeline.json": lambda run_dir: lambda: TimelineFile(run_dir, num_ranks=1, ranks_per_node=1),
     "timeline.json": step_of_timeline,
+    "recipe.yaml": lambda run_dir: lambda: keep_recipe(run_dir, 1, {"name": "x"}),
     "summary.json": lambda run_dir: lambda: write_summary(run_dir, {}),
 }
 

@@ -10,7 +10,7 @@ import pytest
 
 from hybridflow.observe import timeline_file
 from hybridflow.observe.timeline import Span
-from hybridflow.observe.timeline_file import TimelineFile
+from hybridflow.observe.timeline_file import RankSpan, TimelineFile, read_timeline
 
 SAMPLE = Span("call", "actor.sample", 1.5, 1000.25)
 MOVE = ["move", 'from "a"\nto b', 0.000002, 1002.000001]  # as a message leaves it
@@ -99,3 +99,21 @@ def test_it_takes_no_more_than_two_files(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(steps) > 2 and steps == list(range(51 - len(steps), 51))
     assert all((tmp_path / "trace" / name).stat().st_size < 3000 for name in names)
     assert events(tmp_path)[1]["args"]["name"] == "node 0"
+
+
+def test_chosen_steps_are_read_from_both_files_and_a_repeated_one_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(timeline_file, "LARGEST_BYTES", 1500)
+    file = open_file(tmp_path)
+    for step in (1, 2, 3, 4):
+        file.add(step, 1000.0 * step, 2.5, [[SAMPLE._replace(start_s=1000.0 * step + 0.25)], [], [MOVE]])
+    # After a kill step 3 is made again.
+    open_file(tmp_path).add(3, 9000.0, 1.0, [[], [SAMPLE._replace(start_s=9000.5)], []])
+    assert sorted(path.name for path in (tmp_path / "trace").iterdir()) == ["timeline-before.json", "timeline.json"]
+    with (tmp_path / "trace/timeline.json").open("a") as cut:
+        cut.write('{"name":"actor.sample","cat":"call","ts":9000600000,"du,"args":{"step":3}},\n')
+    found = read_timeline(tmp_path, {2, 3, 7})
+    assert found.keys() == {2, 3}
+    assert found[2].seconds == 2.5 and found[2].spans[0] == RankSpan(0, "call", "actor.sample", 0.25, 1.5)
+    assert [span.rank for span in found[2].spans] == [0, 2] and found[2].spans[1].name == MOVE[1]
+    assert found[3] == (1.0, [RankSpan(1, "call", "actor.sample", 0.5, 1.5)])
+    assert read_timeline(tmp_path / "elsewhere", {1}) == {}

@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 
 from hybridflow.data.rollout_log import Sampled
-from hybridflow.rollout.archive import SegmentName, drop_segments, join_segments, list_segments, write_segment
+from hybridflow.rollout.archive import (
+    SegmentName,
+    drop_segments,
+    join_segments,
+    list_segments,
+    read_places,
+    read_rows,
+    read_segment,
+    write_segment,
+)
 
 NAMES = [SegmentName(first, first + 1, rank) for first in (1, 3) for rank in (0, 1)]
 
@@ -192,3 +201,13 @@ def test_example_of_the_docs_reads_an_archive(tmp_path):
     (tmp_path / "run/rollouts/segments" / str(NAMES[0])).unlink()
     done = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "a segment is missing" in done.stderr
+
+
+def test_some_samples_are_read_without_the_tokens_of_the_others(tmp_path):
+    write(tmp_path)
+    name = NAMES[2]
+    every = list(read_segment(tmp_path, name))
+    places = read_places(tmp_path, name)
+    assert places["score"].tolist()[:2] == [every[0].score, every[1].score] and "versions" not in places
+    for rows_ in ([], [4], [5, 0, 2]):
+        assert [repr(each) for each in read_rows(tmp_path, name, places, rows_)] == [repr(every[row]) for row in rows_]

@@ -1,0 +1,120 @@
+"""The page: data of the runs in a template with its style and its program, all in one file. No torch."""
+
+from __future__ import annotations
+
+import html
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridflow import __version__
+from hybridflow.observe.files import replace_file, writing
+from hybridflow.observe.rank_log import say
+from hybridflow.report.panels import choose_panels
+from hybridflow.report.run import Budget, describe_run, flat
+
+REPORT_FILE = "report.html"
+
+LARGEST_BYTES = 5_000_000
+"""No page is larger."""
+
+_ASSETS = Path(__file__).parent / "assets"
+_CHARTS = next(_ASSETS.glob("uplot-*"))
+_POINT_BYTES, _NUM_METRICS = 9, 100
+_CURVE_BYTES, _SAMPLE_BYTES, _TIMELINE_BYTES = 1_400_000, 2_200_000, 900_000
+
+
+def write_report(run_dirs: Sequence[Path], path: Path) -> Path:
+    """Write the page of one or several runs.
+
+    Returns:
+        Its path.
+
+    Raises:
+        DataError: A directory holds no run.
+        CheckpointError: A file of a run is damaged.
+        WriteError: The file system refuses.
+        OSError: A file cannot be read.
+    """
+    share = 1.0
+    page = _page(run_dirs, share)
+    while len(page) > LARGEST_BYTES:
+        share /= 2
+        page = _page(run_dirs, share)
+    with writing(path, "make room there, or give another file with --out"):
+        replace_file(path, page)
+    return path
+
+
+def try_report(run_dir: Path) -> None:
+    """Write the page of a run that ends, or say why it is not there: the run is done all the same."""
+    try:
+        write_report([run_dir], run_dir / REPORT_FILE)
+    except Exception as error:  # Whatever it is, it must not make a failure of a run that has succeeded.
+        say(f"{run_dir / REPORT_FILE} was not written: {type(error).__name__}: {error}")
+
+
+def _page(run_dirs: Sequence[Path], share: float) -> bytes:
+    """Return the page, with this share of what there is room for."""
+    part = share / len(run_dirs)
+    budget = Budget(
+        points=max(40, min(500, int(_CURVE_BYTES * part / _POINT_BYTES / _NUM_METRICS))),
+        sample_bytes=int(_SAMPLE_BYTES * part),
+        timeline_bytes=int(_TIMELINE_BYTES * part),
+    )
+    runs = [describe_run(run_dir, budget) for run_dir in run_dirs]
+    for run, label in zip(runs, _labels(runs, run_dirs), strict=True):
+        run["label"] = label
+    metrics = {name for run in runs for kind in ("metrics", "sparse") for name in run["curves"][kind]}
+    data = {
+        "runs": runs,
+        "panels": choose_panels(metrics),
+        "differences": _differences(runs),
+        "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "version": __version__,
+    }
+    return _fill("hybridflow report: " + ", ".join(run["label"] for run in runs), data)
+
+
+def _fill(title: str, data: dict[str, Any]) -> bytes:
+    """Return the template with everything in it. Nothing of a run is markup: its texts are in JSON alone."""
+    # No text can end the element that holds it, or begin a comment.
+    told = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    parts = {
+        "title": html.escape(title),
+        "style": _asset(_CHARTS / "uPlot.min.css") + _asset(_ASSETS / "page.css"),
+        "charts": _asset(_CHARTS / "uPlot.iife.min.js"),
+        "program": _asset(_ASSETS / "page.js"),
+        "data": told,
+    }
+    pieces = _asset(_ASSETS / "page.html").split("{{")
+    page = pieces[0]
+    for piece in pieces[1:]:
+        name, _, rest = piece.partition("}}")
+        page += parts[name] + rest
+    return page.encode(errors="replace")
+
+
+def _asset(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _labels(runs: Sequence[dict[str, Any]], run_dirs: Sequence[Path]) -> list[str]:
+    """Return a name for each run that no other one has: that of its directory, or the whole path."""
+    names = [run_dir.resolve().name for run_dir in run_dirs]
+    return names if len(set(names)) == len(names) else [str(run_dir) for run_dir in run_dirs]
+
+
+def _differences(runs: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    """Return the keys of the recipes that differ, each with its value in every run; None: it is not set there."""
+    recipes = [flat(run.pop("settings")) for run in runs]
+    if not all(recipes):
+        return []
+    keys = dict.fromkeys(key for recipe in recipes for key in recipe)
+    return [
+        [key, *(recipe.get(key) for recipe in recipes)]
+        for key in keys
+        if len({recipe.get(key) for recipe in recipes}) > 1 and key != "run_dir"
+    ]

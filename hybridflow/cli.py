@@ -28,6 +28,7 @@ from hybridflow.observe.status_command import add_status
 from hybridflow.parallel.rank import run_rank
 from hybridflow.parallel.signals import CaughtSignals
 from hybridflow.parallel.start import find_start, is_launched, rank_hint
+from hybridflow.recipe.defaults import defaults_text
 from hybridflow.recipe.load import find_recipe, load_recipe, recipe_for_ranks
 from hybridflow.rollout.rollouts_command import add_rollouts
 from hybridflow.serving.command import add_serving
@@ -234,6 +235,8 @@ def _print_plan(recipe: Recipe) -> None:
     from hybridflow.trainer.plan import placement_warnings, plan_job, transformers_note
 
     plan = plan_job(recipe)
+    if recipe.defaults:
+        print_out(f"{defaults_text(recipe.defaults)}\n")
     print_out(plan_table(plan.whole, plan.meshes, recipe.cluster.ranks))
     memory = job_memory(recipe, plan.meshes)
     print_out(f"\nmemory of each rank, estimated\n{memory_table(memory)}\n{memory_summary(memory)}")

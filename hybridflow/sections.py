@@ -32,6 +32,10 @@ MAY_CHANGE: Mapping[str, Any] = types.MappingProxyType({"may_change": True})
 """Metadata of a field that a resumed run may change, with all keys below it. A field without it must match."""
 
 
+FILLED_IN: Mapping[str, Any] = types.MappingProxyType({"filled_in": True})
+"""Metadata of a field without a default that the program sets where a person leaves it out."""
+
+
 def may_change_below(*names: str) -> Mapping[str, Any]:
     """Return metadata of a field that holds a section: a resumed run may change these keys of that section here."""
     return types.MappingProxyType({"may_change_below": names})
@@ -329,8 +333,8 @@ class _Reader:
             key = f"{prefix}{item.name}"
             if item.name in values:
                 read[item.name] = self.value(hints[item.name], values[item.name], key)
-            elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
-                raise self._error(key, f"missing; expected {describe(hints[item.name])}")
+            elif _has_no_default(item):
+                raise self._error(key, f"missing; expected {_needed(hints[item.name])}")
         try:
             return kind(**read)
         except LayoutError as error:
@@ -406,6 +410,20 @@ def _flat(values: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
 
 def _within(value: Any, bound: Bounds | re.Pattern[str]) -> bool:
     return value in bound if isinstance(bound, Bounds) else bool(bound.fullmatch(value))
+
+
+def _needed(hint: Any) -> str:
+    """Describe in words the least that a key takes: of a section, the keys without a default."""
+    needed = [item.name for item in keys_of(hint) if _is_needed(item)] if dataclasses.is_dataclass(hint) else []
+    return f"a section with {', '.join(needed)}" if needed else describe(hint)
+
+
+def _is_needed(item: dataclasses.Field[Any]) -> bool:
+    return _has_no_default(item) and not item.metadata.get("filled_in", False)
+
+
+def _has_no_default(item: dataclasses.Field[Any]) -> bool:
+    return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
 
 
 def describe(hint: Any) -> str:

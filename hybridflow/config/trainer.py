@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hybridflow.sections import MAY_CHANGE, Count, CountOrZero
+from hybridflow.sections import FILLED_IN, MAY_CHANGE, Count, CountOrZero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ class TrainerConfig:
             CPUs always do. It takes time. Torch warns of an operation that it cannot repeat.
     """
 
-    steps: CountOrZero = field(metadata=MAY_CHANGE)
-    global_batch_size: Count
+    steps: CountOrZero = field(metadata={**MAY_CHANGE, **FILLED_IN})
+    global_batch_size: Count = field(metadata=FILLED_IN)
     mini_batch_size: Count | None = None
     micro_batch_tokens: Count = field(default=4096, metadata=MAY_CHANGE)
     save_every: CountOrZero = field(default=0, metadata=MAY_CHANGE)

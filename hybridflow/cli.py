@@ -30,6 +30,7 @@ from hybridflow.parallel.signals import CaughtSignals
 from hybridflow.parallel.start import find_start, is_launched, rank_hint
 from hybridflow.recipe.defaults import defaults_text
 from hybridflow.recipe.load import find_recipe, load_recipe, recipe_for_ranks
+from hybridflow.recipe.other_names import key_of_option
 from hybridflow.rollout.rollouts_command import add_rollouts
 from hybridflow.serving.command import add_serving
 
@@ -113,10 +114,24 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     strangers = [word for word in rest if word.startswith("-")]
     if arguments.recipe is None:
         strangers = rest
+    if strangers and arguments.recipe is not None:
+        _answer_with_key(parser, strangers[0], arguments.words)
     if strangers:
         parser.error(f"unrecognized arguments: {' '.join(strangers)}")
     arguments.overrides = [*arguments.overrides, *rest]
     return arguments
+
+
+def _answer_with_key(parser: argparse.ArgumentParser, option: str, words: Sequence[str]) -> None:
+    """End with the key of a recipe that a person gave as an option, if there is one."""
+    key = key_of_option(option)
+    if key is None:
+        return
+    name, equals, value = option.partition("=")
+    following = words[words.index(option) + 1 :]
+    if not equals:
+        value = following[0] if following and not following[0].startswith("-") else "VALUE"
+    parser.error(f"{name}: not an option; write {key}={value}")
 
 
 def _parser() -> argparse.ArgumentParser:

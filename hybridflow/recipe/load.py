@@ -18,6 +18,7 @@ from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.recipe.checks import MODELS, check_recipe, check_settings
 from hybridflow.recipe.defaults import brings_its_own, check_needed, fill_in, in_full, num_gpus
 from hybridflow.recipe.nested import inner
+from hybridflow.recipe.other_names import refuse_other_names
 from hybridflow.sections import put_over, read_section, read_yaml, shorten, to_dict
 from hybridflow.shipped import shipped
 
@@ -127,6 +128,7 @@ def recipe_from_dict(
     origins: Mapping[str, str] = {}
     in_memory = {} if in_memory is None else in_memory
     if isinstance(values, Mapping):
+        refuse_other_names(values, overrides, source)
         values, origins = put_over(*in_full(values, overrides))
         check_needed(values, source, has_model="model" in in_memory)
         values = _with_defaults(values)

@@ -405,7 +405,9 @@ def test_strange_arguments() -> None:
     for name, words in names.items():
         with pytest.raises(ConfigError, match=f"GRPOTrainer: {name}=…: unknown; {words}"):
             GRPOTrainer({"model": MODEL}, **{name: "models/actor"})
-    with pytest.raises(ConfigError, match="config: max_completion_length: unknown key; TRL's .* is rollout.max_new_tok"):
+    with pytest.raises(
+        ConfigError, match="config: max_completion_length: unknown key; TRL's .* is rollout.max_new_tok"
+    ):
         GRPOTrainer({"model": MODEL, "max_completion_length": 64})
 
 

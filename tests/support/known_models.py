@@ -53,11 +53,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "max_position_embeddings": 40960,
     },
-    "Llama-3.1-8B": {**_LLAMA, **_sizes(32, 4096, 14336, 32)},
     "Llama-3.1-8B-Instruct": {**_LLAMA, **_sizes(32, 4096, 14336, 32)},
-    "Llama-3.1-70B-Instruct": {**_LLAMA, **_sizes(80, 8192, 28672, 64)},
+    "llama3-70b": {**_LLAMA, **_sizes(80, 8192, 28672, 64)},
 }
-"""Name of the repository at Hugging Face -> its ``config.json``."""
+"""Directory that a shipped recipe names -> its ``config.json`` at Hugging Face."""
 
 GSM8K = {"question": "How much is 24 + 48?", "answer": "24+48 = <<24+48=72>>72 in all.\n#### 72"}
 """A row in the form of that data set."""

@@ -23,6 +23,7 @@ from hybridflow.doctor.command import add_doctor
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import DONE, REQUEUE, exit_status, system_status
 from hybridflow.launch.command import add_launch, add_recipe, add_slurm_options, batch_file, train_here
+from hybridflow.launch.init import add_init
 from hybridflow.observe.console import complain, ensure_streams, flushed, print_out
 from hybridflow.observe.status_command import add_status
 from hybridflow.parallel.rank import run_rank
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 _AFTER_RANK_0_S = 3.0
 
 _EXAMPLES = """examples:
+  hybridflow init --algorithm grpo --model models/Qwen2.5-0.5B-Instruct --data data/train.jsonl
   hybridflow train quickstart
   hybridflow train launch/recipes/grpo.yaml trainer.steps=20 run_dir=runs/try
   torchrun --nproc-per-node 4 -m hybridflow train quickstart
@@ -64,6 +66,7 @@ exit status: 0 done; 1 a rank was lost or hybridflow itself failed: starting aga
 """
 
 _RESHARD_EXAMPLES = """examples:
+  hybridflow init --algorithm grpo --model models/Qwen2.5-0.5B-Instruct --data data/train.jsonl
   hybridflow plan reshard --from tp4.pp2.dp2 --to tp2.pp1.dp8
   hybridflow plan reshard --from tp8.pp8.dp8 --to tp8.dp64 --model llama3-70b --nodes 64 --json
   hybridflow plan reshard --from tp8 --to tp2.dp4 --first-rank 8 --model grpo --bandwidth node=200,network=25
@@ -183,6 +186,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_reshard(reshard)
     reshard.set_defaults(run=_plan_reshard)
+    add_init(commands)
     add_serving(commands)
     add_launch(commands)
     add_convert(commands)

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hybridflow.config.algorithm import AlgorithmTraits
 from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.foreign import open_regular
@@ -214,15 +216,16 @@ def num_gpus() -> int:
 
 
 def defaults_text(defaults: Mapping[str, Any]) -> str:
-    """Return the keys that a recipe left out and what they became, one a line; empty if there are none."""
-    if not defaults:
-        return ""
-    width = max(map(len, defaults))
-    shown = {key: _in_yaml(value) for key, value in defaults.items()}
+    """Return the keys that a recipe left out and what they became, one a line."""
+    width = max(map(len, defaults), default=0)
+    shown = {key: one_line("key", value).removeprefix("key: ") for key, value in defaults.items()}
     return "\n".join(["left out of the recipe, and set to", *(f"  {key:<{width}}  {shown[key]}" for key in shown)])
 
 
-def _in_yaml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {each}" for key, each in value.items()) + "}"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def one_line(key: str, value: Any) -> str:
+    """Return a key and its value as a line of YAML."""
+    is_flow = isinstance(value, Mapping | list)
+    text: str = yaml.safe_dump(
+        {key: value}, default_flow_style=is_flow, width=1 << 20, sort_keys=False, allow_unicode=True
+    )
+    return text.strip()[1:-1] if is_flow else text.strip()

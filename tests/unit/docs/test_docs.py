@@ -77,6 +77,7 @@ def test_commands_are_understood_and_their_recipes_are_valid(command, folder_of_
 
 
 MODULES = {
+    "init": "hybridflow.launch.init",
     "launch": "hybridflow.launch.command",
     "convert": "hybridflow.checkpoint.convert.command",
     "doctor": "hybridflow.doctor.command",

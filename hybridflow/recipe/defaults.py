@@ -29,6 +29,8 @@ _CRITIC_LR = 1e-5
 _LORA_FACTOR = 10
 """Adapters learn at about ten times the rate of the weights (arXiv 2106.09685 and practice since)."""
 
+_MOST_CONTEXT = 4096
+"""Memory is planned for the longest sequence, and models take far longer ones than most data has."""
 _MOST_NEW_TOKENS = 256
 _ONLINE_SAMPLES, _OFFLINE_ROWS = 128, 32
 _FEWEST_STEPS, _STEPS = 20, 200
@@ -90,7 +92,9 @@ def check_needed(values: Mapping[Any, Any], source: str, *, has_model: bool) -> 
         )
 
 
-def fill_in(values: dict[str, Any], traits: AlgorithmTraits, *, name: str, num_ranks: int) -> dict[str, Any]:
+def fill_in(
+    values: dict[str, Any], traits: AlgorithmTraits, *, name: str, num_ranks: int, has_context: bool
+) -> dict[str, Any]:
     """Set the keys that a recipe leaves out.
 
     Args:
@@ -98,6 +102,7 @@ def fill_in(values: dict[str, Any], traits: AlgorithmTraits, *, name: str, num_r
         traits: Of its algorithm.
         name: Of the recipe's file, or what else may name the run.
         num_ranks: Ranks that a launcher has started, or that the machine has room for.
+        has_context: Whether the recipe says how long a sequence may be; else the model's directory alone does.
 
     Returns:
         Dotted key -> value of what was set.
@@ -121,6 +126,8 @@ def fill_in(values: dict[str, Any], traits: AlgorithmTraits, *, name: str, num_r
     if traits.group_size > 1 and not is_sized:
         put("rollout.group_size", traits.group_size)
     context = inner(values, "model.max_context")
+    if not has_context and not is_sized and context > _MOST_CONTEXT:
+        values["model"]["max_context"] = found["model.max_context"] = context = _MOST_CONTEXT
     if type(context) is int:
         put("rollout.max_new_tokens", max(1, min(_MOST_NEW_TOKENS, context // 2)))
     put("trainer.global_batch_size", _batch_size(values, traits))

@@ -136,8 +136,9 @@ def recipe_from_dict(
         found = _settings_of_paths(values, in_memory)
     except HybridflowError as error:
         raise type(error)(f"{source}: {error}") from None
+    has_context = inner(values, "model.max_context") is not None
     values = _with_settings(values, found)
-    whole, defaults = _filled_in(values, source, num_ranks)
+    whole, defaults = _filled_in(values, source, num_ranks, has_context=has_context or "model" not in found)
     recipe = read_section(Recipe, _with_inherited_models(whole, found), source=source, origins=origins)
     if recipe.algorithm not in ALGORITHMS:
         where = origins.get("algorithm", source)
@@ -176,14 +177,15 @@ def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _filled_in(values: Any, source: str, num_ranks: int) -> tuple[Any, dict[str, Any]]:
+def _filled_in(values: Any, source: str, num_ranks: int, *, has_context: bool) -> tuple[Any, dict[str, Any]]:
     """Return the values with the keys that they leave out, and these keys."""
     if not isinstance(values, Mapping):
         return values, {}
     algorithm = ALGORITHMS.get(str(values.get("algorithm")))
     traits = AlgorithmTraits(reads=frozenset()) if algorithm is None else algorithm.traits
     whole, _ = put_over(values, ())
-    return whole, fill_in(whole, traits, name=Path(source.removeprefix("recipe ")).stem, num_ranks=num_ranks)
+    name = Path(source.removeprefix("recipe ")).stem
+    return whole, fill_in(whole, traits, name=name, num_ranks=num_ranks, has_context=has_context)
 
 
 def _settings_of_paths(values: Any, in_memory: Mapping[str, ModelInfo]) -> dict[str, ModelInfo]:

@@ -70,6 +70,18 @@ def test_every_algorithm_runs_on_any_number_of_ranks(algorithm, ranks):
     assert recipe_from_dict(to_dict(recipe)) == recipe and not recipe_from_dict(to_dict(recipe)).defaults
 
 
+def test_memory_is_planned_for_sequences_of_usual_length(folder):
+    write_config(folder / "long", max_position_embeddings=131072)
+    long = ["model=long", *SCORED[1:]]
+    recipe = load_recipe("grpo", long)
+    assert recipe.model.max_context == recipe.defaults["model.max_context"] == 4096
+    assert load_recipe("grpo", [*long, "model.max_context=8192"]).model.max_context == 8192
+    sized = ["actor.update={}", "actor.optimizer.lr=1", "rollout.max_new_tokens=8", "trainer.steps=1"]
+    recipe = load_recipe("grpo", [*long, *sized, "trainer.global_batch_size=8"])
+    # As ever.
+    assert (recipe.model.max_context, recipe.rollout.group_size) == (131072, 1)
+
+
 def test_critics_learn_beside_the_actor_or_on_their_own_ranks():
     beside = load_recipe("ppo", [*SCORED, "actor.update={tp: 2, dp: 2}"])
     assert beside.cluster.ranks == 4 and beside.critic.layout == beside.actor.update
@@ -141,7 +153,7 @@ def test_a_plan_shows_what_was_left_out(capsys):
     assert out.startswith("left out of the recipe, and set to\n  name ")
     for line in (
         "actor.update               {dp: 1}",
-        "actor.optimizer.lr         1e-06",
+        "actor.optimizer.lr         1.0e-06",
         "rollout.group_size         8",
     ):
         assert f"  {line}\n" in out

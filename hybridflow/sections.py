@@ -333,8 +333,8 @@ class _Reader:
             key = f"{prefix}{item.name}"
             if item.name in values:
                 read[item.name] = self.value(hints[item.name], values[item.name], key)
-            elif _has_no_default(item):
-                raise self._error(key, f"missing; expected {_needed(hints[item.name])}")
+            elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
+                raise self._error(key, f"missing; expected {describe(hints[item.name])}")
         try:
             return kind(**read)
         except LayoutError as error:
@@ -410,20 +410,6 @@ def _flat(values: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
 
 def _within(value: Any, bound: Bounds | re.Pattern[str]) -> bool:
     return value in bound if isinstance(bound, Bounds) else bool(bound.fullmatch(value))
-
-
-def _needed(hint: Any) -> str:
-    """Describe in words the least that a key takes: of a section, the keys without a default."""
-    needed = [item.name for item in keys_of(hint) if _is_needed(item)] if dataclasses.is_dataclass(hint) else []
-    return f"a section with {', '.join(needed)}" if needed else describe(hint)
-
-
-def _is_needed(item: dataclasses.Field[Any]) -> bool:
-    return _has_no_default(item) and not item.metadata.get("filled_in", False)
-
-
-def _has_no_default(item: dataclasses.Field[Any]) -> bool:
-    return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
 
 
 def describe(hint: Any) -> str:

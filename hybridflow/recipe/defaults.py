@@ -128,8 +128,9 @@ def fill_in(
     context = inner(values, "model.max_context")
     if not has_context and not is_sized and context > _MOST_CONTEXT:
         values["model"]["max_context"] = found["model.max_context"] = context = _MOST_CONTEXT
+    is_silent = traits.is_offline and inner(values, "data.held_out") is None
     if type(context) is int:
-        put("rollout.max_new_tokens", max(1, min(_MOST_NEW_TOKENS, context // 2)))
+        put("rollout.max_new_tokens", 1 if is_silent else max(1, min(_MOST_NEW_TOKENS, context // 2)))
     put("trainer.global_batch_size", _batch_size(values, traits))
     put("trainer.steps", _steps(values, traits))
     return found
@@ -209,7 +210,8 @@ def _num_rows(values: Mapping[str, Any]) -> int | None:
         if path.endswith(_OTHER_FORMATS) or os.path.getsize(path) > _MOST_COUNTED_BYTES:
             return None
         with open_regular(path) as file:
-            return sum(not line.isspace() for line in file)
+            chunks = iter(lambda: file.read(1 << 20), b"")
+            return sum(chunk.count(b"\n") for chunk in chunks)
     except (OSError, ValueError):
         return None
 

@@ -6,7 +6,7 @@ import pytest
 
 from hybridflow import cli
 from hybridflow.flows.registry import ALGORITHMS
-from tests.e2e.commands import run_well
+from tests.e2e.commands import run_command, run_well
 from tests.support.hf_models import write_model, write_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -43,3 +43,20 @@ def test_two_steps_of_what_was_written(algorithm, folder, monkeypatch, capsys):
     metrics = [json.loads(line) for line in (folder / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in metrics] == [1, 2]
     assert all(row["actor/grad_norm"] > 0 for row in metrics)
+
+
+OWN = ["model=model", "data={train: train.jsonl, held_out: held_out.jsonl}"]
+
+
+def test_four_keys_run_alone_and_on_the_ranks_of_a_launcher(folder):
+    (folder / "mine.py").write_text("def score(prompt, response, answer):\n    return float(len(response))\n")
+    four = ["train", "grpo", *OWN, "reward=mine:score"]
+    done = run_command([*four, "trainer.steps=1", "run_dir=runs/alone"], folder)
+    assert done.codes == (0,), done.err
+    run_well([*four, "trainer.steps=1", "run_dir=runs/two"], folder, num_ranks=2)
+    jobs = [folder / f"runs/{name}/checkpoints/step_000001/job.json" for name in ("alone", "two")]
+    kept = [json.loads(job.read_text())["state"]["recipe"] for job in jobs]
+    assert [recipe["actor"]["update"]["dp"] for recipe in kept] == [1, 2]
+    assert [recipe["cluster"]["ranks"] for recipe in kept] == [1, 2]
+    first = [json.loads((folder / f"runs/{name}/metrics.jsonl").read_text()) for name in ("alone", "two")]
+    assert first[0]["reward/mean"] == pytest.approx(first[1]["reward/mean"], abs=1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib.util
 import os
 import signal
 import sys
@@ -64,7 +65,8 @@ def add_init(commands: Any) -> None:
         "init",
         help="write a recipe and a reward function to begin with",
         description="Write a short recipe and, where responses are scored, a Python file with a reward function. On a "
-        "terminal, the command asks for what no option gives. `hybridflow train FILE` runs the recipe.",
+        "terminal, the command asks unless --algorithm, --model and --data are given. `hybridflow train FILE` runs the "
+        "recipe.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -98,7 +100,7 @@ def _init(arguments: argparse.Namespace) -> int:
     values = _values(arguments)
     recipe = recipe_from_dict(values, source=str(path))
     written = [path]
-    for file, text in _functions_of(values).items():
+    for file, text in _functions_of(values, is_named=arguments.reward is not None).items():
         _write(file, text)
         written.append(file)
     _write(path, _recipe_text(path, values, recipe, arguments.nodes))
@@ -121,6 +123,7 @@ def _answer(arguments: argparse.Namespace, *, is_asked: bool) -> None:
         missing = [f"--{name}" for name in needed if getattr(arguments, name) is None]
         if missing:
             raise ConfigError(f"init: {', '.join(missing)}: missing; give them, or start on a terminal to be asked")
+    has_all = all(getattr(arguments, name) is not None for name in needed)
     for name, (question, check) in needed.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, _ask(question, check))
@@ -129,7 +132,7 @@ def _answer(arguments: argparse.Namespace, *, is_asked: bool) -> None:
         if not is_asked:
             raise ConfigError("init: --teacher: missing; algorithm=distill learns from a model, name its directory")
         arguments.teacher = _ask("directory of the teacher", _there("--teacher"))
-    if is_asked:
+    if is_asked and not has_all:
         _ask_for_more(arguments)
     for name in ("held_out", "teacher"):
         if getattr(arguments, name) is not None:
@@ -216,8 +219,12 @@ def _values(arguments: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-def _functions_of(values: Mapping[str, Any]) -> dict[Path, str]:
+def _functions_of(values: Mapping[str, Any], *, is_named: bool) -> dict[Path, str]:
     """Return the files of the functions that a recipe names and that are not there, and what is to be in them.
+
+    Args:
+        values: The recipe.
+        is_named: Whether the user has named the reward, which may then be one that is installed.
 
     Raises:
         ConfigError: A file is there, without its function.
@@ -226,11 +233,20 @@ def _functions_of(values: Mapping[str, Any]) -> dict[Path, str]:
     for named, body in ((values.get("reward", ""), _SCORE), (values.get("cost", {}).get("function", ""), _COST)):
         module, colon, name = named.partition(":")
         path = Path(*module.split(".")).with_suffix(".py") if colon else None
-        if path is not None and not path.is_file():
+        if path is None or (is_named and not path.is_file() and _is_installed(module)):
+            continue
+        if not path.is_file():
             found[path] = _HEAD + body.format(name=name)
-        elif path is not None and name not in _defined(path):
+        elif name not in _defined(path):
             raise ConfigError(f"{path}: does not define {name}; define it, or give another --reward")
     return found
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _defined(path: Path) -> set[str]:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.foreign import open_regular
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.recipe.nested import inner, put_under
-from hybridflow.sections import parse_yaml, read_section
+from hybridflow.sections import parse_yaml, read_section, shorten
 
 NEEDED = ("algorithm", "model", "data")
 """Keys without a default."""
@@ -27,7 +27,7 @@ _SHORT = {"model": "path", "data": "train", "reward": "function"}
 
 _CRITIC_LR = 1e-5
 _LORA_FACTOR = 10
-"""Adapters learn at about ten times the rate of the weights (arXiv 2106.09685 and practice since)."""
+"""Adapters are usually trained at about ten times the rate of the weights."""
 
 _MOST_CONTEXT = 4096
 """Memory is planned for the longest sequence, and models take far longer ones than most data has."""
@@ -53,7 +53,7 @@ def in_full(values: Mapping[Any, Any], overrides: Sequence[str]) -> tuple[dict[A
 def _override_in_full(override: str) -> str:
     key, equals, text = override.partition("=")
     if key in _SHORT and equals:
-        value = parse_yaml(text, f"override {override!r}")
+        value = parse_yaml(text, f"override {shorten(override)!r}")
         if isinstance(value, str):
             return f"{key}={{{_SHORT[key]}: {json.dumps(value, ensure_ascii=False)}}}"
     return override
@@ -136,7 +136,7 @@ def fill_in(
     return found
 
 
-def _fill_in_actor(values: dict[str, Any], traits: AlgorithmTraits, put: Any) -> None:
+def _fill_in_actor(values: dict[str, Any], traits: AlgorithmTraits, put: Callable[[str, Any], None]) -> None:
     has_update = inner(values, "actor.update") is not None
     put("actor.update", _replicas(values, "actor.ranks"))
     alone = inner(values, "actor.rollout_ranks")

@@ -64,7 +64,7 @@ GSM8K = {"question": "How much is 24 + 48?", "answer": "24+48 = <<24+48=72>>72 i
 
 def write_models(folder: Path) -> None:
     """Put the directories of these models, and data of a few rows, where shipped recipes and the docs look for them."""
-    for name, config in CONFIGS.items():
+    for name, config in (*CONFIGS.items(), ("llama", CONFIGS["Llama-3.1-8B-Instruct"])):
         write_config(folder / "models" / name, config)
     (folder / "data").mkdir()
     for name in ("train", "held_out"):

@@ -76,6 +76,13 @@ def test_ranks_nodes_and_rewards_of_hybridflow(folder, capsys):
     assert recipe.reward.function == "exact_match" and not (folder / "rewards.py").exists()
 
 
+def test_a_function_that_is_installed_is_not_written(folder, capsys):
+    assert init("--algorithm", "grpo", "--reward", "json.decoder:scanstring") == 0
+    assert capsys.readouterr().out == "wrote recipe.yaml; next: hybridflow train recipe.yaml\n"
+    assert init("--algorithm", "grpo", "--reward", "nowhere_else.scores:good", "--force") == 0
+    assert "def good(" in (folder / "nowhere_else/scores.py").read_text() and not (folder / "json").exists()
+
+
 def test_nothing_is_written_over(folder, capsys):
     (folder / "recipe.yaml").write_text("mine")
     assert init("--algorithm", "grpo") == 4
@@ -112,7 +119,7 @@ def test_what_is_wrong_is_told_and_nothing_is_written(words, says, folder, capsy
 
 
 def test_a_terminal_is_asked_until_the_answer_will_do(folder, monkeypatch, capsys):
-    answers = "gropo\ngrpo\nnowhere\nmodel\ntrain.jsonl\nheld_out.jsonl\nmine:good\nmany\n2\n"
+    answers = "gropo\ngrpo\nnowhere\nmodel\ntrain.jsonl\nheld_out.jsonl\nnowhere_else:good\nmany\n2\n"
     terminal = io.StringIO(answers)
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("sys.stdin", terminal)
@@ -121,17 +128,17 @@ def test_a_terminal_is_asked_until_the_answer_will_do(folder, monkeypatch, capsy
     assert told.err.count("expected one of cispo") == 1 and "'nowhere': no such file" in told.err
     assert "found 'many', expected a number" in told.err and terminal.read() == ""
     recipe = load_recipe("recipe.yaml")
-    assert (recipe.cluster.ranks, recipe.reward.function) == (2, "mine:good")
-    assert "def good(" in (folder / "mine.py").read_text()
+    assert (recipe.cluster.ranks, recipe.reward.function) == (2, "nowhere_else:good")
+    assert "def good(" in (folder / "nowhere_else.py").read_text()
 
 
 def test_what_options_give_is_not_asked_and_an_end_is_told(monkeypatch, capsys):
     terminal = io.StringIO("")
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("sys.stdin", terminal)
-    assert init("--algorithm", "grpo") == 2
-    assert "init: reward (Enter: rewards:score): no answer" in capsys.readouterr().err
-    assert init("--algorithm", "grpo", "--reward", "exact_match", "--ranks", "1") == 0
+    assert cli.main(["init", "--algorithm", "grpo"]) == 2
+    assert "init: directory of the model: no answer; give it, or use options" in capsys.readouterr().err
+    assert init("--algorithm", "grpo") == 0
 
 
 def test_ctrl_c_ends_quietly(folder, monkeypatch, capsys):

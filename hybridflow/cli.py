@@ -23,13 +23,16 @@ from hybridflow.doctor.command import add_doctor
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import DONE, REQUEUE, exit_status, system_status
 from hybridflow.launch.command import add_launch, add_log, add_recipe, add_slurm_options, batch_file, train_here
+from hybridflow.launch.init import add_init
 from hybridflow.observe.console import complain, ensure_streams, flushed, print_out
 from hybridflow.observe.rank_log import LOG_VARIABLE, say_event
 from hybridflow.observe.status_command import add_status
 from hybridflow.parallel.rank import MEETING_VARIABLE, run_rank
 from hybridflow.parallel.signals import CaughtSignals
 from hybridflow.parallel.start import find_start, is_launched, rank_hint
+from hybridflow.recipe.defaults import defaults_text
 from hybridflow.recipe.load import find_recipe, load_recipe, recipe_for_ranks
+from hybridflow.recipe.other_names import key_of_option
 from hybridflow.report.command import add_report
 from hybridflow.rollout.rollouts_command import add_rollouts
 from hybridflow.serving.command import add_serving
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 _AFTER_RANK_0_S = 3.0
 
 _EXAMPLES = """examples:
+  hybridflow init --algorithm grpo --model models/Qwen2.5-0.5B-Instruct --data data/train.jsonl
   hybridflow train quickstart
   hybridflow train launch/recipes/grpo.yaml trainer.steps=20 run_dir=runs/try
   torchrun --nproc-per-node 4 -m hybridflow train quickstart
@@ -65,6 +69,7 @@ exit status: 0 done; 1 a rank was lost or hybridflow itself failed: starting aga
 """
 
 _RESHARD_EXAMPLES = """examples:
+  hybridflow init --algorithm grpo --model models/Qwen2.5-0.5B-Instruct --data data/train.jsonl
   hybridflow plan reshard --from tp4.pp2.dp2 --to tp2.pp1.dp8
   hybridflow plan reshard --from tp8.pp8.dp8 --to tp8.dp64 --model llama3-70b --nodes 64 --json
   hybridflow plan reshard --from tp8 --to tp2.dp4 --first-rank 8 --model grpo --bandwidth node=200,network=25
@@ -115,10 +120,24 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     strangers = [word for word in rest if word.startswith("-")]
     if arguments.recipe is None:
         strangers = rest
+    if strangers and arguments.recipe is not None:
+        _answer_with_key(parser, strangers[0], arguments.words)
     if strangers:
         parser.error(f"unrecognized arguments: {' '.join(strangers)}")
     arguments.overrides = [*arguments.overrides, *rest]
     return arguments
+
+
+def _answer_with_key(parser: argparse.ArgumentParser, option: str, words: Sequence[str]) -> None:
+    """End with the key of a recipe that a person gave as an option, if there is one."""
+    key = key_of_option(option)
+    if key is None:
+        return
+    name, equals, value = option.partition("=")
+    following = words[words.index(option) + 1 :]
+    if not equals:
+        value = following[0] if following and not following[0].startswith("-") else "VALUE"
+    parser.error(f"{name}: not an option; write {key}={value}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -171,6 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_reshard(reshard)
     reshard.set_defaults(run=_plan_reshard)
+    add_init(commands)
     add_serving(commands)
     add_launch(commands)
     add_convert(commands)
@@ -239,6 +259,8 @@ def _print_plan(recipe: Recipe) -> None:
     from hybridflow.trainer.plan import placement_warnings, plan_job, transformers_note
 
     plan = plan_job(recipe)
+    if recipe.defaults:
+        print_out(f"{defaults_text(recipe.defaults)}\n")
     print_out(plan_table(plan.whole, plan.meshes, recipe.cluster.ranks))
     memory = job_memory(recipe, plan.meshes)
     print_out(f"\nmemory of each rank, estimated\n{memory_table(memory)}\n{memory_summary(memory)}")

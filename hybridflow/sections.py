@@ -33,6 +33,10 @@ MAY_CHANGE: Mapping[str, Any] = types.MappingProxyType({"may_change": True})
 """Metadata of a field that a resumed run may change, with all keys below it. A field without it must match."""
 
 
+FILLED_IN: Mapping[str, Any] = types.MappingProxyType({"filled_in": True})
+"""Metadata of a field without a default that the program sets where a person leaves it out."""
+
+
 def may_change_below(*names: str) -> Mapping[str, Any]:
     """Return metadata of a field that holds a section: a resumed run may change these keys of that section here."""
     return types.MappingProxyType({"may_change_below": names})

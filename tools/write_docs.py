@@ -124,6 +124,7 @@ def keys_of(whole: type, rules: Mapping[str, bool]) -> str:
 def row(kind: type, field: Any) -> tuple[str, str]:
     """Return what a key takes, and its default."""
     hint = typing.get_type_hints(kind, include_extras=True)[field.name]
+    missing = "[filled in](#what-may-be-left-out)" if field.metadata.get("filled_in") else "required"
     inner = section_of(hint)
     if inner is not None:
         is_list = typing.get_origin(hint) is tuple
@@ -134,12 +135,12 @@ def row(kind: type, field: Any) -> tuple[str, str]:
             if type(None) in typing.get_args(hint)
             else "a section"
         )
-        defaults = {dataclasses.MISSING: "required", None: "null", (): "`[]`"}
+        defaults = {dataclasses.MISSING: missing, None: "null", (): "`[]`"}
         default = next((text for value, text in defaults.items() if field.default is value), "its own")
     else:
         takes = re.sub(r"like (\S+)", r"like `\1`", describe(hint))
         given = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        default = "required" if given is dataclasses.MISSING else f"`{in_yaml(given)}`"
+        default = missing if given is dataclasses.MISSING else f"`{in_yaml(given)}`"
     return takes, default
 
 

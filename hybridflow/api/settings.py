@@ -17,6 +17,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.flows.registry import ALGORITHMS, CHOSEN
 from hybridflow.recipe.load import recipe_from_dict
+from hybridflow.recipe.other_names import find_other_name
 from hybridflow.sections import read_yaml
 
 SHORT: Mapping[str, tuple[str, ...]] = {
@@ -344,5 +345,8 @@ def _is_read(key: str, algorithm: str) -> bool:
 def _unknown(key: str, algorithm: str, top: set[str]) -> str:
     if key in SHORT:
         return f"config: {key}: algorithm={algorithm} has no {' or '.join(SHORT[key])}; remove it"
+    other = find_other_name(key)
+    if other is not None:
+        return f"config: {key}: unknown key; {other}, in its section of config"
     hint = _did_you_mean(key, [*SHORT, *top])
     return f"config: {key}: unknown key{hint} short names: {', '.join(SHORT)}; sections: {', '.join(sorted(top))}"

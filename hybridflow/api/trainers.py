@@ -25,6 +25,7 @@ from hybridflow.observe.exporters import Exporter
 from hybridflow.placement.model_on_mesh import ModelOnMesh, copy_weights
 from hybridflow.placement.placed_model import part_of
 from hybridflow.placement.user_objects import user_class_of
+from hybridflow.recipe.other_names import find_other_name
 from hybridflow.reshard.plan import participants
 
 _ELSEWHERE = {
@@ -38,6 +39,14 @@ _ELSEWHERE = {
     "args": "settings are the first argument, config: a mapping, or a YAML file of one",
 }
 """Arguments of other frameworks' trainers, and what says it here."""
+
+
+def _elsewhere(name: str) -> str:
+    """Return what says a trainer's argument that is unknown here."""
+    if name in _ELSEWHERE:
+        return _ELSEWHERE[name]
+    other = find_other_name(name)
+    return "settings go into config" if other is None else f"{other}, in its section of config"
 
 
 class OnlineTrainer:
@@ -86,9 +95,7 @@ class OnlineTrainer:
     ) -> None:
         if strange:
             name = next(iter(strange))
-            raise ConfigError(
-                f"{type(self).__name__}: {name}=…: unknown; {_ELSEWHERE.get(name, 'settings go into config')}"
-            )
+            raise ConfigError(f"{type(self).__name__}: {name}=…: unknown; {_elsewhere(name)}")
         parts: list[Part] = []
         if actor_model is not None:
             parts.append(actor_model if isinstance(actor_model, Actor) else Actor(actor_model))

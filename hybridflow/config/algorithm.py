@@ -21,6 +21,8 @@ class AlgorithmTraits:
         has_preferences: Whether its rows are preferences: two responses to a prompt, or one and whether it is wanted.
         is_paired: Whether it learns from the two responses of a row together.
         preference_keys: What of ``preference`` it reads.
+        lr: Learning rate of the actor, for a recipe that leaves it out.
+        group_size: Responses to each prompt, for a recipe that leaves its sizes to hybridflow.
     """
 
     reads: frozenset[str]
@@ -32,3 +34,5 @@ class AlgorithmTraits:
     has_preferences: bool = False
     is_paired: bool = False
     preference_keys: frozenset[str] = frozenset()
+    lr: float = 1e-6
+    group_size: int = 1

@@ -12,7 +12,8 @@ class ClusterConfig:
     """Set the ranks of the job and their deadlines.
 
     Attributes:
-        ranks: Number of ranks. Without a launcher, ``hybridflow train`` starts this many processes on this machine.
+        ranks: Number of ranks. Without a launcher, ``hybridflow train`` starts this many processes on this machine. A
+            recipe that leaves out ``actor.update`` too has as many as the launcher started, or one for each GPU.
         ranks_per_node: Ranks on each node. None means all ranks on one node.
         deadline_s: Longest wait for another rank, in seconds. Set it above the longest phase in which some ranks wait
             for others. A dead or silent rank is found much earlier.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from hybridflow.config.algorithm import AlgorithmTraits
 from hybridflow.config.cluster import ClusterConfig, FallbackConfig
@@ -26,7 +27,7 @@ from hybridflow.config.rollout import RolloutConfig
 from hybridflow.config.trainer import ProfileConfig, TrainerConfig
 from hybridflow.config.types import Name
 from hybridflow.families.model import ModelConfig
-from hybridflow.sections import MAY_CHANGE, NOT_A_KEY, Seed, may_change_below
+from hybridflow.sections import FILLED_IN, MAY_CHANGE, NOT_A_KEY, Seed, may_change_below
 
 _SOME_STEPS, _SOME_PROMPTS = 100, 2
 """What is archived where the recipe does not say."""
@@ -68,9 +69,10 @@ class Recipe:
         profile: Steps and ranks to trace.
         fallbacks: Overrides for other numbers of ranks than ``cluster.ranks``.
         traits: Traits of the algorithm. Not a key: ``recipe.load`` looks them up.
+        defaults: Dotted keys that the recipe left out, and what ``recipe.load`` has set them to. Not a key.
     """
 
-    name: Name = field(metadata=MAY_CHANGE)
+    name: Name = field(metadata={**MAY_CHANGE, **FILLED_IN})
     namespace: Name | None = field(default=None, metadata=MAY_CHANGE)
     algorithm: str
     seed: Seed = 1
@@ -80,14 +82,14 @@ class Recipe:
     data: DataConfig
     tokenizer: TokenizerConfig = TokenizerConfig()
     warm_start: WarmStartConfig | None = None
-    actor: ActorConfig
+    actor: ActorConfig = field(metadata=FILLED_IN)
     critic: CriticConfig | None = None
     reference: ReferenceConfig = field(default=ReferenceConfig(), metadata=MAY_CHANGE)
     reward: RewardConfig = RewardConfig()
     cost: RewardConfig | None = None
     cost_critic: CriticConfig | None = None
     teacher: TeacherConfig | None = None
-    rollout: RolloutConfig
+    rollout: RolloutConfig = field(metadata=FILLED_IN)
     loss: LossConfig = LossConfig()
     kl: KLConfig = KLConfig()
     advantage: AdvantageConfig = AdvantageConfig()
@@ -96,11 +98,12 @@ class Recipe:
     lagrange: LagrangeConfig = LagrangeConfig()
     preference: PreferenceConfig = PreferenceConfig()
     correction: CorrectionConfig = CorrectionConfig()
-    trainer: TrainerConfig
+    trainer: TrainerConfig = field(metadata=FILLED_IN)
     metrics: MetricsConfig = field(default=MetricsConfig(), metadata=MAY_CHANGE)
     profile: ProfileConfig = field(default=ProfileConfig(), metadata=MAY_CHANGE)
     fallbacks: tuple[FallbackConfig, ...] = field(default=(), metadata=MAY_CHANGE)
     traits: AlgorithmTraits = field(default=AlgorithmTraits(reads=frozenset()), metadata=NOT_A_KEY)
+    defaults: Mapping[str, Any] = field(default_factory=dict, compare=False, metadata=NOT_A_KEY)
 
     def __post_init__(self) -> None:
         if self.run_dir == "":

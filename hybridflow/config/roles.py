@@ -8,7 +8,17 @@ from typing import Annotated, Literal
 from hybridflow.config.types import Offload
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.sections import MAY_CHANGE, Bounds, Count, CountOrZero, NotNegative, Positive, Share, may_change_below
+from hybridflow.sections import (
+    FILLED_IN,
+    MAY_CHANGE,
+    Bounds,
+    Count,
+    CountOrZero,
+    NotNegative,
+    Positive,
+    Share,
+    may_change_below,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +39,7 @@ class OptimizerConfig:
         distributed: Whether the optimizer state is sharded over the data-parallel ranks.
     """
 
-    lr: Positive = field(metadata=MAY_CHANGE)
+    lr: Positive = field(metadata={**MAY_CHANGE, **FILLED_IN})
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: CountOrZero = 0
     min_lr: NotNegative = field(default=0.0, metadata=MAY_CHANGE)
@@ -121,10 +131,10 @@ class ActorConfig:
     """
 
     ranks: tuple[int, ...] | None = field(default=None, metadata=MAY_CHANGE)
-    update: ParallelLayout = field(metadata=MAY_CHANGE)
+    update: ParallelLayout = field(metadata={**MAY_CHANGE, **FILLED_IN})
     rollout: ParallelLayout | None = field(default=None, metadata=MAY_CHANGE)
     rollout_ranks: tuple[int, ...] | None = field(default=None, metadata=MAY_CHANGE)
-    optimizer: OptimizerConfig
+    optimizer: OptimizerConfig = field(metadata=FILLED_IN)
     reshard: Literal["auto", "shared", "torch", "mpi"] = field(default="auto", metadata=MAY_CHANGE)
     reshard_every: Count = 1
     offload: Offload = field(default=False, metadata=MAY_CHANGE)
@@ -150,8 +160,8 @@ class CriticConfig:
     """
 
     ranks: tuple[int, ...] | None = field(default=None, metadata=MAY_CHANGE)
-    layout: ParallelLayout = field(metadata=MAY_CHANGE)
-    optimizer: OptimizerConfig
+    layout: ParallelLayout = field(metadata={**MAY_CHANGE, **FILLED_IN})
+    optimizer: OptimizerConfig = field(metadata=FILLED_IN)
     model: ModelConfig | None = field(default=None, metadata=may_change_below("path"))
     value_clip: Positive = 0.5
     warmup_steps: CountOrZero = 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from hybridflow.config.types import Score, StopText, Variable
-from hybridflow.sections import MAY_CHANGE, Bounds, Count, CountOrZero, Positive, Seconds, Share
+from hybridflow.sections import FILLED_IN, MAY_CHANGE, Bounds, Count, CountOrZero, Positive, Seconds, Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,8 @@ class RolloutConfig:
     """Set how responses are sampled. ``validation/score`` is always of greedy responses.
 
     Attributes:
-        group_size: Responses to each prompt.
+        group_size: Responses to each prompt. A recipe that leaves its sizes to hybridflow has 8 where the algorithm
+            compares them.
         max_new_tokens: Longest response in tokens. The end-of-sequence token counts. With an ``environment``, responses
             and observations count: all that follows the prompt.
         temperature: Divisor of the logits, in rollout and in training.
@@ -102,7 +103,7 @@ class RolloutConfig:
     """
 
     group_size: Count = 1
-    max_new_tokens: Count
+    max_new_tokens: Count = field(metadata=FILLED_IN)
     temperature: Annotated[float, Bounds(low=1e-4, high=1e4)] = 1.0
     top_k: CountOrZero = 0
     top_p: Annotated[float, Bounds(low=0, high=1, above=True)] = 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hybridflow.sections import MAY_CHANGE, Count, CountOrZero
+from hybridflow.sections import FILLED_IN, MAY_CHANGE, Count, CountOrZero
 
 OPEN_END = 1_000_000
 """Steps of a program that runs its own loop, and says when it ends."""
@@ -39,8 +39,8 @@ class TrainerConfig:
             CPUs always do. It takes time. Torch warns of an operation that it cannot repeat.
     """
 
-    steps: CountOrZero = field(metadata=MAY_CHANGE)
-    global_batch_size: Count
+    steps: CountOrZero = field(metadata={**MAY_CHANGE, **FILLED_IN})
+    global_batch_size: Count = field(metadata=FILLED_IN)
     mini_batch_size: Count | None = None
     micro_batch_tokens: Count = field(default=4096, metadata=MAY_CHANGE)
     save_every: CountOrZero | None = field(default=None, metadata=MAY_CHANGE)

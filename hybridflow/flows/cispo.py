@@ -6,5 +6,7 @@ from hybridflow.flows.algorithm import KL_LOSS, ONLINE, Algorithm, scored
 ALGORITHM = Algorithm(
     name="cispo",
     step=scored("grpo"),
-    traits=AlgorithmTraits(reads=ONLINE, defaults={"kl": KL_LOSS, "loss": {"kind": "cispo", "clip_low": 1.0}}),
+    traits=AlgorithmTraits(
+        group_size=8, reads=ONLINE, defaults={"kl": KL_LOSS, "loss": {"kind": "cispo", "clip_low": 1.0}}
+    ),
 )

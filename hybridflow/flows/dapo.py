@@ -8,5 +8,7 @@ from hybridflow.flows.algorithm import KL_LOSS, ONLINE, Algorithm, learn
 ALGORITHM = Algorithm(
     name="dapo",
     step=step(sample=nodes.FILL >> nodes.TAKE) >> learn("grpo"),
-    traits=AlgorithmTraits(reads=ONLINE | {"dynamic_sampling"}, defaults={"kl": KL_LOSS, "loss": {"clip_high": 0.28}}),
+    traits=AlgorithmTraits(
+        group_size=8, reads=ONLINE | {"dynamic_sampling"}, defaults={"kl": KL_LOSS, "loss": {"clip_high": 0.28}}
+    ),
 )

@@ -8,5 +8,5 @@ from hybridflow.flows.algorithm import Algorithm
 ALGORITHM = Algorithm(
     name="distill",
     step=step(sample=nodes.SAMPLE, experience=nodes.TEACHER_TOP, update=nodes.DISTILL),
-    traits=AlgorithmTraits(reads=frozenset({"teacher", "reward"}), needs=("teacher",)),
+    traits=AlgorithmTraits(lr=1e-5, reads=frozenset({"teacher", "reward"}), needs=("teacher",)),
 )

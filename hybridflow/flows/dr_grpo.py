@@ -6,5 +6,7 @@ from hybridflow.flows.algorithm import KL_LOSS, ONLINE, Algorithm, scored
 ALGORITHM = Algorithm(
     name="dr-grpo",
     step=scored("dr_grpo"),
-    traits=AlgorithmTraits(reads=ONLINE, defaults={"kl": KL_LOSS, "loss": {"aggregation": "seq-mean-token-sum-norm"}}),
+    traits=AlgorithmTraits(
+        group_size=8, reads=ONLINE, defaults={"kl": KL_LOSS, "loss": {"aggregation": "seq-mean-token-sum-norm"}}
+    ),
 )

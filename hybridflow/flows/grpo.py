@@ -7,6 +7,8 @@ ALGORITHM = Algorithm(
     name="grpo",
     step=scored("grpo"),
     traits=AlgorithmTraits(
-        reads=ONLINE, defaults={"kl": {**KL_LOSS, "coef": 0.04}, "loss": {"aggregation": "seq-mean-token-mean"}}
+        group_size=8,
+        reads=ONLINE,
+        defaults={"kl": {**KL_LOSS, "coef": 0.04}, "loss": {"aggregation": "seq-mean-token-mean"}},
     ),
 )

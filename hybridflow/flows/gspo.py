@@ -7,6 +7,7 @@ ALGORITHM = Algorithm(
     name="gspo",
     step=scored("grpo"),
     traits=AlgorithmTraits(
+        group_size=8,
         reads=ONLINE,
         defaults={
             "kl": KL_LOSS,

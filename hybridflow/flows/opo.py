@@ -6,5 +6,5 @@ from hybridflow.flows.algorithm import KL_LOSS, ONLINE, Algorithm, scored
 ALGORITHM = Algorithm(
     name="opo",
     step=scored("opo"),
-    traits=AlgorithmTraits(reads=ONLINE, defaults={"kl": KL_LOSS}),
+    traits=AlgorithmTraits(group_size=8, reads=ONLINE, defaults={"kl": KL_LOSS}),
 )

@@ -6,5 +6,5 @@ from hybridflow.flows.algorithm import KL_LOSS, ONLINE, Algorithm, scored
 ALGORITHM = Algorithm(
     name="reinforce++-baseline",
     step=scored("reinforce_plus_plus_baseline"),
-    traits=AlgorithmTraits(reads=ONLINE, defaults={"kl": {**KL_LOSS, "estimator": "k2"}}),
+    traits=AlgorithmTraits(group_size=8, reads=ONLINE, defaults={"kl": {**KL_LOSS, "estimator": "k2"}}),
 )

@@ -8,5 +8,5 @@ from hybridflow.flows.algorithm import PREFERENCES, Algorithm
 ALGORITHM = Algorithm(
     name="reward-model",
     step=step(sample=nodes.offline("pairs", "margins"), update=nodes.update("margins")),
-    traits=AlgorithmTraits(reads=frozenset(), is_scorer=True, is_paired=True, **PREFERENCES),
+    traits=AlgorithmTraits(lr=1e-5, reads=frozenset(), is_scorer=True, is_paired=True, **PREFERENCES),
 )

@@ -6,5 +6,5 @@ from hybridflow.flows.algorithm import ONLINE, Algorithm, scored
 ALGORITHM = Algorithm(
     name="rloo",
     step=scored("rloo"),
-    traits=AlgorithmTraits(reads=ONLINE),
+    traits=AlgorithmTraits(group_size=8, reads=ONLINE),
 )

@@ -8,5 +8,5 @@ from hybridflow.flows.algorithm import Algorithm
 ALGORITHM = Algorithm(
     name="sft",
     step=step(sample=nodes.offline("solutions", "response_mask"), update=nodes.update("response_mask")),
-    traits=AlgorithmTraits(reads=frozenset({"reward"}), is_offline=True),
+    traits=AlgorithmTraits(lr=2e-5, reads=frozenset({"reward"}), is_offline=True),
 )

@@ -47,6 +47,8 @@ def check_job(arguments: argparse.Namespace, site: Site) -> tuple[Recipe, BatchJ
         LayoutError: The ranks do not fill the nodes.
     """
     recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if "cluster.ranks" in recipe.defaults:
+        recipe = _filling_nodes(recipe, site, arguments)
     for key, value in texts(to_dict(recipe)):
         if key in ("name", "run_dir"):
             check_line(value, key)
@@ -89,6 +91,17 @@ def inputs_of(recipe: Recipe) -> tuple[Path, ...]:
     named = [absolute(text) for _, text in texts(to_dict(recipe)) if text.startswith("/")]
     folders = [cache, *(path if path.is_dir() else path.parent for path in named)]
     return tuple(dict.fromkeys(path for path in folders if path.is_dir() and path != Path("/")))
+
+
+def _filling_nodes(recipe: Recipe, site: Site, arguments: argparse.Namespace) -> Recipe:
+    """Return a recipe that leaves the number of its ranks open, on all ranks that the nodes have room for."""
+    here = (recipe.cluster.ranks_per_node, site.ranks_per_node, site.gpus_per_node, recipe.cluster.ranks)
+    per_node = next(each for each in here if each)
+    _, nodes = node_range("1" if arguments.nodes is None else arguments.nodes, 1, per_node)
+    filled = load_recipe(arguments.recipe, arguments.overrides, num_ranks=nodes * per_node)
+    # From here on the number is fixed.
+    settled = {key: value for key, value in filled.defaults.items() if key != "cluster.ranks"}
+    return replace(filled, cluster=replace(filled.cluster, ranks_per_node=per_node), defaults=settled)
 
 
 def ranks_per_node(recipe: Recipe, site: Site) -> int:

@@ -9,17 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.checkpoint.model_info import read_model_info
+from hybridflow.config.algorithm import AlgorithmTraits
 from hybridflow.config.cluster import FallbackConfig
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError, HybridflowError, LayoutError
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.recipe.checks import MODELS, check_recipe, check_settings
+from hybridflow.recipe.defaults import brings_its_own, check_needed, fill_in, in_full, num_gpus
+from hybridflow.recipe.nested import inner
+from hybridflow.recipe.other_names import refuse_other_names
 from hybridflow.sections import put_over, read_section, read_yaml, shorten, to_dict
 from hybridflow.shipped import shipped
 
 _MOST_FALLBACKS = 64
 """Each is checked as a recipe of its own."""
+
+_EXAMPLES = {"ppo": "quickstart"}
+"""Algorithms whose shipped recipe has another name."""
 
 
 def find_recipe(name: str | Path) -> Path:
@@ -31,24 +38,32 @@ def find_recipe(name: str | Path) -> Path:
     if os.path.isfile(name):
         return Path(name)
     found = {path.stem: path for path in shipped("launch/recipes").glob("*.yaml")}
-    if str(name) in found:
-        return found[str(name)]
+    stem = _EXAMPLES.get(str(name), str(name))
+    if stem in found:
+        return found[stem]
     raise ConfigError(f"recipe {name}: no such file; give a YAML file or a shipped recipe: {', '.join(sorted(found))}")
 
 
-def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(name: str | Path, overrides: Sequence[str] = (), *, num_ranks: int | None = None) -> Recipe:
     """Read a recipe, put overrides over it, and check the whole.
 
     Args:
-        name: A YAML file, or the name of a shipped recipe.
+        name: A YAML file, or the name of a shipped recipe. With a model directory and data among the overrides, the
+            name of an algorithm stands for the algorithm's defaults, without anything of the shipped recipe.
         overrides: ``"dotted.key=value"`` each, the value in YAML; later ones win.
+        num_ranks: Ranks of a recipe that leaves their number open. None means one for each GPU of this machine, or 1.
 
     Raises:
         ConfigError: A file that cannot be read, a key that is unknown, missing, ill-typed or at odds with another.
         LayoutError: A layout does not fit its ranks or its model.
     """
     path = find_recipe(name)
-    return recipe_from_dict(read_yaml(path), source=str(path), overrides=overrides)
+    num_ranks = max(1, num_gpus()) if num_ranks is None else num_ranks
+    if str(name) in ALGORITHMS and not os.path.isfile(name) and brings_its_own(overrides):
+        return recipe_from_dict(
+            {"algorithm": str(name)}, source=f"recipe {name}", overrides=overrides, num_ranks=num_ranks
+        )
+    return recipe_from_dict(read_yaml(path), source=str(path), overrides=overrides, num_ranks=num_ranks)
 
 
 def recipe_for_ranks(
@@ -60,13 +75,16 @@ def recipe_for_ranks(
         recipe: From ``load_recipe`` with this name and these overrides.
         name: A YAML file, or the name of a shipped recipe; read once more where a fallback is taken.
         overrides: As for ``load_recipe``; those of the fallback come after them.
-        num_ranks: Those that are there; where ``cluster.ranks`` of the result is less, the others have nothing to do.
+        num_ranks: Those that are there; where ``cluster.ranks`` of the result is less, the others have nothing to do. A
+            recipe that leaves their number open has all of them.
         told: Where they come from, for messages: ``2 nodes × 4 = 8 ranks``.
 
     Raises:
         ConfigError: As for ``load_recipe``.
         LayoutError: As for ``load_recipe``; or too few ranks have come.
     """
+    if "cluster.ranks" in recipe.defaults and num_ranks != recipe.cluster.ranks:
+        recipe = load_recipe(name, overrides, num_ranks=num_ranks)
     fitting = [fallback for fallback in recipe.fallbacks if fallback.ranks <= num_ranks]
     best = max(fitting, key=lambda fallback: fallback.ranks, default=None)
     if num_ranks == recipe.cluster.ranks or (
@@ -117,6 +135,7 @@ def recipe_from_dict(
     source: str = "recipe",
     overrides: Sequence[str] = (),
     in_memory: Mapping[str, ModelInfo] | None = None,
+    num_ranks: int = 1,
 ) -> Recipe:
     """Build and check a recipe from nested mappings, as YAML or JSON give them; the inverse of ``to_dict``.
 
@@ -126,28 +145,33 @@ def recipe_from_dict(
         overrides: As for ``load_recipe``.
         in_memory: Section, such as ``model`` or ``critic.model`` -> what a model says of itself that a program has in
             memory; see ``checkpoint.formats.in_memory.in_memory_info``. It counts as the section's directory.
+        num_ranks: Ranks of a recipe that leaves their number open.
 
     Raises:
         ConfigError: As for ``load_recipe``.
         LayoutError: As for ``load_recipe``.
     """
     origins: Mapping[str, str] = {}
-    if isinstance(values, Mapping):
-        values, origins = put_over(values, overrides)
-        values = _with_defaults(values)
     in_memory = {} if in_memory is None else in_memory
+    if isinstance(values, Mapping):
+        refuse_other_names(values, overrides, source)
+        values, origins = put_over(*in_full(values, overrides))
+        check_needed(values, source, has_model="model" in in_memory)
+        values = _with_defaults(values)
     try:
         found = _settings_of_paths(values, in_memory)
     except HybridflowError as error:
         raise type(error)(f"{source}: {error}") from None
+    has_context = inner(values, "model.max_context") is not None
     values = _with_settings(values, found)
-    recipe = read_section(Recipe, _with_inherited_models(values, found), source=source, origins=origins)
+    whole, defaults = _filled_in(values, source, num_ranks, has_context=has_context or "model" not in found)
+    recipe = read_section(Recipe, _with_inherited_models(whole, found), source=source, origins=origins)
     if recipe.algorithm not in ALGORITHMS:
         where = origins.get("algorithm", source)
         raise ConfigError(
             f"{where}: algorithm: expected one of {', '.join(ALGORITHMS)}, found {recipe.algorithm!r} (text)"
         )
-    recipe = replace(recipe, traits=ALGORITHMS[recipe.algorithm].traits)
+    recipe = replace(recipe, traits=ALGORITHMS[recipe.algorithm].traits, defaults=defaults)
     try:
         check_settings(recipe, found)
         check_recipe(recipe, in_memory)
@@ -179,16 +203,27 @@ def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _filled_in(values: Any, source: str, num_ranks: int, *, has_context: bool) -> tuple[Any, dict[str, Any]]:
+    """Return the values with the keys that they leave out, and these keys."""
+    if not isinstance(values, Mapping):
+        return values, {}
+    algorithm = ALGORITHMS.get(str(values.get("algorithm")))
+    traits = AlgorithmTraits(reads=frozenset()) if algorithm is None else algorithm.traits
+    whole, _ = put_over(values, ())
+    name = Path(source.removeprefix("recipe ")).stem
+    return whole, fill_in(whole, traits, name=name, num_ranks=num_ranks, has_context=has_context)
+
+
 def _settings_of_paths(values: Any, in_memory: Mapping[str, ModelInfo]) -> dict[str, ModelInfo]:
     """Return the settings of directories that a recipe names, or of in-memory models, by key of the section."""
     found = dict(in_memory)
     for key in MODELS:
-        path = _inner(values, f"{key}.path")
+        path = inner(values, f"{key}.path")
         if key in in_memory:
             if path is not None:
                 raise ConfigError(f"{key}.path={path!r}: would not be read, a model was given in memory; give one")
             continue
-        if key == "teacher.model" and path is None and _inner(values, "teacher") is not None:
+        if key == "teacher.model" and path is None and inner(values, "teacher") is not None:
             raise ConfigError(
                 "teacher.model.path: missing; a model that was not trained teaches nothing, name its directory (of a "
                 "run of ours: runs/NAME/checkpoints/STEP/actor)"
@@ -224,22 +259,12 @@ def _with_inherited_models(values: Any, found: Mapping[str, ModelInfo]) -> Any:
 
     A section within a model, such as ``rotary_scaling``, is inherited whole or not at all.
     """
-    actors = _inner(values, "model")
+    actors = inner(values, "model")
     for key in MODELS:
         role, _, name = key.rpartition(".")
-        given = _inner(values, key)
+        given = inner(values, key)
         if role and key not in found and isinstance(given, dict) and isinstance(actors, dict):
             # The actor's weights are not inherited, only its shape.
             model = {**actors, "path": None, **given}
             values = {**values, role: {**values[role], name: model}}
-    return values
-
-
-def _inner(values: Any, key: str) -> Any:
-    """Return the value of a dotted key.
-
-    None where there is none, or a section on the way is not one.
-    """
-    for name in key.split("."):
-        values = values.get(name) if isinstance(values, dict) else None
     return values

@@ -397,9 +397,18 @@ def test_short_settings() -> None:
 
 
 def test_strange_arguments() -> None:
-    for name, words in (("model", "the policy is actor_model=…"), ("resum", "settings go into config")):
+    names = {
+        "model": "the policy is actor_model=…",
+        "num_train_epochs": "TRL's num_train_epochs is trainer.steps here",
+        "resum": "settings go into config",
+    }
+    for name, words in names.items():
         with pytest.raises(ConfigError, match=f"GRPOTrainer: {name}=…: unknown; {words}"):
             GRPOTrainer({"model": MODEL}, **{name: "models/actor"})
+    with pytest.raises(
+        ConfigError, match="config: max_completion_length: unknown key; TRL's .* is rollout.max_new_tok"
+    ):
+        GRPOTrainer({"model": MODEL, "max_completion_length": 64})
 
 
 def wrong_arguments(folder: Path):

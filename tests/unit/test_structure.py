@@ -119,6 +119,7 @@ LIGHT = [
         "rewards.kinds",
         "mapping.memory",
         "launch",
+        "launch.init",
         "launch.local",
         "launch.site",
         "launch.batch",

@@ -17,6 +17,7 @@ from hybridflow.launch.site import load_site
 from hybridflow.observe.phases import PHASE_OF
 from hybridflow.recipe.load import load_recipe, recipe_for_ranks, recipe_from_dict
 from hybridflow.trainer.step_metrics import COMPUTING, DISTRIBUTIONS
+from tests.support.known_models import write_models
 
 ROOT = Path(__file__).parents[3]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in ROOT.glob("*.md")}
@@ -58,14 +59,26 @@ def test_links_within_the_project_lead_somewhere(page):
             assert not anchor or anchor in anchors(path.read_text(encoding="utf-8")), f"{page} links to {target}"
 
 
+@pytest.fixture(scope="module")
+def folder_of_a_user(tmp_path_factory):
+    """A folder with the models and data that commands name."""
+    folder = tmp_path_factory.mktemp("user")
+    write_models(folder)
+    for name in ("launch", "slurm"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
 @pytest.mark.parametrize("command", [line for line in COMMANDS if re.search(r"\bhybridflow (train|plan)\b", line)])
-def test_commands_are_understood_and_their_recipes_are_valid(command, capsys):
+def test_commands_are_understood_and_their_recipes_are_valid(command, folder_of_a_user, monkeypatch, capsys):
+    monkeypatch.chdir(folder_of_a_user)
     words = shlex.split(command)
     words = words[words.index("hybridflow") + 1 :]
     assert cli.main([*words, "--dry-run"] if words[0] == "train" else words) == 0, capsys.readouterr().err
 
 
 MODULES = {
+    "init": "hybridflow.launch.init",
     "launch": "hybridflow.launch.command",
     "report": "hybridflow.report.command",
     "convert": "hybridflow.checkpoint.convert.command",
@@ -110,8 +123,10 @@ def test_every_kind_of_command_was_found():
     assert {line.split()[0] for line in COMMANDS} >= {"hybridflow", "torchrun", "mpirun", "srun", "./tests/run.sh"}
 
 
-def test_recipe_built_part_by_part_is_whole_and_valid():
-    parts = blocks(PAGES["docs/recipes.md"], "yaml")
+def test_recipe_built_part_by_part_is_whole_and_valid(folder_of_a_user, monkeypatch):
+    short, *parts = blocks(PAGES["docs/recipes.md"], "yaml")
+    monkeypatch.chdir(folder_of_a_user)
+    assert recipe_from_dict(yaml.safe_load(short)).rollout.group_size == 8
     recipe = recipe_from_dict(yaml.safe_load("".join(parts)), source="docs/recipes.md")
     assert recipe.run_dir == "runs/sums" and len(parts) > 4
     for example in blocks(PAGES["docs/recipes.md"], "python"):

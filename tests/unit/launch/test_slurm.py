@@ -26,6 +26,7 @@ from hybridflow.parallel.scontrol import parse_records
 from hybridflow.recipe.load import load_recipe
 from hybridflow.sections import to_dict
 from tests.support.programs import put_program
+from tests.support.recipes import write_config
 
 RECORDS = Path(__file__).parent / "records"
 # What a shell, sbatch or srun could take for something else.
@@ -460,6 +461,24 @@ def test_a_range_of_nodes_needs_fallbacks(on_a_login_node, capsys):
     fallbacks = json.dumps([{"ranks": 2, "overrides": layouts}])
     assert cli.main([*given, f"fallbacks={fallbacks}"]) == 0
     assert "#SBATCH --nodes=1-2\n" in capsys.readouterr().out
+
+
+def test_a_recipe_without_ranks_fills_the_nodes(on_a_login_node, capsys):
+    write_config(on_a_login_node / "model")
+    (on_a_login_node / "site.yaml").write_text('time: "24:00:00"\ngpus_per_node: 4\n')
+    given = ["launch", "slurm", "grpo", "model=model", "data=d.jsonl", "data.held_out=d.jsonl", "--site", "site.yaml"]
+    for nodes, ranks in ((["--nodes", "2"], 8), ([], 4)):
+        assert cli.main([*given, *nodes]) == 0
+        kept = sorted(on_a_login_node.glob("runs/grpo/launch/*/recipe.yaml"))[-1]
+        recipe = load_recipe(kept)
+        assert (recipe.cluster.ranks, recipe.cluster.ranks_per_node, recipe.actor.update.dp) == (ranks, 4, ranks)
+        assert f"#SBATCH --nodes={ranks // 4}\n#SBATCH --ntasks-per-node=4\n" in (kept.parent / "batch.sh").read_text()
+    capsys.readouterr()
+    assert cli.main([*given, "--nodes", "1-2"]) == 2
+    assert "cluster.ranks=8, but 4 ranks were started" in capsys.readouterr().err
+    (on_a_login_node / "site.yaml").write_text('time: "24:00:00"\n')
+    assert cli.main([*given, "--nodes", "3", "--print"]) == 0
+    assert "#SBATCH --nodes=3\n#SBATCH --ntasks-per-node=1\n" in capsys.readouterr().out
 
 
 def test_memory_is_checked_against_the_sites_gpus(on_a_login_node, capsys):

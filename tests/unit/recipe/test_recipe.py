@@ -188,7 +188,9 @@ def test_layout_that_does_not_fit_is_refused_before_any_model(recipe_file, overr
         ("", "expected a mapping with keys name"),
         ("name: [", "not valid YAML"),
         ("name: a\nname: b", "key 'name' twice"),
-        (SMALLEST.replace("steps: 10, ", ""), "trainer.steps: missing; expected an integer of at least 0"),
+        (re.sub("algorithm: .*", "", SMALLEST), "algorithm: missing; a recipe needs algorithm, model and data"),
+        ("algorithm: grpo", "model, data: missing; a recipe needs algorithm, model and data, as in `algorithm=grpo"),
+        (re.sub("model: .*", "model: {dtype: bf16}", SMALLEST), "model.path: missing; name the directory of a model"),
         (SMALLEST + "rewards: {}", "rewards: unknown key; did you mean reward?"),
     ],
 )

@@ -12,22 +12,71 @@ from table_algorithms import PAPERS, READS, Row, command, in_order, measured, sh
 from hybridflow import cli
 from hybridflow.errors import ConfigError
 from hybridflow.flows.registry import ALGORITHMS
+from hybridflow.mapping.memory import job_memory
 from hybridflow.recipe.load import load_recipe
+from hybridflow.recipe.meshes import role_meshes
+from hybridflow.rewards.maths import Maths
+from hybridflow.rewards.sample import Sample
+from tests.support.known_models import GSM8K, write_models
 
 ROOT = Path(__file__).parents[3]
 
 FILES = {path.stem: path for path in sorted((ROOT / "launch/recipes").glob("*.yaml"))}
-NOT_IN_TABLE = {"split", "calculator", "ppo-70b"}
-"""Placements and tools, with algorithms that have another row."""
+COPIED = ("grpo-qwen2.5-0.5b", "ppo-llama-3.1-8b", "dpo-qwen3-4b", "sft-llama-3.1-8b", "ppo-70b")
+"""Recipes of real models, that users copy."""
+NOT_IN_TABLE = {"split", "calculator", *COPIED}
+"""Placements, tools and models, with algorithms that have another row."""
+
+
+@pytest.fixture(scope="module")
+def folder_of_a_user(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("user")
+    write_models(folder)
+    return folder
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_it_is_valid_compiled_and_placed_in_memory(name, capsys):
+def test_it_is_valid_compiled_and_placed_in_memory(name, folder_of_a_user, monkeypatch, capsys):
+    monkeypatch.chdir(folder_of_a_user)
     if name in READS or re.search(r"path: runs/", FILES[name].read_text()):
         pytest.skip("reads what another recipe's run leaves")
     assert cli.main(["plan", "job", name]) == 0, capsys.readouterr().err
     assert "memory of each rank, estimated" in capsys.readouterr().out
     assert load_recipe(name).name == name.replace("++", "-plus-plus")
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_a_real_model_fits_gpus_of_80_gb_and_says_how_to_fetch_it(name, folder_of_a_user, monkeypatch, capsys):
+    monkeypatch.chdir(folder_of_a_user)
+    text = FILES[name].read_text()
+    # What the comments say to fetch is what the recipe reads, or may be given.
+    fetched = re.findall(r"^#   hf download \S+ .*--local-dir (\S+)$", text, flags=re.MULTILINE)
+    model = next(folder for folder in fetched if folder.startswith("models/"))
+    settings = [] if f"path: {model}\n" in text.partition("\ndata:")[0] else [f"model.path={model}"]
+    assert settings or all(f"{folder}/" in text or f"path: {folder}\n" in text for folder in fetched)
+    command = re.search(rf"^#   hybridflow (train|launch slurm) {re.escape(name)}", text, flags=re.MULTILINE)
+    assert command and len(fetched) == 2
+    (row,) = (line for line in (ROOT / "docs/recipes.md").read_text().splitlines() if line.startswith(f"| [{name}]"))
+    for ranks in (8, 1) if name.startswith("grpo") else (None,):
+        recipe = load_recipe(name, settings, num_ranks=ranks)
+        needed = max(rank.peak for rank in job_memory(recipe, role_meshes(recipe)))
+        assert 8e9 < needed < 0.9 * 80e9, f"{needed / 1e9:.1f} GB"
+        assert cli.main(["plan", "job", name, *settings]) == 0, capsys.readouterr().err
+    assert f"| {needed / 1e9:.1f} GB" in row
+    data = recipe.data
+    if "gsm8k" in (data.train or ""):
+        assert {data.prompt_field, data.answer_field} <= set(GSM8K)
+
+
+def test_the_last_number_of_an_answer_of_gsm8k_is_what_counts():
+    pytest.importorskip("math_verify")
+    maths = Maths(20.0, "reward.function")
+    try:
+        for response, score in (("It is \\boxed{72}.", 1.0), ("So there are 72.", 1.0), ("It is 48.", 0.0)):
+            sample = Sample(prompt=GSM8K["question"], response=response, answer=GSM8K["answer"], place="row 1")
+            assert maths([sample]) == [score], response
+    finally:
+        maths.close()
 
 
 def test_every_algorithm_has_a_recipe_and_every_recipe_a_row():

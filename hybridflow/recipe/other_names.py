@@ -1,0 +1,298 @@
+"""Names of other frameworks' settings, and of ours for the same. No torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hybridflow.config.recipe import Recipe
+from hybridflow.errors import ConfigError
+from hybridflow.sections import resume_rules, shorten
+
+_SAMPLES = "counts samples: prompts × rollout.group_size"
+_STEPS = "counts steps, not epochs"
+_TOKENS = "bounds the tokens of one forward pass, not its samples"
+
+NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
+    "TRL": {
+        "learning_rate": "actor.optimizer.lr",
+        "lr_scheduler_type": "actor.optimizer.schedule",
+        "warmup_ratio": ("actor.optimizer.warmup_steps", "counts steps, not a share"),
+        "max_grad_norm": "actor.optimizer.clip_grad",
+        "adam_beta1": "actor.optimizer.beta1",
+        "adam_beta2": "actor.optimizer.beta2",
+        "adam_epsilon": "actor.optimizer.eps",
+        "beta": ("kl.coef", "or preference.beta for dpo, ipo and kto"),
+        "kl_coef": "kl.coef",
+        "epsilon": "loss.clip_low",
+        "epsilon_high": "loss.clip_high",
+        "cliprange": "loss.clip_low",
+        "cliprange_value": "critic.value_clip",
+        "lam": "advantage.gae_lambda",
+        "loss_type": ("algorithm", "such as dr-grpo, dapo or ipo"),
+        "scale_rewards": ("algorithm", "dr-grpo does not divide by the standard deviation"),
+        "num_generations": "rollout.group_size",
+        "max_completion_length": "rollout.max_new_tokens",
+        "response_length": "rollout.max_new_tokens",
+        "max_prompt_length": "data.max_prompt_tokens",
+        "max_length": "model.max_context",
+        "max_seq_length": "model.max_context",
+        "per_device_train_batch_size": ("trainer.global_batch_size", "counts the samples of a step on all ranks"),
+        "gradient_accumulation_steps": ("trainer.mini_batch_size", "counts the samples of one optimizer step"),
+        "generation_batch_size": "trainer.global_batch_size",
+        "num_iterations": "loss.epochs",
+        "num_ppo_epochs": "loss.epochs",
+        "max_steps": "trainer.steps",
+        "num_train_epochs": ("trainer.steps", _STEPS),
+        "total_episodes": ("trainer.steps", "counts steps, not samples"),
+        "save_steps": "trainer.save_every",
+        "eval_steps": "trainer.validate_every",
+        "save_total_limit": "trainer.keep_last",
+        "output_dir": "run_dir",
+        "run_name": "name",
+        "report_to": "metrics.wandb",
+        "bf16": ("model.dtype", "is bf16 or fp32"),
+        "torch_dtype": "model.dtype",
+        "model_name_or_path": ("model.path", "is a directory on this machine"),
+        "reward_model_path": "reward.model.path",
+        "reward_funcs": ("reward.function", "is MODULE:FUNCTION"),
+        "train_dataset": "data.train",
+        "dataset_name": ("data.train", "is a file or directory on this machine"),
+        "eval_dataset": "data.held_out",
+        "use_peft": "actor.lora",
+        "lora_r": "actor.lora.rank",
+        "lora_alpha": "actor.lora.alpha",
+        "lora_dropout": "actor.lora.dropout",
+        "lora_target_modules": "actor.lora.targets",
+        "use_vllm": ("rollout.engine.kind", "is vllm or megatron"),
+        "vllm_gpu_memory_utilization": "rollout.engine.memory_share",
+        "fsdp": ("actor.update", "is {fsdp: 8}, say"),
+        "deepspeed": ("actor.update", "is {dp: 8, zero: 3}, say"),
+    },
+    "verl": {
+        "algorithm.adv_estimator": "algorithm",
+        "algorithm.gamma": "advantage.gamma",
+        "algorithm.lam": "advantage.gae_lambda",
+        "algorithm.use_kl_in_reward": ("kl.place", "is reward or loss"),
+        "algorithm.kl_penalty": "kl.estimator",
+        "algorithm.kl_ctrl.kl_coef": "kl.coef",
+        "algorithm.kl_ctrl.target_kl": "kl.target",
+        "algorithm.kl_ctrl.horizon": "kl.horizon",
+        "data.train_files": "data.train",
+        "data.val_files": "data.held_out",
+        "data.prompt_key": "data.prompt_field",
+        "data.train_batch_size": ("trainer.global_batch_size", _SAMPLES),
+        "data.max_prompt_length": "data.max_prompt_tokens",
+        "data.max_response_length": "rollout.max_new_tokens",
+        "actor_rollout_ref.model.path": "model.path",
+        "actor_rollout_ref.model.trust_remote_code": "model.trust_remote_code",
+        "actor_rollout_ref.model.enable_gradient_checkpointing": "actor.gradient_checkpointing",
+        "actor_rollout_ref.model.lora_rank": "actor.lora.rank",
+        "actor_rollout_ref.model.lora_alpha": "actor.lora.alpha",
+        "actor_rollout_ref.model.target_modules": "actor.lora.targets",
+        "actor_rollout_ref.actor.optim.lr": "actor.optimizer.lr",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps": "actor.optimizer.warmup_steps",
+        "actor_rollout_ref.actor.optim.weight_decay": "actor.optimizer.weight_decay",
+        "actor_rollout_ref.actor.grad_clip": "actor.optimizer.clip_grad",
+        "actor_rollout_ref.actor.strategy": ("actor.update", "is {fsdp: 8} or {tp: 2, dp: 4}, say"),
+        "actor_rollout_ref.actor.ppo_mini_batch_size": ("trainer.mini_batch_size", _SAMPLES),
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": ("trainer.micro_batch_tokens", _TOKENS),
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "trainer.micro_batch_tokens",
+        "actor_rollout_ref.actor.ppo_epochs": "loss.epochs",
+        "actor_rollout_ref.actor.clip_ratio": ("loss.clip_low", "with loss.clip_high"),
+        "actor_rollout_ref.actor.clip_ratio_low": "loss.clip_low",
+        "actor_rollout_ref.actor.clip_ratio_high": "loss.clip_high",
+        "actor_rollout_ref.actor.clip_ratio_c": "loss.dual_clip",
+        "actor_rollout_ref.actor.entropy_coeff": "loss.entropy_coef",
+        "actor_rollout_ref.actor.loss_agg_mode": "loss.aggregation",
+        "actor_rollout_ref.actor.use_kl_loss": ("kl.place", "is loss or reward"),
+        "actor_rollout_ref.actor.kl_loss_coef": "kl.coef",
+        "actor_rollout_ref.actor.kl_loss_type": "kl.estimator",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "actor.update.tp",
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": "actor.update.pp",
+        "actor_rollout_ref.actor.fsdp_config.fsdp_size": "actor.update.fsdp",
+        "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "actor.offload",
+        "actor_rollout_ref.rollout.name": "rollout.engine.kind",
+        "actor_rollout_ref.rollout.n": "rollout.group_size",
+        "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+        "actor_rollout_ref.rollout.top_k": "rollout.top_k",
+        "actor_rollout_ref.rollout.top_p": "rollout.top_p",
+        "actor_rollout_ref.rollout.response_length": "rollout.max_new_tokens",
+        "actor_rollout_ref.rollout.max_num_seqs": "rollout.max_concurrent",
+        "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.cache_memory",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": "actor.rollout.tp",
+        "actor_rollout_ref.ref.fsdp_config.param_offload": "reference.offload",
+        "actor_rollout_ref.ref.megatron.tensor_model_parallel_size": "reference.layout.tp",
+        "critic.optim.lr": "critic.optimizer.lr",
+        "critic.cliprange_value": "critic.value_clip",
+        "reward_model.model.path": "reward.model.path",
+        "custom_reward_function.path": ("reward.function", "is MODULE:FUNCTION"),
+        "custom_reward_function.name": ("reward.function", "is MODULE:FUNCTION"),
+        "trainer.total_training_steps": "trainer.steps",
+        "trainer.total_epochs": ("trainer.steps", _STEPS),
+        "trainer.save_freq": "trainer.save_every",
+        "trainer.test_freq": "trainer.validate_every",
+        "trainer.critic_warmup": "critic.warmup_steps",
+        "trainer.max_actor_ckpt_to_keep": "trainer.keep_last",
+        "trainer.n_gpus_per_node": "cluster.ranks_per_node",
+        "trainer.nnodes": ("cluster.ranks", "counts the ranks of all nodes"),
+        "trainer.project_name": "namespace",
+        "trainer.experiment_name": "name",
+        "trainer.default_local_dir": "run_dir",
+        "trainer.logger": ("metrics", "has a section for each exporter"),
+    },
+    "NeMo-RL": {
+        "policy.model_name": "model.path",
+        "policy.tokenizer.name": "tokenizer.path",
+        "policy.precision": "model.dtype",
+        "policy.max_total_sequence_length": "model.max_context",
+        "policy.train_global_batch_size": "trainer.mini_batch_size",
+        "policy.train_micro_batch_size": ("trainer.micro_batch_tokens", _TOKENS),
+        "policy.max_grad_norm": "actor.optimizer.clip_grad",
+        "policy.optimizer.kwargs.lr": "actor.optimizer.lr",
+        "policy.optimizer.kwargs.weight_decay": "actor.optimizer.weight_decay",
+        "policy.megatron_cfg.tensor_model_parallel_size": "actor.update.tp",
+        "policy.megatron_cfg.pipeline_model_parallel_size": "actor.update.pp",
+        "policy.dtensor_cfg.tensor_parallel_size": "actor.update.tp",
+        "policy.generation.backend": "rollout.engine.kind",
+        "policy.generation.max_new_tokens": "rollout.max_new_tokens",
+        "policy.generation.temperature": "rollout.temperature",
+        "policy.generation.top_k": "rollout.top_k",
+        "policy.generation.top_p": "rollout.top_p",
+        "policy.generation.stop_strings": "rollout.stop",
+        "policy.generation.vllm_cfg.tensor_parallel_size": "actor.rollout.tp",
+        "policy.generation.vllm_cfg.gpu_memory_utilization": "rollout.engine.memory_share",
+        "grpo.num_prompts_per_step": ("trainer.global_batch_size", _SAMPLES),
+        "grpo.num_generations_per_prompt": "rollout.group_size",
+        "grpo.max_num_steps": "trainer.steps",
+        "grpo.max_num_epochs": ("trainer.steps", _STEPS),
+        "grpo.max_rollout_turns": "rollout.environment.max_turns",
+        "grpo.val_period": "trainer.validate_every",
+        "grpo.max_val_samples": "trainer.num_validation",
+        "grpo.use_leave_one_out_baseline": ("algorithm", "is rloo"),
+        "grpo.seed": "seed",
+        "sft.max_num_steps": "trainer.steps",
+        "sft.val_period": "trainer.validate_every",
+        "dpo.max_num_steps": "trainer.steps",
+        "dpo.val_period": "trainer.validate_every",
+        "dpo.reference_policy_kl_penalty": "preference.beta",
+        "loss_fn.reference_policy_kl_penalty": "kl.coef",
+        "loss_fn.reference_policy_kl_type": "kl.estimator",
+        "loss_fn.ratio_clip_min": "loss.clip_low",
+        "loss_fn.ratio_clip_max": "loss.clip_high",
+        "loss_fn.ratio_clip_c": "loss.dual_clip",
+        "loss_fn.token_level_loss": "loss.aggregation",
+        "loss_fn.use_importance_sampling_correction": "correction.kind",
+        "checkpointing.checkpoint_dir": "run_dir",
+        "checkpointing.save_period": "trainer.save_every",
+        "checkpointing.keep_top_k": "trainer.keep_last",
+        "cluster.gpus_per_node": "cluster.ranks_per_node",
+        "cluster.num_nodes": ("cluster.ranks", "counts the ranks of all nodes"),
+        "logger.log_dir": "run_dir",
+        "logger.wandb.project": "metrics.wandb.project",
+    },
+}
+"""Framework -> its name -> our key, and what the key says if that differs."""
+
+_IN_ANY_SECTION = "TRL"
+"""Framework whose settings have no sections, so that its names may turn up in any of ours."""
+
+
+class OtherName(NamedTuple):
+    """A setting of another framework.
+
+    Attributes:
+        framework: The framework.
+        name: The setting there.
+        key: Our key.
+        remark: What our key says, if that differs.
+    """
+
+    framework: str
+    name: str
+    key: str
+    remark: str
+
+    def __str__(self) -> str:
+        remark = f" ({self.key} {self.remark})" if self.remark else ""
+        return f"{self.framework}'s {self.name} is {self.key} here{remark}"
+
+
+def find_other_name(key: str) -> OtherName | None:
+    """Return the setting of another framework that a dotted key names; None for any other key.
+
+    Args:
+        key: As a person wrote it, also with the ``+`` of Hydra. A name of a framework without sections is found behind
+            any section of ours.
+    """
+    key = key.lstrip("+")
+    for framework, names in NAMES.items():
+        if key in names:
+            return _found(framework, key)
+    last = key.rpartition(".")[2]
+    return _found(_IN_ANY_SECTION, last) if last in NAMES[_IN_ANY_SECTION] and not _is_ours(key) else None
+
+
+_FIRST = ("trainer.", "actor.", "rollout.")
+"""Where a key lies that several sections have and that a person gave without its section."""
+
+
+def key_of_option(option: str) -> str | None:
+    """Return the key of a recipe that a person gave as an option: ``--steps``, ``--learning-rate=3``.
+
+    None where no key has such a name.
+    """
+    name = option.lstrip("-").partition("=")[0].replace("-", "_")
+    found = find_other_name(name)
+    if name in _keys() or found is not None:
+        return name if found is None else found.key
+    keys = [key for key in resume_rules(Recipe) if key.rpartition(".")[2] == name]
+    return min(keys, key=lambda key: not key.startswith(_FIRST), default=None)
+
+
+def _found(framework: str, name: str) -> OtherName:
+    ours = NAMES[framework][name]
+    key, remark = (ours, "") if isinstance(ours, str) else ours
+    return OtherName(framework, name, key, remark)
+
+
+@functools.cache
+def _keys() -> frozenset[str]:
+    return frozenset(resume_rules(Recipe))
+
+
+def _is_ours(key: str) -> bool:
+    """Return whether a recipe has the key, or a mapping or list that may hold it."""
+    parts = key.split(".")
+    prefixes = [".".join(parts[:count]) for count in range(1, len(parts))]
+    return key in _keys() or any(each in _keys() and not _has_keys(each) for each in prefixes)
+
+
+def _has_keys(section: str) -> bool:
+    return any(key.startswith(f"{section}.") for key in _keys())
+
+
+def refuse_other_names(values: Mapping[Any, Any], overrides: Sequence[str], source: str) -> None:
+    """Refuse names of other frameworks' settings, before a closest key of ours is looked for.
+
+    Args:
+        values: The nested mapping of a recipe.
+        overrides: ``"dotted.key=value"`` each.
+        source: What messages call the mapping.
+
+    Raises:
+        ConfigError: One is there; names our key.
+    """
+    given = [(f"override {shorten(each)!r}", each.partition("=")[0]) for each in overrides]
+    for where, key in (*((source, key) for key in _dotted(values, "")), *given):
+        found = find_other_name(key)
+        if found is not None:
+            raise ConfigError(f"{where}: {key}: not a key of a recipe; {found}")
+
+
+def _dotted(values: Mapping[Any, Any], prefix: str) -> Iterator[str]:
+    for name, value in values.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{name}.")

@@ -1,0 +1,158 @@
+"""What ``hybridflow init`` writes, asks and refuses. No torch."""
+
+import ast
+import io
+import json
+
+import pytest
+import yaml
+
+from hybridflow import cli
+from hybridflow.flows.registry import ALGORITHMS
+from hybridflow.recipe.load import load_recipe
+from tests.support.recipes import write_config
+
+GIVEN = ["--model", "model", "--data", "train.jsonl", "--held-out", "held_out.jsonl"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    write_config(tmp_path / "model")
+    for name in ("train", "held_out"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    return tmp_path
+
+
+def init(*words):
+    return cli.main(["init", *words, *GIVEN])
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_a_short_recipe_that_loads_and_its_functions(algorithm, folder, capsys):
+    more = ["--teacher", "model"] if algorithm == "distill" else []
+    assert init("mine.yaml", "--algorithm", algorithm, *more) == 0
+    text = (folder / "mine.yaml").read_text()
+    assert len(text.splitlines()) <= 15 and max(map(len, text.splitlines())) <= 120
+    recipe = load_recipe("mine.yaml")
+    assert recipe.algorithm == algorithm and recipe.run_dir == "runs/mine"
+    is_scored = recipe.reward.function == "rewards:score"
+    assert is_scored is (folder / "rewards.py").exists() is (algorithm not in UNSCORED)
+    assert (algorithm == "safe-rlhf") is (folder / "costs.py").exists()
+    for name in ("rewards", "costs"):
+        if (folder / f"{name}.py").exists():
+            (function,) = (node for node in ast.parse((folder / f"{name}.py").read_text()).body if is_function(node))
+            assert [each.arg for each in function.args.args] == ["prompt", "response", "answer"]
+    # The defaults that are shown are those that the recipe has: written out, they change nothing.
+    shown = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ") and line.endswith("}")]
+    values = {**yaml.safe_load(text), **yaml.safe_load("\n".join(shown))}
+    (folder / "out.yaml").write_text(yaml.safe_dump({"name": "mine", **values}))
+    assert len(shown) >= 2 and load_recipe("out.yaml") == recipe
+
+
+UNSCORED = ("distill", "dpo", "ipo", "kto", "reward-model", "sft")
+
+
+def is_function(node):
+    return isinstance(node, ast.FunctionDef)
+
+
+def test_the_reward_that_is_written_scores_what_is_right_highest(folder):
+    assert init("--algorithm", "grpo") == 0
+    found = {}
+    exec((folder / "rewards.py").read_text(), found)
+    right, nearly, wrong = (found["score"]("27+35=", response, "62") for response in ("62", "63", ""))
+    assert right == 1.0 and 0 < nearly < 0.6 and wrong == 0.0
+
+
+def test_ranks_nodes_and_rewards_of_hybridflow(folder, capsys):
+    assert init("--algorithm", "ppo", "--reward", "exact_match", "--ranks", "16", "--nodes", "2") == 0
+    assert capsys.readouterr().out == (
+        "wrote recipe.yaml; next: hybridflow launch slurm recipe.yaml --nodes 2 --time 24:00:00\n"
+    )
+    recipe = load_recipe("recipe.yaml")
+    assert (recipe.cluster.ranks, recipe.cluster.ranks_per_node, recipe.critic.layout.dp) == (16, 8, 16)
+    assert recipe.reward.function == "exact_match" and not (folder / "rewards.py").exists()
+
+
+def test_a_function_that_is_installed_is_not_written(folder, capsys):
+    assert init("--algorithm", "grpo", "--reward", "json.decoder:scanstring") == 0
+    assert capsys.readouterr().out == "wrote recipe.yaml; next: hybridflow train recipe.yaml\n"
+    assert init("--algorithm", "grpo", "--reward", "nowhere_else.scores:good", "--force") == 0
+    assert "def good(" in (folder / "nowhere_else/scores.py").read_text() and not (folder / "json").exists()
+
+
+def test_nothing_is_written_over(folder, capsys):
+    (folder / "recipe.yaml").write_text("mine")
+    assert init("--algorithm", "grpo") == 4
+    assert "recipe.yaml: is there already; give another file, or --force" in capsys.readouterr().err
+    (folder / "rewards.py").write_text("from mine import score\n")
+    assert init("--algorithm", "grpo", "--force") == 0
+    assert (folder / "rewards.py").read_text() == "from mine import score\n"
+    assert capsys.readouterr().out.startswith("wrote recipe.yaml; next")
+    assert load_recipe("recipe.yaml").algorithm == "grpo"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--algorithm", "gropo", *GIVEN], "--algorithm 'gropo': expected one of cispo, dapo"),
+        (["--algorithm", "grpo"], "init: --model, --data: missing; give them, or start on a terminal"),
+        (["--algorithm", "distill", *GIVEN], "init: --teacher: missing"),
+        (["--algorithm", "grpo", *GIVEN, "--data", "none.jsonl"], "--data 'none.jsonl': no such file"),
+        (["--algorithm", "grpo", *GIVEN, "--held-out", "none.jsonl"], "--held-out 'none.jsonl': no such file"),
+        (["--algorithm", "grpo", *GIVEN, "--model", "."], "recipe.yaml: model.path='.': expected a directory"),
+        (["--algorithm", "grpo", *GIVEN, "--ranks", "0"], "--ranks 0: expected a number of at least 1"),
+        (["--algorithm", "grpo", *GIVEN, "--ranks", "3", "--nodes", "2"], "--ranks 3 does not fill --nodes 2"),
+        (["--algorithm", "sft", *GIVEN, "--reward", "mine:score"], "algorithm=sft scores nothing; remove it"),
+        (["--algorithm", "grpo", *GIVEN, "--reward", "bad:score"], "bad.py: does not define score"),
+        (["--algorithm", "grpo", *GIVEN, "--reward", "broken:score"], "broken.py: cannot be read as Python"),
+    ],
+)
+def test_what_is_wrong_is_told_and_nothing_is_written(words, says, folder, capsys):
+    (folder / "bad.py").write_text("def other():\n    pass\n")
+    (folder / "broken.py").write_text("def (")
+    assert cli.main(["init", *words]) == 2
+    assert says in capsys.readouterr().err
+    assert not (folder / "recipe.yaml").exists() and not (folder / "rewards.py").exists()
+
+
+def test_a_terminal_is_asked_until_the_answer_will_do(folder, monkeypatch, capsys):
+    answers = "gropo\ngrpo\nnowhere\nmodel\ntrain.jsonl\nheld_out.jsonl\nnowhere_else:good\nmany\n2\n"
+    terminal = io.StringIO(answers)
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert cli.main(["init"]) == 0
+    told = capsys.readouterr()
+    assert told.err.count("expected one of cispo") == 1 and "'nowhere': no such file" in told.err
+    assert "found 'many', expected a number" in told.err and terminal.read() == ""
+    recipe = load_recipe("recipe.yaml")
+    assert (recipe.cluster.ranks, recipe.reward.function) == (2, "nowhere_else:good")
+    assert "def good(" in (folder / "nowhere_else.py").read_text()
+
+
+def test_what_options_give_is_not_asked_and_an_end_is_told(monkeypatch, capsys):
+    terminal = io.StringIO("")
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert cli.main(["init", "--algorithm", "grpo"]) == 2
+    assert "init: directory of the model: no answer; give it, or use options" in capsys.readouterr().err
+    assert init("--algorithm", "grpo") == 0
+
+
+def test_ctrl_c_ends_quietly(folder, monkeypatch, capsys):
+    def interrupt(question):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", interrupt)
+    assert cli.main(["init"]) == 130
+    assert capsys.readouterr().err == "\n" and not (folder / "recipe.yaml").exists()
+
+
+def test_odd_names_survive_yaml(folder):
+    odd = "a: b, {c} #1.jsonl"
+    (folder / odd).write_text(json.dumps({"prompt": "1"}))
+    assert cli.main(["init", "--algorithm", "sft", *GIVEN, "--data", odd]) == 0
+    assert load_recipe("recipe.yaml").data.train == odd

@@ -1,0 +1,100 @@
+"""Settings of TRL, verl and NeMo-RL are answered with ours, in files, overrides, options and programs."""
+
+import pytest
+import yaml
+
+from hybridflow import cli
+from hybridflow.config.recipe import Recipe
+from hybridflow.errors import ConfigError
+from hybridflow.recipe.load import load_recipe
+from hybridflow.recipe.other_names import NAMES, find_other_name
+from hybridflow.sections import resume_rules
+from tests.support.complaints import complains
+from tests.support.recipes import SMALLEST
+
+OURS = resume_rules(Recipe)
+
+
+@pytest.fixture
+def recipe_file(tmp_path):
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALLEST)
+    return path
+
+
+@pytest.mark.parametrize("framework", NAMES)
+def test_every_name_of_ours_is_a_key_and_no_name_of_theirs_is(framework):
+    for name in NAMES[framework]:
+        found = find_other_name(name)
+        assert found.framework == framework and found.key in OURS, name
+        assert name not in OURS, name
+
+
+def test_a_name_is_in_one_framework_alone():
+    every = [name for names in NAMES.values() for name in names]
+    assert len(every) == len(set(every)) > 150
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        (
+            "learning_rate=3",
+            "override 'learning_rate=3': learning_rate: not a key of a recipe; TRL's learning_rate is "
+            "actor.optimizer.lr here",
+        ),
+        ("trainer.learning_rate=3", "trainer.learning_rate: not a key of a recipe; TRL's learning_rate is actor.opt"),
+        ("beta=0.1", "TRL's beta is kl.coef here (kl.coef or preference.beta for dpo, ipo and kto)"),
+        ("num_generations=8", "TRL's num_generations is rollout.group_size here"),
+        ("per_device_train_batch_size=8", "(trainer.global_batch_size counts the samples of a step on all ranks)"),
+        ("max_completion_length=64", "is rollout.max_new_tokens here"),
+        (
+            "actor_rollout_ref.actor.optim.lr=1e-6",
+            "verl's actor_rollout_ref.actor.optim.lr is actor.optimizer.lr here",
+        ),
+        ("+trainer.total_epochs=3", "verl's trainer.total_epochs is trainer.steps here"),
+        # A text of ours, and a section of theirs.
+        ("algorithm.gamma=1", "algorithm.gamma: not a key of a recipe; verl's algorithm.gamma is advantage.gamma here"),
+        ("grpo.num_prompts_per_step=32", "NeMo-RL's grpo.num_prompts_per_step is trainer.global_batch_size here"),
+        ("cluster.num_nodes=2", "NeMo-RL's cluster.num_nodes is cluster.ranks here"),
+    ],
+)
+def test_their_names_are_answered_with_ours(recipe_file, override, says):
+    complains(lambda: load_recipe(recipe_file, [override]), [says], ConfigError)
+
+
+def test_their_names_in_a_file_are_answered_too(recipe_file):
+    for theirs, says in (
+        ({"learning_rate": 1e-6}, "learning_rate: not a key of a recipe; TRL's"),
+        ({"actor_rollout_ref": {"rollout": {"n": 8}}}, "verl's actor_rollout_ref.rollout.n is rollout.group_size here"),
+        ({"policy": {"model_name": "Qwen"}}, "NeMo-RL's policy.model_name is model.path here"),
+    ):
+        recipe_file.write_text(SMALLEST + yaml.safe_dump(theirs))
+        with pytest.raises(ConfigError, match=f"^{recipe_file}: .*{says}"):
+            load_recipe(recipe_file)
+
+
+def test_a_name_that_others_chose_is_let_alone():
+    assert find_other_name("data.kafka.options.max_length") is None
+    assert find_other_name("trainer.steps") is None and find_other_name("preference.beta") is None
+    assert find_other_name("nothing.of.anybody") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--steps", "3"], "--steps: not an option; write trainer.steps=3"),
+        (["--steps=3"], "--steps: not an option; write trainer.steps=3"),
+        (["--lr", "1e-5"], "--lr: not an option; write actor.optimizer.lr=1e-5"),
+        (["--model", "models/mine"], "--model: not an option; write model=models/mine"),
+        (["--learning-rate", "3"], "--learning-rate: not an option; write actor.optimizer.lr=3"),
+        (["--num_generations=4"], "--num_generations: not an option; write rollout.group_size=4"),
+        (["--trainer.steps", "3"], "--trainer.steps: not an option; write trainer.steps=3"),
+        (["--output_dir"], "--output_dir: not an option; write run_dir=VALUE"),
+        (["--nothing"], "unrecognized arguments: --nothing"),
+    ],
+)
+def test_options_of_others_are_answered_with_keys(words, says, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "quickstart", *words])
+    assert ended.value.code == 2 and says in capsys.readouterr().err

@@ -82,16 +82,19 @@ def wrong_carry(left: int, right: int) -> int:
 
 
 def ensure_files(
-    spec: ArithmeticConfig, *, train: str | Path, held_out: str | Path, has_preferences: bool = False
+    spec: ArithmeticConfig, *, train: str | Path, held_out: str | Path | None, has_preferences: bool = False
 ) -> None:
-    """Write the two JSONL files where they are absent; one process calls this for all.
+    """Write the two JSONL files where they are absent, or the first alone; one process calls this for all.
 
     Raises:
         DataError: A file is there and holds something else; or as ``make_problems``.
         WriteError: The file system refuses.
     """
     problems = make_problems(spec, has_preferences=has_preferences)
-    for path, rows in zip((Path(train), Path(held_out)), problems, strict=True):
+    for name, rows in zip((train, held_out), problems, strict=True):
+        if name is None:
+            continue
+        path = Path(name)
         text = to_jsonl(rows)
         with writing(path, "make room there, or choose another place"):
             if not path.exists():

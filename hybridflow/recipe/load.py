@@ -18,6 +18,8 @@ from hybridflow.recipe.checks import MODELS, check_recipe, check_settings
 from hybridflow.sections import put_over, read_section, read_yaml, shorten, to_dict
 from hybridflow.shipped import shipped
 
+_MOST_SFT_TOKENS = 256
+
 _MOST_FALLBACKS = 64
 """Each is checked as a recipe of its own."""
 
@@ -114,7 +116,7 @@ def recipe_from_dict(
         found = _settings_of_paths(values, in_memory)
     except HybridflowError as error:
         raise type(error)(f"{source}: {error}") from None
-    values = _with_settings(values, found)
+    values = _with_response_length(_with_settings(values, found))
     recipe = read_section(Recipe, _with_inherited_models(values, found), source=source, origins=origins)
     if recipe.algorithm not in ALGORITHMS:
         where = origins.get("algorithm", source)
@@ -151,6 +153,16 @@ def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(given, Mapping):
             found[key] = {**section, **given}
     return found
+
+
+def _with_response_length(values: Any) -> Any:
+    """Return the values with a longest response where SFT has none, which samples for validation alone."""
+    context = _inner(values, "model.max_context")
+    rollout = values.get("rollout", {}) if isinstance(values, Mapping) else None
+    if _inner(values, "algorithm") != "sft" or type(context) is not int or not isinstance(rollout, Mapping):
+        return values
+    room = 1 if _inner(values, "data.held_out") is None else max(1, min(_MOST_SFT_TOKENS, context // 2))
+    return {**values, "rollout": {"max_new_tokens": room, **rollout}}
 
 
 def _settings_of_paths(values: Any, in_memory: Mapping[str, ModelInfo]) -> dict[str, ModelInfo]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -81,7 +81,7 @@ def examples_of(row: Row, place: str, begins: bool, shape: Shape) -> tuple[Examp
     return tuple(replace(each, begins=True) for each in found) if begins else found
 
 
-def read_examples(source: DataSourceConfig, shape: Shape) -> Iterator[Example]:
+def read_examples(source: DataSourceConfig, shape: Shape) -> Generator[Example, None, None]:
     """Read the examples of files, one at a time, without a store; ``shape`` says how, also for bad rows.
 
     Raises:

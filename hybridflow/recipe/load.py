@@ -15,6 +15,7 @@ from hybridflow.errors import ConfigError, HybridflowError, LayoutError
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.recipe.checks import MODELS, check_recipe, check_settings
+from hybridflow.recipe.inputs import places, with_paths_beside
 from hybridflow.sections import put_over, read_section, read_yaml, shorten, to_dict
 from hybridflow.shipped import shipped
 
@@ -50,7 +51,7 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         LayoutError: A layout does not fit its ranks or its model.
     """
     path = find_recipe(name)
-    return recipe_from_dict(read_yaml(path), source=str(path), overrides=overrides)
+    return recipe_from_dict(read_yaml(path), source=str(path), overrides=overrides, folder=path.parent)
 
 
 def recipe_for_ranks(recipe: Recipe, name: str | Path, overrides: Sequence[str], num_ranks: int) -> Recipe:
@@ -93,6 +94,7 @@ def recipe_from_dict(
     source: str = "recipe",
     overrides: Sequence[str] = (),
     in_memory: Mapping[str, ModelInfo] | None = None,
+    folder: Path | None = None,
 ) -> Recipe:
     """Build and check a recipe from nested mappings, as YAML or JSON give them; the inverse of ``to_dict``.
 
@@ -102,6 +104,7 @@ def recipe_from_dict(
         overrides: As for ``load_recipe``.
         in_memory: Section, such as ``model`` or ``critic.model`` -> what a model says of itself that a program has in
             memory; see ``checkpoint.formats.in_memory.in_memory_info``. It counts as the section's directory.
+        folder: Directory of the recipe, in which files are looked for that are not in the working directory.
 
     Raises:
         ConfigError: As for ``load_recipe``.
@@ -111,9 +114,11 @@ def recipe_from_dict(
     if isinstance(values, Mapping):
         values, origins = put_over(values, overrides)
         values = _with_defaults(values)
+    if folder is not None:
+        values = with_paths_beside(values, folder)
     in_memory = {} if in_memory is None else in_memory
     try:
-        found = _settings_of_paths(values, in_memory)
+        found = _settings_of_paths(values, in_memory, folder)
     except HybridflowError as error:
         raise type(error)(f"{source}: {error}") from None
     values = _with_response_length(_with_settings(values, found))
@@ -138,7 +143,7 @@ def recipe_from_dict(
             # One that does not fit is found out now, and not when a node has died.
             alone = {key: value for key, value in values.items() if key != "fallbacks"}
             try:
-                recipe_from_dict(alone, overrides=_overrides_of(fallback), in_memory=in_memory)
+                recipe_from_dict(alone, overrides=_overrides_of(fallback), in_memory=in_memory, folder=folder)
             except (ConfigError, LayoutError) as error:
                 raise type(error)(f"{source}: fallbacks[{index}]: {error}") from None
     return recipe
@@ -165,7 +170,7 @@ def _with_response_length(values: Any) -> Any:
     return {**values, "rollout": {"max_new_tokens": room, **rollout}}
 
 
-def _settings_of_paths(values: Any, in_memory: Mapping[str, ModelInfo]) -> dict[str, ModelInfo]:
+def _settings_of_paths(values: Any, in_memory: Mapping[str, ModelInfo], folder: Path | None) -> dict[str, ModelInfo]:
     """Return the settings of directories that a recipe names, or of in-memory models, by key of the section."""
     found = dict(in_memory)
     for key in MODELS:
@@ -183,7 +188,9 @@ def _settings_of_paths(values: Any, in_memory: Mapping[str, ModelInfo]) -> dict[
             try:
                 found[key] = read_model_info(Path(path))
             except HybridflowError as error:
-                raise type(error)(f"{key}.path={path!r}: {error}") from None
+                looked = "" if os.path.exists(path) else places(path, folder)
+                where = f": is not{looked}" if looked else ""
+                raise type(error)(f"{key}.path={path!r}{where}: {error}") from None
             except OSError as error:
                 raise ConfigError(f"{key}.path={shorten(path)!r}: {error.strerror}; name a directory") from None
     return found

@@ -19,6 +19,7 @@ from hybridflow.data.tokenizer import Tokenizer, check_same_pieces, open_tokeniz
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import READERS, Job
+from hybridflow.recipe.inputs import tokenizer_path
 from hybridflow.trainer.plan import JobPlan
 
 
@@ -72,25 +73,6 @@ def _pairs(recipe: Recipe, tokenizer: Tokenizer, held_out: Sequence[Example]) ->
     assert recipe.data.held_out is not None, "they come from there"
     encoded = [encode_responses(each, tokenizer, max_context=recipe.model.max_context) for each in held_out]
     return pairs_of(encoded, recipe.data.held_out)
-
-
-def tokenizer_path(recipe: Recipe) -> Path | None:
-    """Return the tokenizer that the recipe names, or the model's own; None where one is to be trained.
-
-    Raises:
-        ConfigError: The model has none.
-    """
-    if recipe.tokenizer.path is not None:
-        return Path(recipe.tokenizer.path)
-    if recipe.model.path is None:
-        return None
-    found = tokenizer_in(recipe.model.path)
-    if found is None:
-        raise ConfigError(
-            f"tokenizer.path: missing; model.path={recipe.model.path!r} has no tokenizer, and its weights know no "
-            "other: name the one that it was trained with"
-        )
-    return found
 
 
 def check_vocabularies(recipe: Recipe, tokenizer: Tokenizer) -> None:

@@ -22,7 +22,15 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.doctor.command import add_doctor
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import DONE, REQUEUE, exit_status, system_status
-from hybridflow.launch.command import add_launch, add_log, add_recipe, add_slurm_options, batch_file, train_here
+from hybridflow.launch.command import (
+    add_launch,
+    add_log,
+    add_recipe,
+    add_slurm_options,
+    batch_file,
+    train_here,
+    try_here,
+)
 from hybridflow.launch.init import add_init
 from hybridflow.observe.console import complain, ensure_streams, flushed, print_out
 from hybridflow.observe.rank_log import LOG_VARIABLE, say_event
@@ -31,6 +39,7 @@ from hybridflow.parallel.rank import MEETING_VARIABLE, run_rank
 from hybridflow.parallel.signals import CaughtSignals
 from hybridflow.parallel.start import find_start, is_launched, rank_hint
 from hybridflow.recipe.defaults import defaults_text
+from hybridflow.recipe.inputs import check_inputs
 from hybridflow.recipe.load import find_recipe, load_recipe, recipe_for_ranks
 from hybridflow.recipe.other_names import key_of_option
 from hybridflow.report.command import add_report
@@ -163,7 +172,11 @@ def _parser() -> argparse.ArgumentParser:
     add_recipe(train)
     train.add_argument("--resume", action="store_true", help="resume from the run's latest checkpoint, if there is one")
     add_log(train)
-    train.add_argument("--dry-run", action="store_true", help="check the recipe, print the plan, and stop")
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check the recipe, print the plan, open the data files, call the reward on the first row, and stop",
+    )
     train.set_defaults(run=_train)
     plan = commands.add_parser("plan", help="show what a recipe or a reshard would do, without starting it")
     plans = plan.add_subparsers(required=True, metavar="WHAT")
@@ -371,8 +384,10 @@ def _train(arguments: argparse.Namespace) -> int:
     # As early as can be: a signal that comes before ends the rank, and with it the job.
     signals = CaughtSignals() if is_launched() and not arguments.dry_run else None
     recipe = load_recipe(arguments.recipe, arguments.overrides)
+    check_inputs(recipe, find_recipe(arguments.recipe).parent)
     if arguments.dry_run:
         _print_plan(recipe)
+        print_out("\ninputs\n" + "\n".join(try_here(recipe)))
         return 0
     os.environ[LOG_VARIABLE] = arguments.log
     start = find_start()

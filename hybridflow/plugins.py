@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,9 @@ def find_plugin(name: str, built_in: Mapping[str, Any], *, key: str, kind: str) 
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        where = f", in {os.getcwd()} or on PYTHONPATH" if error.name == module.partition(".")[0] else ""
+        raise ConfigError(f"{key}={name!r}: {type(error).__name__}: {error}{where}; {expected}") from error
     # A user's module may raise anything while it is imported.
     except Exception as error:
         raise ConfigError(f"{key}={name!r}: {type(error).__name__}: {error}; {expected}") from error

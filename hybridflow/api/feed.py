@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hybridflow.config.data import DataConfig
+from hybridflow.data.chat import chat_template
 from hybridflow.data.preferences import Response
 from hybridflow.data.prompts import Example, Solution, prompt_tokens
+from hybridflow.data.shaping import Shape, Shaper, examples_of
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 from hybridflow.parallel.coordinator import Coordinator
@@ -22,23 +26,26 @@ _KEPT = 16
 
 @dataclass(frozen=True, kw_only=True)
 class GivenPrompt:
-    """A prompt, as text, or as token ids, or both.
+    """A prompt, as text, or as token ids, or both, or as messages.
 
     Attributes:
-        example: The text, and the right answer if there is one.
+        example: The text, the right answer if there is one, and the row with all its fields.
         tokens: Token ids; None: those of the text.
+        is_conversation: The row holds messages, which the tokenizer's template turns into text.
     """
 
     example: Example
     tokens: tuple[int, ...] | None = None
+    is_conversation: bool = False
 
 
 def prompts_of(batch: Any, place: str = "prompts") -> list[GivenPrompt]:
     """Return the prompts of a batch that a program passes.
 
     Args:
-        batch: Texts; rows (``{"prompt": …, "answer": …}``); columns of these; token ids ``[prompts, tokens]``, alone
-            or as ``input_ids`` with an ``attention_mask``, as a tokenizer of transformers gives them.
+        batch: Texts; rows (``{"prompt": …, "answer": …}``, or with ``messages``, see docs/data.md); columns of these;
+            token ids ``[prompts, tokens]``, alone or as ``input_ids`` with an ``attention_mask``, as a tokenizer of
+            transformers gives them.
         place: Name of the batch in messages.
 
     Raises:
@@ -65,18 +72,35 @@ def _of_row(row: Any, place: str) -> GivenPrompt:
         return GivenPrompt(example=row)
     if isinstance(row, str):
         row = {"prompt": row}
-    if not isinstance(row, Mapping) or not isinstance(row.get("prompt"), str) or row["prompt"] == "":
+    if not isinstance(row, Mapping):
         raise DataError(f"{place}: found {row!r:.60}; expected a text, or a row with a text as 'prompt'")
-    answer = row.get("answer", "")
-    if not isinstance(answer, str):
-        raise DataError(f"{place}: 'answer' is {answer!r:.60}; expected text, put it in quotes")
-    return GivenPrompt(example=Example(prompt=row["prompt"], answer=answer, place=place))
+    row = {name: value for name, value in row.items() if value is not None}
+    prompt, is_conversation = row.get("prompt", ""), False
+    if isinstance(prompt, list) or ("prompt" not in row and "messages" in row):
+        prompt, is_conversation = "", True
+    elif not isinstance(prompt, str) or prompt == "":
+        raise DataError(
+            f"{place}: found {row!r:.60}; expected a text, or a row with a text or messages as 'prompt', or 'messages'"
+        )
+    example = Example(prompt=prompt, answer=_answer_of(row.get("answer", ""), place), place=place, row=row)
+    return GivenPrompt(example=example, is_conversation=is_conversation)
+
+
+def _answer_of(answer: Any, place: str) -> Any:
+    try:
+        json.dumps(answer)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"{place}: 'answer' is {answer!r:.60}: {error}; expected text, or another value that JSON can hold"
+        ) from None
+    return answer
 
 
 def _of_columns(columns: dict[str, Any], place: str) -> list[GivenPrompt]:
     if "input_ids" not in columns:
-        names = [name for name in ("prompt", "answer") if name in columns]
-        if any(isinstance(columns[name], str) for name in names) or "prompt" not in names:
+        # Any other column goes to a reward that asks for it.
+        names = [name for name in columns if hasattr(columns[name], "__len__") and not isinstance(columns[name], str)]
+        if "prompt" not in names or ("answer" in columns and "answer" not in names):
             raise DataError(f"{place}: found {sorted(columns)}; expected lists of texts as 'prompt' and 'answer'")
         lengths = {name: len(columns[name]) for name in names}
         if len(set(lengths.values())) > 1:
@@ -103,8 +127,7 @@ def _of_columns(columns: dict[str, Any], place: str) -> list[GivenPrompt]:
         tokens = tuple(row[kept].tolist())
         if not tokens:
             raise DataError(f"{place}[{index}]: no token that attention_mask keeps; a prompt needs at least one")
-        if not isinstance(answer, str):
-            raise DataError(f"{place}[{index}]: 'answer' is {answer!r:.60}; expected text, put it in quotes")
+        answer = _answer_of("" if answer is None else answer, f"{place}[{index}]")
         example = Example(prompt="", answer=answer, place=f"{place}[{index}]")
         found.append(GivenPrompt(example=example, tokens=tokens))
     return found
@@ -116,7 +139,7 @@ def check_same(given: Sequence[GivenPrompt], everyone: Coordinator) -> None:
     Raises:
         DataError: They are not; names the first that differs.
     """
-    rows = [(each.example.prompt, each.example.answer, each.tokens) for each in given]
+    rows = [(each.example.prompt, each.example.answer, each.tokens, _messages_in(each)) for each in given]
     digests = [hashlib.blake2b(repr(row).encode(), digest_size=8).hexdigest() for row in rows]
     whole = hashlib.blake2b("".join(digests).encode()).hexdigest()
     if len(set(everyone.gather(whole, "whether all ranks have the same prompts"))) == 1:
@@ -128,6 +151,20 @@ def check_same(given: Sequence[GivenPrompt], everyone: Coordinator) -> None:
         f"prompts: number {index} is another on some ranks than on others; every rank gives the same batch, in the "
         "same order: seed what shuffles, and sort what is a set"
     )
+
+
+def _shape_of(tokenizer: Tokenizer) -> Shape:
+    return Shape(
+        data=DataConfig(train="given by the program"),
+        kind="problems",
+        needs_answer=False,
+        template=chat_template(tokenizer),
+        tokenizer=str(tokenizer.path),
+    )
+
+
+def _messages_in(given: GivenPrompt) -> Any:
+    return [given.example.row.get(name) for name in ("prompt", "messages")] if given.is_conversation else None
 
 
 class Feed:
@@ -143,6 +180,7 @@ class Feed:
         self._max_tokens = max_prompt_tokens
         self._rows: dict[int, tuple[Example, tuple[int, ...]]] = {}
         self._batches: list[range] = []
+        self._shaper: Shaper | None = None
 
     def add(self, given: Sequence[GivenPrompt], first_prompt_index: int) -> range:
         """Take a batch. Returns its prompt indices.
@@ -152,7 +190,7 @@ class Feed:
         """
         prompt_indices = range(first_prompt_index, first_prompt_index + len(given))
         for prompt_index, each in zip(prompt_indices, given, strict=True):
-            example = each.example
+            example = self._rendered(each.example) if each.is_conversation else each.example
             tokens = prompt_tokens(example, self._tokenizer) if each.tokens is None else each.tokens
             if len(tokens) > self._max_tokens:
                 raise DataError(
@@ -160,7 +198,7 @@ class Feed:
                     "response: shorten it, lower max_new_tokens or raise max_context"
                 )
             if example.prompt == "":
-                example = Example(prompt=self._tokenizer.decode(tokens), answer=example.answer, place=example.place)
+                example = replace(example, prompt=self._tokenizer.decode(tokens))
             self._rows[prompt_index] = (example, tokens)
         self._batches.append(prompt_indices)
         for old in self._batches[:-_KEPT]:
@@ -168,6 +206,15 @@ class Feed:
                 self._rows.pop(prompt_index, None)
         self._batches = self._batches[-_KEPT:]
         return prompt_indices
+
+    def _rendered(self, example: Example) -> Example:
+        """Return the example of a row of messages, as text."""
+        if self._shaper is None:
+            self._shaper = Shaper(_shape_of(self._tokenizer))
+        shaped = self._shaper(dict(example.row), example.place)
+        assert shaped is not None, "no prompt is too long here"
+        (found,) = examples_of(shaped.row, example.place, shaped.begins, self._shaper.shape)
+        return found
 
     def example(self, prompt_index: int) -> Example:
         """Return the example of a prompt index."""

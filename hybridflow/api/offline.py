@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +19,10 @@ from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import LoRAConfig
-from hybridflow.data.preferences import encode_responses, margin_of
-from hybridflow.data.prompts import Example, Judged, PromptSource, encode_solution, prompt_tokens
+from hybridflow.data.preferences import encode_responses
+from hybridflow.data.problems import shape_of
+from hybridflow.data.prompts import Example, PromptSource, encode_solution, prompt_tokens
+from hybridflow.data.shaping import Shaper, examples_of
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.flows.registry import ALGORITHMS
@@ -43,7 +46,7 @@ class OfflineTrainer:
     Args:
         model: As ``Actor`` takes it.
         tokenizer: Path, or fast tokenizer of transformers; None: the one that lies beside the model.
-        dataset: A ``datasets.Dataset``, a list of rows, or a ``DataProvider``.
+        dataset: A ``datasets.Dataset``, a list of rows, or a ``DataProvider``. Texts of rows may be messages.
         max_length: Longest row in tokens, prompt and response together; no more than the model's own context.
         too_long: What becomes of a longer one: ``error``, or it is left out, ``drop``. Of a ``DataProvider`` its own
             ``on_bad_row`` decides.
@@ -126,7 +129,7 @@ class OfflineTrainer:
         Raises:
             ConfigError: A number of rows, epochs or steps is none, or settings say another one; or it was called
                 before, and would begin with the initial model again.
-            DataError: A row lacks a column, or is too long; names it.
+            DataError: A row lacks a field, or is too long; names it.
             CheckpointError: ``output_dir`` is there.
         """
         here = f"{type(self).__name__}.train"
@@ -185,26 +188,11 @@ class OfflineTrainer:
         """Return the columns that a row must have."""
         return ("prompt", "chosen", "rejected")
 
-    def _example(self, row: Row, place: str) -> Example:
-        chosen, rejected = (_text(row, name, place) for name in ("chosen", "rejected"))
-        if chosen == rejected:
-            raise DataError(
-                f"{place}: chosen and rejected are the same text; a pair teaches by what differs, remove the row"
-            )
-        return Example(
-            prompt=_prompt(row, place),
-            answer=chosen,
-            responses=(Judged(chosen, True), Judged(rejected, False)),
-            margin=margin_of(dict(row), "margin", place),
-            place=place,
-        )
-
     def _problems(self, tokenizer: Tokenizer, recipe: Recipe, everyone: Coordinator) -> ReadProblems:
         context = recipe.model.max_context
         read: Callable[..., Any] = encode_responses if recipe.traits.has_preferences else encode_solution
-        examples, found, num_dropped = [], [], 0
-        for index, row in enumerate(_rows(self._dataset)):
-            example = self._example(row, f"dataset[{index}]")
+        kept, found, num_dropped = [], [], 0
+        for example in self._examples(tokenizer, recipe):
             try:
                 found.append(read(example, tokenizer, max_context=context))
             except DataError as error:
@@ -216,14 +204,28 @@ class OfflineTrainer:
                     ) from None
                 num_dropped += 1
                 continue
-            examples.append(example)
-        if not examples:
+            kept.append(example)
+        if not kept:
             raise DataError(f"dataset: none of {num_dropped} rows fits into max_length={context}; raise it")
         return ReadProblems(
-            source=PromptSource(examples=tuple(examples), seed=recipe.seed),
-            prompts=tuple(prompt_tokens(example, tokenizer) for example in examples),
+            source=PromptSource(examples=tuple(kept), seed=recipe.seed),
+            prompts=tuple(prompt_tokens(example, tokenizer) for example in kept),
             **({"all_responses": tuple(found)} if recipe.traits.has_preferences else {"solutions": tuple(found)}),
         )
+
+    def _examples(self, tokenizer: Tokenizer, recipe: Recipe) -> Iterator[Example]:
+        """Yield what the rows give, in the forms that files may have too (docs/data.md)."""
+        # Lengths are looked at afterwards: a long row may be left out.
+        shape = replace(shape_of(recipe, tokenizer), max_context=None)
+        shaper = Shaper(shape)
+        try:
+            for index, row in enumerate(_rows(self._dataset)):
+                place = f"dataset[{index}]"
+                shaped = shaper({name: value for name, value in row.items() if value is not None}, place)
+                if shaped is not None:
+                    yield from examples_of(shaped.row, place, shaped.begins, shape)
+        finally:
+            shaper.close()
 
     def _num_rows(self) -> int:
         rows: int = self._dataset.num_rows if hasattr(self._dataset, "num_rows") else len(self._dataset)
@@ -309,17 +311,6 @@ class KTOTrainer(OfflineTrainer):
     def _columns(cls) -> tuple[str, ...]:
         return ("prompt", "completion", "label")
 
-    def _example(self, row: Row, place: str) -> Example:
-        text, is_wanted = _text(row, "completion", place), row.get("label")
-        if not isinstance(is_wanted, bool):
-            raise DataError(f"{place}: label is {is_wanted!r:.60}; give true or false")
-        return Example(
-            prompt=_prompt(row, place),
-            answer=text if is_wanted else "",
-            responses=(Judged(text, is_wanted),),
-            place=place,
-        )
-
 
 class RewardTrainer(OfflineTrainer):
     """A scorer of pairs (Bradley-Terry): rows as of ``DPOTrainer``, and ``margin`` if there is one.
@@ -339,9 +330,6 @@ class SFTTrainer(OfflineTrainer):
     @classmethod
     def _columns(cls) -> tuple[str, ...]:
         return ("prompt", "completion")
-
-    def _example(self, row: Row, place: str) -> Example:
-        return Example(prompt=_prompt(row, place), answer=_text(row, "completion", place), place=place)
 
 
 def _check_dataset(dataset: Any, whose: str) -> None:
@@ -368,25 +356,6 @@ def _rows(dataset: Iterable[Any]) -> Iterable[Row]:
         if not isinstance(row, Mapping):
             raise DataError(f"dataset[{index}]: found {type(row).__name__}, expected a row with names of columns")
         yield row
-
-
-def _prompt(row: Row, place: str) -> str:
-    prompt = _text(row, "prompt", place)
-    if prompt == "":
-        raise DataError(f"{place}: prompt is empty; it needs at least one character")
-    return prompt
-
-
-def _text(row: Row, name: str, place: str) -> str:
-    if name not in row:
-        raise DataError(f"{place}: no column {name!r}; found {sorted(row)}; rename yours (dataset.rename_column)")
-    text = row[name]
-    if not isinstance(text, str):
-        raise DataError(
-            f"{place}: {name} is {text!r:.60}, expected text; of messages make it by the tokenizer's "
-            "apply_chat_template"
-        )
-    return text
 
 
 def _in_memory(model: Any) -> Any:

@@ -12,6 +12,7 @@ from hybridflow.config.roles import LoRAConfig
 from hybridflow.dataflow.graph import step
 from hybridflow.errors import ConfigError
 from hybridflow.flows import nodes
+from hybridflow.rewards.functions import Function
 from hybridflow.sections import to_dict
 
 
@@ -108,7 +109,8 @@ class Reward(Part, FlowNode):
     """What scores responses.
 
     Args:
-        function: ``(prompt, response, answer) -> score``, the name of one that is built in, or ``module:function``.
+        function: ``(prompt, response, answer) -> score`` or another signature of docs/rewards.md, the name of one that
+            is built in, or ``module:function``.
         model: A scorer, as ``Actor`` takes a model; one of the two.
         settings: Keys of a recipe's ``reward``; of a model sizes and ``devices``.
 
@@ -116,7 +118,9 @@ class Reward(Part, FlowNode):
         ConfigError: Neither or both are given.
     """
 
-    def __init__(self, function: Callable[..., Any] | str | None = None, *, model: Any = None, **settings: Any) -> None:
+    def __init__(
+        self, function: Callable[..., Any] | Function | str | None = None, *, model: Any = None, **settings: Any
+    ) -> None:
         if (function is None) == (model is None):
             raise ConfigError("Reward: give a function, or model=…; one of the two")
         objects: dict[str, Any] = {}

@@ -29,7 +29,8 @@ from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job, Problems, ReadProblems
 from hybridflow.placement.pretrained import align_ends
-from hybridflow.trainer.open import check_vocabularies, tokenizer_path
+from hybridflow.recipe.inputs import tokenizer_path
+from hybridflow.trainer.open import check_vocabularies
 from hybridflow.trainer.plan import JobPlan
 from hybridflow.trainer.trainer import make_trainer
 

@@ -104,12 +104,16 @@ class DataConfig:
         mixture: Several sources, in place of ``train``.
         spool: Directory that other programs fill during the job, in place of ``train``.
         kafka: Topic that other programs fill during the job, in place of ``train``.
-        held_out: File of problems or preferences for validation. It takes the same forms as ``train``.
+        held_out: File of problems or preferences for validation. It takes the same forms as ``train``. None means no
+            validation.
         file_format: Format of the files. None goes by the name: ``.parquet``, ``.h5`` or ``.hdf5``, else JSONL.
-        prompt_field: Field of the prompt: text, or messages in the form of ``messages_field``.
-        answer_field: Field of the right answer. None is for rows without answers and a reward that needs none.
-        solution_field: Field of the text that the warm start imitates. A row without it gives its answer. A list of
-            texts is a conversation with an environment: text to write, observation, text to write, and so on.
+        prompt_field: Field of the prompt: text, or messages in the form of ``messages_field``. In all names of fields
+            ``outer.inner`` is the field ``inner`` of the object ``outer``.
+        answer_field: Field of the right answer, which may be any JSON value. A row without it has ``completion`` or
+            ``response`` as its answer, or none. None means no row has one.
+        solution_field: Field of the text that SFT and the warm start imitate. A row without it gives its
+            ``completion`` or ``response``, else its answer. A list of texts is a conversation with an environment: text
+            to write, observation, text to write, and so on.
         messages_field: Field of a conversation, for rows without a prompt. It holds a list of messages with ``role``
             and ``content``, or that list as JSON text. A last message of the assistant is the solution. It is also the
             answer if the row has no other.
@@ -117,8 +121,10 @@ class DataConfig:
         rejected_field: Field of the worse response of a preference.
         margin_field: Field of a number: by how much the chosen response is better. A row without it has 0. Only
             ``reward-model`` reads it.
-        completion_field: Field of the response in a row that has one response instead of two, for ``kto``.
-        wanted_field: Field that says whether that response is wanted: true or false.
+        completion_field: Field of the response in a row that has one response instead of two. A row without it may
+            have ``response``.
+        wanted_field: Field that says whether that response is wanted, for ``kto``: true or false. A row without it may
+            have ``label``.
         chat_template: File of the Jinja template that turns messages into text. None means the tokenizer's own.
         prompt_as_message: Whether a text prompt goes through the chat template too, as a user message.
         max_prompt_tokens: Longest prompt, in tokens. Rows with a longer prompt are left out. None leaves out no row,
@@ -135,7 +141,7 @@ class DataConfig:
     mixture: tuple[DataSourceConfig, ...] = ()
     spool: SpoolConfig | None = None
     kafka: KafkaConfig | None = None
-    held_out: str
+    held_out: str | None = None
     file_format: FileFormat | None = None
     prompt_field: str = "prompt"
     answer_field: str | None = "answer"

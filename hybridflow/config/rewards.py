@@ -92,7 +92,8 @@ class RewardConfig:
         function: ``exact_match`` compares the response with the answer. ``length`` counts characters. ``regex`` uses
             ``pattern``. ``maths`` tells whether response and answer are the same expression. ``code`` tells whether the
             response is a program that passes the answer's tests. ``package.module:function`` takes ``(prompt, response,
-            answer)``, all text, and returns a finite number. With ``rollout.environment`` the response is that of the
+            answer)``, or lists as in ``(completions, **kwargs)``, with fields of the row by their names, and returns
+            finite numbers. With ``rollout.environment`` the response is that of the
             last turn. In ``reward`` without a model, service or judge, None means the sum of the environment's rewards,
             or ``exact_match`` without an environment.
         pattern: For ``regex``. With a group, the first group of the last match in the response must be the answer.
@@ -114,7 +115,7 @@ class RewardConfig:
         on_failure: What happens to a sample whose calls all failed. ``error`` ends the run. ``score`` gives it
             ``failure_score``. ``drop`` leaves it out of learning.
         failure_score: Score of a failed sample with ``on_failure: score``.
-        cache: Scores that each rank keeps, by prompt, response and answer. 0 keeps no scores.
+        cache: Scores that each rank keeps, by prompt, response and row. 0 keeps no scores.
         max_in_flight: Calls that a rank has under way together. None means 64. For a function without ``timeout_s``
             None means 1. For ``maths`` and ``code`` None means the rank's share of the node's cores.
     """

@@ -76,7 +76,8 @@ class RolloutConfig:
         group_size: Responses to each prompt. A recipe that leaves its sizes to hybridflow has 8 where the algorithm
             compares them.
         max_new_tokens: Longest response in tokens. The end-of-sequence token counts. With an ``environment``, responses
-            and observations count: all that follows the prompt.
+            and observations count: all that follows the prompt. ``sft`` samples for validation alone, and needs no
+            key: half of ``model.max_context``, at most 256.
         temperature: Divisor of the logits, in rollout and in training.
         top_k: Sample among this many of the likeliest tokens. 0 means all tokens.
         top_p: Sample among the likeliest tokens that together reach this probability.

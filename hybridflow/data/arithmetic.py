@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hybridflow.config.data import ArithmeticConfig
@@ -82,26 +82,44 @@ def wrong_carry(left: int, right: int) -> int:
 
 
 def ensure_files(
-    spec: ArithmeticConfig, *, train: str | Path, held_out: str | Path, has_preferences: bool = False
+    spec: ArithmeticConfig, *, train: str | Path, held_out: str | Path | None, has_preferences: bool = False
 ) -> None:
-    """Write the two JSONL files where they are absent; one process calls this for all.
+    """Write the two JSONL files where they are absent, or the first alone; one process calls this for all.
 
     Raises:
         DataError: A file is there and holds something else; or as ``make_problems``.
         WriteError: The file system refuses.
     """
-    problems = make_problems(spec, has_preferences=has_preferences)
-    for path, rows in zip((Path(train), Path(held_out)), problems, strict=True):
-        text = to_jsonl(rows)
+    for path, content in _absent(spec, train, held_out, has_preferences=has_preferences):
         with writing(path, "make room there, or choose another place"):
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                replace_file(path, text.encode())
-            elif path.read_bytes() != text.encode():
-                raise DataError(
-                    f"{path}: is there already, and is not what data.arithmetic describes; "
-                    "remove the file to have it made anew, or set data.arithmetic=null to use it as it is"
-                )
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, content)
+
+
+def check_files(
+    spec: ArithmeticConfig, *, train: str | Path, held_out: str | Path | None, has_preferences: bool = False
+) -> None:
+    """Refuse what ``ensure_files`` refuses, and write nothing. Raises DataError."""
+    for _ in _absent(spec, train, held_out, has_preferences=has_preferences):
+        pass
+
+
+def _absent(
+    spec: ArithmeticConfig, train: str | Path, held_out: str | Path | None, *, has_preferences: bool
+) -> Iterator[tuple[Path, bytes]]:
+    """Yield path and content of each file that is absent. Raises DataError: one is there and holds something else."""
+    problems = make_problems(spec, has_preferences=has_preferences)
+    for name, rows in zip((train, held_out), problems, strict=True):
+        if name is None:
+            continue
+        path, content = Path(name), to_jsonl(rows).encode()
+        if not path.exists():
+            yield path, content
+        elif path.read_bytes() != content:
+            raise DataError(
+                f"{path}: is there already, and is not what data.arithmetic describes; "
+                "remove the file to have it made anew, or set data.arithmetic=null to use it as it is"
+            )
 
 
 def to_jsonl(rows: Sequence[Row]) -> str:

@@ -15,12 +15,16 @@ from hybridflow.data.prompts import (
     check_length,
     prompt_of,
     prompt_tokens,
+    response_field,
     solution_of,
     text_of,
+    value_of,
 )
 from hybridflow.data.rows import Row
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
+
+_LABEL = "label"
 
 
 class Response(NamedTuple):
@@ -108,15 +112,17 @@ def check_imitable(example: Example, data: DataConfig) -> None:
     """
     if example.solution is None and not example.answer and not any(each.is_wanted for each in example.responses):
         found = "the response is not wanted" if example.responses else "the answer is empty"
+        others = "" if example.responses else f", {data.completion_field!r}"
         raise DataError(
-            f"{example.place}: warm_start has nothing to imitate: {found}, and there is no field "
-            f"{data.solution_field!r}; add it, or remove warm_start"
+            f"{example.place}: there is nothing to imitate: {found}, and there is no field {data.solution_field!r}"
+            f"{others}; found {sorted(example.row)}; add it, set data.solution_field to its name here, or remove "
+            "warm_start if there is one"
         )
 
 
 def margin_of(row: Row, name: str, place: str) -> float:
     """Return by how much a row's better response is better, 0 by default. Raises DataError: it is no number."""
-    found = row.get(name, 0.0)
+    found = value_of(row, name, 0.0)
     if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
         raise DataError(f"{place}: field {name!r}: expected a finite number, found {found!r:.60}; mend or remove it")
     return float(found)
@@ -124,22 +130,18 @@ def margin_of(row: Row, name: str, place: str) -> float:
 
 def _preference(row: Row, place: str, data: DataConfig, *, is_paired: bool) -> Example:
     prompt, solution = prompt_of(row, place, data), solution_of(row, place, data)
-    if not is_paired and data.completion_field in row:
-        strangers = [name for name in (data.chosen_field, data.rejected_field) if name in row]
+    completion = response_field(row, data) if value_of(row, data.chosen_field) is None else data.completion_field
+    if not is_paired and value_of(row, completion) is not None:
+        strangers = [name for name in (data.chosen_field, data.rejected_field) if value_of(row, name) is not None]
         if strangers:
             raise DataError(
-                f"{place}: has field {data.completion_field!r} and {strangers[0]!r}; a row is one response or a pair, "
-                "remove one of the two"
+                f"{place}: has field {completion!r} and {strangers[0]!r}; a row is one response or a pair, remove one "
+                "of the two"
             )
-        text, is_wanted = text_of(row, data.completion_field, place), row.get(data.wanted_field)
-        if not isinstance(is_wanted, bool):
-            raise DataError(
-                f"{place}: field {data.wanted_field!r}: expected true or false, found {is_wanted!r:.60}; set it to one "
-                "of them"
-            )
+        text, is_wanted = text_of(row, completion, place), _is_wanted(row, place, data)
         answer, margin = text if is_wanted else "", 0.0
         responses: tuple[Judged, ...] = (Judged(text, is_wanted),)
-    elif not is_paired and data.chosen_field not in row:
+    elif not is_paired and value_of(row, data.chosen_field) is None:
         raise DataError(
             f"{place}: neither field {data.completion_field!r} nor {data.chosen_field!r}; found {sorted(row)}; add "
             "one, or set data.*_field to its name here"
@@ -161,3 +163,13 @@ def _preference(row: Row, place: str, data: DataConfig, *, is_paired: bool) -> E
         place=place,
         row=row,
     )
+
+
+def _is_wanted(row: Row, place: str, data: DataConfig) -> bool:
+    """Return whether a row's only response is wanted; ``label`` says so too."""
+    is_other = value_of(row, data.wanted_field) is None and value_of(row, _LABEL) is not None
+    name = _LABEL if is_other else data.wanted_field
+    found = value_of(row, name)
+    if not isinstance(found, bool):
+        raise DataError(f"{place}: field {name!r}: expected true or false, found {found!r:.60}; set it to one of them")
+    return found

@@ -232,7 +232,7 @@ def _plan(source: DataSourceConfig | Given, shape: Shape, folder: Path, most: in
 def _key(told: list[Any], shape: Shape) -> str:
     """Return a key of all that decides what the store holds."""
     # None of these changes a row.
-    data = replace(shape.data, train=None, mixture=(), spool=None, kafka=None, held_out="", arithmetic=None)
+    data = replace(shape.data, train=None, mixture=(), spool=None, kafka=None, held_out=None, arithmetic=None)
     data = replace(data, num_workers=1, cache_dir=None)
     whole = [FORMAT, told, to_dict(replace(shape, data=data, tokenizer=None))]
     if shape.tokenizer is not None:

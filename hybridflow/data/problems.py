@@ -9,14 +9,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from hybridflow.config.data import DataConfig, DataSourceConfig
 from hybridflow.config.recipe import Recipe
+from hybridflow.config.rewards import RewardConfig
 from hybridflow.data.chat import chat_template
 from hybridflow.data.live import Taken
 from hybridflow.data.mixture import source_of, whole_weights
@@ -187,11 +190,42 @@ def shape_of(recipe: Recipe, tokenizer: Tokenizer | None) -> Shape:
         data=recipe.data,
         kind=("pairs" if preset.is_paired else "preferences") if preset.has_preferences else "problems",
         is_imitating=recipe.warm_start is not None or recipe.algorithm == "sft",
+        needs_answer=False,
         template=template_of(recipe.data, tokenizer),
         tokenizer=None if tokenizer is None else str(tokenizer.path),
-        max_new_tokens=recipe.rollout.max_new_tokens,
+        # Of what is only imitated nothing is sampled.
+        max_new_tokens=1 if recipe.algorithm == "sft" else recipe.rollout.max_new_tokens,
         max_context=recipe.model.max_context,
     )
+
+
+def training_shape(recipe: Recipe, tokenizer: Tokenizer | None) -> Shape:
+    """Return ``shape_of`` where the recipe's own reward scores: it may compare with a problem's answer."""
+    learns_from_scores = "loss" in recipe.traits.reads
+    return replace(shape_of(recipe, tokenizer), needs_answer=learns_from_scores and _compares_answers(recipe))
+
+
+def held_out_shape(shape: Shape, recipe: Recipe) -> Shape:
+    """Return the shape of held-out rows: nothing of them is imitated, and their prompts are sampled from."""
+    return replace(
+        shape,
+        is_imitating=False,
+        needs_answer=_compares_answers(recipe),
+        max_new_tokens=recipe.rollout.max_new_tokens,
+    )
+
+
+def _compares_answers(recipe: Recipe) -> bool:
+    """Return whether what scores compares a response with the answer, so that a problem without one is of no use."""
+    sections = [recipe.reward] if recipe.cost is None else [recipe.reward, recipe.cost]
+    return any(_compares(section, recipe) for section in sections)
+
+
+def _compares(reward: RewardConfig, recipe: Recipe) -> bool:
+    if reward.kind is None:
+        return recipe.rollout.environment is None and not recipe.traits.has_preferences
+    has_group = reward.pattern is not None and re.compile(reward.pattern).groups > 0
+    return reward.function in ("exact_match", "maths", "code") or has_group
 
 
 def template_of(data: DataConfig, tokenizer: Tokenizer | None) -> str | None:

@@ -15,6 +15,12 @@ from hybridflow.data.rows import Row
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 
+RESPONSE = "response"
+"""The field of a row's only response where none is named."""
+
+_ANSWER = "answer"
+_MISSING = object()
+
 
 class Judged(NamedTuple):
     """A response with a verdict.
@@ -34,7 +40,8 @@ class Example:
 
     Attributes:
         prompt: What the model is given.
-        answer: The right answer, for the reward; of preferences the response that is wanted.
+        answer: The right answer, for the reward, as JSON has it; empty text where there is none. Of preferences the
+            response that is wanted.
         solution: Text to imitate in the warm start, if the row has one; of a conversation several: what to write, what
             is then observed, what to write, …
         responses: The responses of a preference, the better one first; else one.
@@ -45,7 +52,7 @@ class Example:
     """
 
     prompt: str
-    answer: str
+    answer: Any
     solution: str | tuple[str, ...] | None = None
     responses: tuple[Judged, ...] = ()
     margin: float = 0.0
@@ -63,7 +70,7 @@ class Example:
         """Return the texts to imitate: texts to write at even places, and observations between them."""
         if isinstance(self.solution, tuple):
             return self.solution
-        return (self.answer if self.solution is None else self.solution,)
+        return (as_text(self.answer) if self.solution is None else self.solution,)
 
 
 class Solution(NamedTuple):
@@ -110,24 +117,62 @@ class PromptSource:
         return self.examples[self.row(prompt_index)]
 
 
-def example_of(row: Row, place: str, data: DataConfig) -> Example:
+def example_of(row: Row, place: str, data: DataConfig, *, needs_answer: bool = False) -> Example:
     """Return the problem of a row.
 
     Args:
         row: As JSON has it.
         place: File and line, for messages.
         data: Names the fields.
+        needs_answer: The reward compares with the answer, so that a row without one is of no use.
 
     Raises:
-        DataError: It lacks a field, or has something else there than text.
+        DataError: It lacks a field, or has something else there than it should.
     """
+    solution = solution_of(row, place, data)
+    if solution is None:
+        solution = _completion_of(row, place, data)
     return Example(
         prompt=prompt_of(row, place, data),
-        answer="" if data.answer_field is None else text_of(row, data.answer_field, place),
-        solution=solution_of(row, place, data),
+        answer=_answer_of(row, place, data, solution, is_needed=needs_answer),
+        solution=solution,
         place=place,
         row=row,
     )
+
+
+def _completion_of(row: Row, place: str, data: DataConfig) -> str | None:
+    """Return the text that a row has under another of the usual names of a solution."""
+    name = response_field(row, data)
+    return text_of(row, name, place) if isinstance(value_of(row, name), str) else None
+
+
+def response_field(row: Row, data: DataConfig) -> str:
+    """Return the field of a row's only response: the named one, or ``response`` where that is missing."""
+    is_other = value_of(row, data.completion_field) is None and value_of(row, RESPONSE) is not None
+    return RESPONSE if is_other else data.completion_field
+
+
+def _answer_of(
+    row: Row, place: str, data: DataConfig, solution: str | tuple[str, ...] | None, *, is_needed: bool
+) -> Any:
+    """Return a row's answer; else its only response; empty text where it has neither."""
+    name = data.answer_field
+    if name is None:
+        return ""
+    answer = value_of(row, name)
+    if answer is None:
+        if isinstance(solution, str) and value_of(row, data.solution_field) is None:
+            return solution
+        if is_needed or name != _ANSWER:
+            why = ", and the reward compares with it" if is_needed else ""
+            raise DataError(
+                f"{place}: no field {name!r}; found {sorted(row)}{why}; add it, set data.answer_field to its name "
+                "here, or choose a reward that needs none (reward.function=module:function)"
+            )
+        return ""
+    check_unicode(as_text(answer), name, place)
+    return answer
 
 
 def encode_prompt(example: Example, tokenizer: Tokenizer, *, max_new_tokens: int, max_context: int) -> tuple[int, ...]:
@@ -207,9 +252,9 @@ def prompt_of(row: Row, place: str, data: DataConfig) -> str:
 def solution_of(row: Row, place: str, data: DataConfig) -> str | tuple[str, ...] | None:
     """Return a row's text or texts to imitate; None: it has none. Raises DataError: it is something else."""
     name = data.solution_field
-    if name not in row:
+    texts = value_of(row, name, _MISSING)
+    if texts is _MISSING:
         return None
-    texts = row[name]
     if not isinstance(texts, list):
         return text_of(row, name, place)
     if len(texts) % 2 == 0:
@@ -220,19 +265,41 @@ def solution_of(row: Row, place: str, data: DataConfig) -> str | tuple[str, ...]
     return tuple(text_of({f"{name}[{index}]": text}, f"{name}[{index}]", place) for index, text in enumerate(texts))
 
 
+def value_of(row: Row, name: str, default: Any = None) -> Any:
+    """Return a row's field; ``outer.inner`` names a field of a field, unless the row has that very name."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return default
+        value = value[part]
+    return value
+
+
+def as_text(value: Any) -> str:
+    """Return text as it is, other JSON as it is written."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 def text_of(row: Row, name: str, place: str) -> str:
     """Return a row's field of text. Raises DataError: it is missing, or no text."""
-    if name not in row:
+    value = value_of(row, name, _MISSING)
+    if value is _MISSING:
         raise DataError(
             f"{place}: no field {name!r}; found {sorted(row)}; add it, or set data.*_field to its name here"
         )
-    value = row[name]
     if not isinstance(value, str):
         raise DataError(f"{place}: field {name!r}: expected text, found {value!r:.60}; put it in quotes")
+    check_unicode(value, name, place)
+    return value
+
+
+def check_unicode(text: str, name: str, place: str) -> None:
+    """Refuse text that UTF-8 cannot write. Raises DataError."""
     try:
-        value.encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
             f"{place}: field {name!r}: half of a surrogate pair at character {error.start}; mend it"
         ) from error
-    return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +11,16 @@ from hybridflow.config.data import DataConfig, DataSourceConfig
 from hybridflow.data.chat import Chat, read_messages, special_tokens
 from hybridflow.data.files import find_files
 from hybridflow.data.preferences import check_imitable, encode_responses, preferences_of
-from hybridflow.data.prompts import Example, encode_prompt, encode_solution, example_of, prompt_tokens, text_of
+from hybridflow.data.prompts import (
+    RESPONSE,
+    Example,
+    encode_prompt,
+    encode_solution,
+    example_of,
+    prompt_tokens,
+    text_of,
+    value_of,
+)
 from hybridflow.data.readers import cut, format_of, place_of, read
 from hybridflow.data.rows import HERE, Row
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
@@ -28,6 +37,7 @@ class Shape:
         data: Names the fields, and says what becomes of bad rows and long ones.
         kind: Rows of any fields; or problems; or preferences, of pairs alone or of single responses too.
         is_imitating: Whether solutions are imitated.
+        needs_answer: Whether a problem needs its answer, since the reward compares with it.
         template: Text of the chat template; None: there is none.
         tokenizer: File of the tokenizer; None: nothing is counted in tokens.
         max_new_tokens: Longest response.
@@ -37,6 +47,7 @@ class Shape:
     data: DataConfig
     kind: Kind
     is_imitating: bool = False
+    needs_answer: bool = True
     template: str | None = None
     tokenizer: str | None = None
     max_new_tokens: int = 0
@@ -64,13 +75,13 @@ def examples_of(row: Row, place: str, begins: bool, shape: Shape) -> tuple[Examp
         DataError: It lacks a field, or has something else there than it should.
     """
     if shape.kind in ("rows", "problems"):
-        found: tuple[Example, ...] = (example_of(row, place, shape.data),)
+        found: tuple[Example, ...] = (example_of(row, place, shape.data, needs_answer=shape.needs_answer),)
     else:
         found = preferences_of(row, place, shape.data, is_paired=shape.kind == "pairs")
     return tuple(replace(each, begins=True) for each in found) if begins else found
 
 
-def read_examples(source: DataSourceConfig, shape: Shape) -> Iterator[Example]:
+def read_examples(source: DataSourceConfig, shape: Shape) -> Generator[Example, None, None]:
     """Read the examples of files, one at a time, without a store; ``shape`` says how, also for bad rows.
 
     Raises:
@@ -116,15 +127,18 @@ def shaped_row(row: Row | DataError | None, shaper: Shaper) -> Shaped | None:
 class Shaper:
     """Shapes one row after the other.
 
-    Args:
+    Attributes:
         shape: What rows have to be.
+
+    Args:
+        shape: As the attribute.
 
     Raises:
         DataError: The tokenizer cannot be read.
     """
 
     def __init__(self, shape: Shape) -> None:
-        self._shape = shape
+        self.shape = shape
         self._tokenizer: Tokenizer | None = None if shape.tokenizer is None else open_tokenizer(shape.tokenizer)
         special = {} if self._tokenizer is None else special_tokens(self._tokenizer)
         self._chat = None if shape.template is None else Chat(shape.template, special)
@@ -140,13 +154,12 @@ class Shaper:
         Raises:
             DataError: It cannot be used; the message begins with ``place``.
         """
-        shape = self._shape
+        shape = self.shape
         row, begins = self._rendered(row, place)
         if shape.kind == "rows":
-            # A program may have rows of any fields. Those that the section names are text.
-            for name in (shape.data.prompt_field, shape.data.answer_field):
-                if name is not None and name in row:
-                    text_of(row, name, place)
+            # A program may have rows of any fields. The prompt is text.
+            if value_of(row, shape.data.prompt_field) is not None:
+                text_of(row, shape.data.prompt_field, place)
             if shape.data.max_prompt_tokens is not None:
                 prompt = text_of(row, shape.data.prompt_field, place)
                 if not self._is_short(Example(prompt=prompt, answer="", begins=begins, place=place)):
@@ -159,12 +172,12 @@ class Shaper:
         return Shaped(row, begins, tuple(example.content for example in examples))
 
     def _is_short(self, example: Example) -> bool:
-        most = self._shape.data.max_prompt_tokens
+        most = self.shape.data.max_prompt_tokens
         return most is None or self._tokenizer is None or len(prompt_tokens(example, self._tokenizer)) <= most
 
     def _check(self, examples: tuple[Example, ...]) -> None:
-        shape, tokenizer = self._shape, self._tokenizer
-        if shape.is_imitating and (shape.kind != "problems" or shape.data.answer_field is None):
+        shape, tokenizer = self.shape, self._tokenizer
+        if shape.is_imitating:
             for example in examples:
                 check_imitable(example, shape.data)
         if tokenizer is None or shape.max_context is None:
@@ -178,8 +191,10 @@ class Shaper:
 
     def _rendered(self, row: Row, place: str) -> tuple[Row, bool]:
         """Return the row with its conversation as text, and whether it has one."""
-        data = self._shape.data
-        found = _conversation(row, place, data)
+        data = self.shape.data
+        said = _messages_said(row, data)
+        leading = [name for name in _responses_read(self.shape) if name in said]
+        found = _conversation(row, place, data, {name: said[name] for name in leading})
         if found is None:
             return row, False
         messages = read_messages(*found)
@@ -189,7 +204,7 @@ class Shaper:
             if not messages:
                 raise DataError(f"{found[1]}: the assistant's message is the only one; put what it answers before it")
             given[data.solution_field] = last["content"]
-            if data.answer_field is not None:
+            if data.answer_field is not None and value_of(row, data.answer_field) is None:
                 given[data.answer_field] = last["content"]
         if self._chat is None:
             raise DataError(
@@ -200,24 +215,57 @@ class Shaper:
             text = self._chat.render(messages)
         except DataError as error:
             raise DataError(f"{place}: {error}") from error
-        answers = {
-            name: _last_said(row[name], f"{place}: field {name!r}")
-            for name in (data.chosen_field, data.rejected_field, data.completion_field)
-            if isinstance(row.get(name), list)
-        }
+        answers = {name: _last_said(value, f"{place}: field {name!r}") for name, value in said.items()}
         return {**given, **row, data.prompt_field: text, **answers}, True
 
 
-def _conversation(row: Row, place: str, data: DataConfig) -> tuple[Any, str] | None:
-    """Return a row's messages, with the errors' name for them; None: its prompt is text, or missing."""
-    prompt = row.get(data.prompt_field)
-    if isinstance(prompt, str):
-        return ([{"role": "user", "content": prompt}], f"{place}: prompt") if data.prompt_as_message else None
+def _responses_read(shape: Shape) -> tuple[str, ...]:
+    """Return the fields of responses that rows of this kind are read for."""
+    data = shape.data
+    if shape.kind == "rows" or (shape.kind == "problems" and not shape.is_imitating):
+        return ()
+    single = (data.completion_field, RESPONSE)
+    return single if shape.kind == "problems" else (data.chosen_field, data.rejected_field, *single)
+
+
+def _messages_said(row: Row, data: DataConfig) -> dict[str, Any]:
+    """Return the fields of a row's responses that hold messages."""
+    names = (data.chosen_field, data.rejected_field, data.completion_field, RESPONSE)
+    found = {name: value_of(row, name) for name in names}
+    return {name: value for name, value in found.items() if _are_messages(value)}
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) and "role" in each for each in value)
+
+
+def _conversation(row: Row, place: str, data: DataConfig, said: Mapping[str, Any]) -> tuple[Any, str] | None:
+    """Return a row's messages, with the errors' name for them; None: its prompt is text, or missing.
+
+    Responses of messages may begin with the prompt's, as TRL writes them.
+    """
+    prompt = value_of(row, data.prompt_field)
     if isinstance(prompt, list):
         return prompt, f"{place}: field {data.prompt_field!r}"
-    if prompt is not None or data.messages_field not in row:
-        return None
-    messages, where = row[data.messages_field], f"{place}: field {data.messages_field!r}"
+    begun = {name: value[:-1] for name, value in said.items() if len(value) > 1}
+    if prompt is None and data.messages_field in row:
+        return _listed(row[data.messages_field], f"{place}: field {data.messages_field!r}")
+    if begun:
+        (name, messages), *others = begun.items()
+        for other, differing in others:
+            if differing != messages:
+                raise DataError(
+                    f"{place}: fields {name!r} and {other!r} begin with different messages; give responses to one "
+                    "prompt"
+                )
+        return messages, f"{place}: field {name!r}"
+    if isinstance(prompt, str) and (data.prompt_as_message or said):
+        return [{"role": "user", "content": prompt}], f"{place}: prompt"
+    return None
+
+
+def _listed(messages: Any, where: str) -> tuple[Any, str]:
+    """Return messages, which may be a list as JSON text, with the errors' name for them."""
     if isinstance(messages, str):
         try:
             messages = json.loads(messages)

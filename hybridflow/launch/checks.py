@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from hybridflow.config.recipe import Recipe
-from hybridflow.errors import ConfigError, LayoutError
+from hybridflow.errors import ConfigError, HybridflowError, LayoutError
 from hybridflow.launch.batch import BatchJob, shipped_body
 from hybridflow.launch.site import Site, absolute, check_line, load_site, seconds_of, texts
 from hybridflow.mapping.memory import RankMemory, job_memory
+from hybridflow.recipe.dry_run import try_inputs
+from hybridflow.recipe.inputs import check_inputs
 from hybridflow.recipe.load import load_recipe, recipe_for_ranks
 from hybridflow.recipe.meshes import role_meshes
 from hybridflow.reshard.report import format_bytes
@@ -102,6 +105,68 @@ def _filling_nodes(recipe: Recipe, site: Site, arguments: argparse.Namespace) ->
     # From here on the number is fixed.
     settled = {key: value for key, value in filled.defaults.items() if key != "cluster.ranks"}
     return replace(filled, cluster=replace(filled.cluster, ranks_per_node=per_node), defaults=settled)
+
+
+def try_job(recipe: Recipe, folder: Path, site: Site) -> list[str]:
+    """Try what a job needs beside its nodes, on this machine: container image, files, first rows, rewards.
+
+    Args:
+        recipe: The recipe.
+        folder: Directory of its file.
+        site: The cluster.
+
+    Returns:
+        Warnings of what is not here and may be in the job: in its container, or after its modules and setup.
+
+    Raises:
+        HybridflowError: The job would fail; says why.
+    """
+    check_image(site)
+    try:
+        check_inputs(recipe, folder)
+        try_inputs(recipe, is_node=False)
+    except HybridflowError as error:
+        if not _may_be_there(error, site):
+            raise
+        return [f"not checked, since the job's environment is another one: {error}"]
+    return []
+
+
+def missing_files(recipe: Recipe, folder: Path, site: Site) -> list[str]:
+    """Return warnings of files that this machine does not have; the job's nodes may."""
+    checks: tuple[Callable[[], None], ...] = (partial(check_image, site), partial(check_inputs, recipe, folder))
+    found = []
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            found.append(f"{error}; the job fails unless its nodes have it")
+    return found
+
+
+def check_image(site: Site) -> None:
+    """Refuse a container image that is a file and not there. Raises ConfigError."""
+    image, kind = site.container.image, site.container.kind
+    if image is None or "://" in image:
+        return
+    # Other names are those of a registry for pyxis.
+    is_file = kind == "apptainer" or image.startswith(("/", ".", "~")) or image.endswith(".sqsh")
+    if is_file and not Path(image).exists():
+        where = "" if Path(image).is_absolute() else f" in {Path.cwd()}"
+        raise ConfigError(
+            f"container.image={image!r} in the site settings: no such file{where}; name the image that you have built, "
+            "or remove the container"
+        )
+
+
+def _may_be_there(error: HybridflowError, site: Site) -> bool:
+    """Return whether what is missing here may be in the job."""
+    renamed = any(":" in mount and len(set(mount.split(":")[:2])) == 2 for mount in site.container.mounts)
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ImportError):
+        cause = cause.__cause__
+    has_own_packages = site.container.kind != "none" or bool(site.modules) or bool(site.setup)
+    return (cause is not None and has_own_packages) or (cause is None and renamed)
 
 
 def ranks_per_node(recipe: Recipe, site: Site) -> int:

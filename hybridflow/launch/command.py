@@ -16,7 +16,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError
 from hybridflow.exit_status import DONE
 from hybridflow.launch.batch import BatchJob, render_batch
-from hybridflow.launch.checks import check_job, site_of
+from hybridflow.launch.checks import check_job, missing_files, site_of, try_job
 from hybridflow.launch.local import local_environment, run_local
 from hybridflow.launch.site import SITE_FILE, absolute
 from hybridflow.launch.snapshot import next_folder, write_snapshot
@@ -24,7 +24,9 @@ from hybridflow.launch.submit import follow, submit
 from hybridflow.observe.console import complain
 from hybridflow.observe.files import replace_file
 from hybridflow.observe.rank_log import LOG_KINDS, LOG_VARIABLE, say_event
-from hybridflow.recipe.load import load_recipe
+from hybridflow.recipe.dry_run import try_inputs
+from hybridflow.recipe.inputs import check_inputs
+from hybridflow.recipe.load import find_recipe, load_recipe
 from hybridflow.trainer.banner import first_line
 from hybridflow.trainer.plan import plan_job
 
@@ -65,7 +67,12 @@ def add_launch(commands: Any) -> None:
         "--print",
         dest="prints",
         action="store_true",
-        help="check everything and print the batch file; submit and write nothing",
+        help="check recipe, nodes and memory, and print the batch file; submit and write nothing",
+    )
+    slurm.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="as --print, and open the data files, call the reward on the first row, and look for the container image",
     )
     slurm.add_argument("--parsable", action="store_true", help="print only the job id")
     slurm.add_argument(
@@ -82,6 +89,11 @@ def add_launch(commands: Any) -> None:
         parser.add_argument("--resume", action="store_true", help="resume from the run's latest checkpoint, if any")
         add_log(parser)
         parser.add_argument("--print", dest="prints", action="store_true", help="print the commands and start nothing")
+        parser.add_argument(
+            "--dry-run",
+            action="store_true",
+            help="as --print, and open the data files and call the reward on the first row",
+        )
         if kind == "mpi":
             parser.add_argument(
                 "--hostfile", type=Path, metavar="FILE", help="list of hosts in the format of this mpirun"
@@ -140,7 +152,13 @@ def _slurm(arguments: argparse.Namespace) -> int:
     folder = next_folder(job.run_dir)
     job = as_kept(job, folder, with_code=not arguments.installed)
     text = render_batch(job)
-    if arguments.prints:
+    beside = find_recipe(arguments.recipe).parent
+    if arguments.dry_run:
+        _see_modules()
+        _warn(try_job(recipe, beside, site))
+    else:
+        _warn(missing_files(recipe, beside, site))
+    if arguments.prints or arguments.dry_run:
         print(text, end="")
         return DONE
     write_snapshot(
@@ -178,6 +196,17 @@ def _train_words(arguments: argparse.Namespace) -> list[str]:
     return ["train", arguments.recipe, *arguments.overrides, *(["--resume"] if arguments.resume else []), *log]
 
 
+def try_here(recipe: Recipe) -> list[str]:
+    """Try the inputs of a recipe whose ranks are processes of this machine; see ``try_inputs``."""
+    _see_modules()
+    return try_inputs(recipe)
+
+
+def _see_modules() -> None:
+    """Look for modules of the user in the working directory, as ranks do."""
+    sys.path.insert(0, os.getcwd())
+
+
 def train_here(recipe: Recipe, arguments: argparse.Namespace) -> int:
     """Train a recipe on ranks that are processes of this machine. Returns their exit status.
 
@@ -195,8 +224,12 @@ def train_here(recipe: Recipe, arguments: argparse.Namespace) -> int:
 def _local(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if not arguments.prints:
+        check_inputs(recipe, find_recipe(arguments.recipe).parent)
+    if not arguments.prints and not arguments.dry_run:
         return train_here(recipe, arguments)
     plan_job(recipe)
+    if arguments.dry_run:
+        try_here(recipe)
     ranks, threads = recipe.cluster.ranks, recipe.cluster.threads_per_rank
     for rank in range(ranks):
         # A free port is found when they start.
@@ -209,8 +242,12 @@ def _local(arguments: argparse.Namespace) -> int:
 def _mpi(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     plan_job(recipe)
+    if not arguments.prints:
+        check_inputs(recipe, find_recipe(arguments.recipe).parent)
     command = mpi_command(_train_words(arguments), recipe.cluster.ranks, arguments.hostfile)
-    if arguments.prints:
+    if arguments.dry_run:
+        try_here(recipe)
+    if arguments.prints or arguments.dry_run:
         print(shlex.join(command))
         return DONE
     if shutil.which("mpirun") is None:

@@ -244,8 +244,16 @@ def _check_schedules(recipe: Recipe) -> None:
             )
 
 
+_VALIDATION_KEYS = ("validate_every", "num_validation", "validation_samples", "pass_k", "keep_best", "patience")
+
+
 def _check_validation(recipe: Recipe) -> None:
     trainer = recipe.trainer
+    for name in changed_keys(trainer, _VALIDATION_KEYS) if recipe.data.held_out is None else ():
+        raise ConfigError(
+            f"trainer.{name}={str(getattr(trainer, name)).lower()}: data.held_out is missing, so there is no "
+            "validation; name a file of held-out rows there, or remove the key"
+        )
     if trainer.validation_samples > 0 and not recipe.traits.generates:
         raise ConfigError(
             f"trainer.validation_samples={trainer.validation_samples}: algorithm={recipe.algorithm} generates no "
@@ -289,7 +297,7 @@ def _check_offline(recipe: Recipe) -> None:
         raise ConfigError(f"warm_start: algorithm={name} trains a scorer, which writes no text; remove the section")
 
 
-_PREFERENCE_FIELDS = ("chosen_field", "rejected_field", "margin_field", "completion_field", "wanted_field")
+_PREFERENCE_FIELDS = ("chosen_field", "rejected_field", "margin_field", "wanted_field")
 
 
 def _check_mini_batches_of_preferences(recipe: Recipe) -> None:

@@ -17,10 +17,12 @@ from hybridflow.families.model_info import ModelInfo
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.recipe.checks import MODELS, check_recipe, check_settings
 from hybridflow.recipe.defaults import brings_its_own, check_needed, fill_in, in_full, num_gpus
+from hybridflow.recipe.inputs import places, with_paths_beside
 from hybridflow.recipe.nested import inner
 from hybridflow.recipe.other_names import refuse_other_names
 from hybridflow.sections import put_over, read_section, read_yaml, shorten, to_dict
 from hybridflow.shipped import shipped
+
 
 _MOST_FALLBACKS = 64
 """Each is checked as a recipe of its own."""
@@ -63,7 +65,8 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = (), *, num_ranks: i
         return recipe_from_dict(
             {"algorithm": str(name)}, source=f"recipe {name}", overrides=overrides, num_ranks=num_ranks
         )
-    return recipe_from_dict(read_yaml(path), source=str(path), overrides=overrides, num_ranks=num_ranks)
+    values = read_yaml(path)
+    return recipe_from_dict(values, source=str(path), overrides=overrides, num_ranks=num_ranks, folder=path.parent)
 
 
 def recipe_for_ranks(
@@ -136,6 +139,7 @@ def recipe_from_dict(
     overrides: Sequence[str] = (),
     in_memory: Mapping[str, ModelInfo] | None = None,
     num_ranks: int = 1,
+    folder: Path | None = None,
 ) -> Recipe:
     """Build and check a recipe from nested mappings, as YAML or JSON give them; the inverse of ``to_dict``.
 
@@ -146,6 +150,7 @@ def recipe_from_dict(
         in_memory: Section, such as ``model`` or ``critic.model`` -> what a model says of itself that a program has in
             memory; see ``checkpoint.formats.in_memory.in_memory_info``. It counts as the section's directory.
         num_ranks: Ranks of a recipe that leaves their number open.
+        folder: Directory of the recipe, in which files are looked for that are not in the working directory.
 
     Raises:
         ConfigError: As for ``load_recipe``.
@@ -158,8 +163,10 @@ def recipe_from_dict(
         values, origins = put_over(*in_full(values, overrides))
         check_needed(values, source, has_model="model" in in_memory)
         values = _with_defaults(values)
+    if folder is not None:
+        values = with_paths_beside(values, folder)
     try:
-        found = _settings_of_paths(values, in_memory)
+        found = _settings_of_paths(values, in_memory, folder)
     except HybridflowError as error:
         raise type(error)(f"{source}: {error}") from None
     has_context = inner(values, "model.max_context") is not None
@@ -186,7 +193,7 @@ def recipe_from_dict(
             # One that does not fit is found out now, and not when a node has died.
             alone = {key: value for key, value in values.items() if key != "fallbacks"}
             try:
-                recipe_from_dict(alone, overrides=_overrides_of(fallback), in_memory=in_memory)
+                recipe_from_dict(alone, overrides=_overrides_of(fallback), in_memory=in_memory, folder=folder)
             except (ConfigError, LayoutError) as error:
                 raise type(error)(f"{source}: fallbacks[{index}]: {error}") from None
     return recipe
@@ -214,7 +221,7 @@ def _filled_in(values: Any, source: str, num_ranks: int, *, has_context: bool) -
     return whole, fill_in(whole, traits, name=name, num_ranks=num_ranks, has_context=has_context)
 
 
-def _settings_of_paths(values: Any, in_memory: Mapping[str, ModelInfo]) -> dict[str, ModelInfo]:
+def _settings_of_paths(values: Any, in_memory: Mapping[str, ModelInfo], folder: Path | None) -> dict[str, ModelInfo]:
     """Return the settings of directories that a recipe names, or of in-memory models, by key of the section."""
     found = dict(in_memory)
     for key in MODELS:
@@ -232,7 +239,9 @@ def _settings_of_paths(values: Any, in_memory: Mapping[str, ModelInfo]) -> dict[
             try:
                 found[key] = read_model_info(Path(path))
             except HybridflowError as error:
-                raise type(error)(f"{key}.path={path!r}: {error}") from None
+                looked = "" if os.path.exists(path) else places(path, folder)
+                where = f": is not{looked}" if looked else ""
+                raise type(error)(f"{key}.path={path!r}{where}: {error}") from None
             except OSError as error:
                 raise ConfigError(f"{key}.path={shorten(path)!r}: {error.strerror}; name a directory") from None
     return found

@@ -45,9 +45,9 @@ class CodeTests:
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         """Return the score of one sample. Raises Unscored: there are no tests, or the sandbox fails."""
         (sample,) = samples
-        program, cases = program_of(sample.response), _cases(sample.answer)
+        program, cases = program_of(sample.response), _cases(sample.answer_text)
         if cases is None:
-            return [float(self._passes_asserts(program, sample.answer))]
+            return [float(self._passes_asserts(program, sample.answer_text))]
         return [float(all(self._prints(program, *case) for case in cases))]
 
     def _passes_asserts(self, program: str, tests: str) -> bool:

@@ -1,7 +1,6 @@
 """Rewards that are Python: built in, or a user's function or object, which may be asynchronous or take many samples.
 
-A function is called with ``(prompt, response, answer)``, text each, and gives a number; one that is marked with
-:func:`batched`, and the method ``scores`` of an object, is called with three lists and gives a list. No torch.
+A function asks by its parameters for the texts of a sample, or for lists of many; see ``arguments``. No torch.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 
 from hybridflow.errors import ConfigError
 from hybridflow.plugins import find_plugin
+from hybridflow.rewards.arguments import SIGNATURES, Arguments, arguments_of, source_of
 from hybridflow.rewards.sample import Sample
 
 RewardFunction = Callable[[str, str, str], float]
@@ -26,7 +26,8 @@ _MARK = "hybridflow_is_batched"
 def batched(function: _Function) -> _Function:
     """Mark a reward function that takes all samples of a rank at once: lists of prompts, responses and answers.
 
-    It gives one score for each, in their order. It may be ``async def``.
+    It gives one score for each, in their order. It may be ``async def``. A function with a parameter ``prompts``,
+    ``responses``, ``completions`` or ``answers`` needs no mark.
     """
     setattr(function, _MARK, True)
     return function
@@ -69,11 +70,15 @@ class Function:
     """Reward of a user, as it is called.
 
     Attributes:
+        name: What messages call it.
+        source: File and line of its code; empty: it has none.
         call: Scores some samples: gives a list, or an awaitable of one.
         is_async: Whether it gives an awaitable.
         is_batched: Whether it takes any number of samples; else one.
     """
 
+    name: str
+    source: str = ""
     call: Callable[[Sequence[Sample]], Any]
     is_async: bool
     is_batched: bool
@@ -81,6 +86,8 @@ class Function:
 
 def name_of(given: Any) -> str:
     """Return what messages call a name, a function or an object."""
+    if isinstance(given, Function):
+        return given.name
     return given if isinstance(given, str) else getattr(given, "__qualname__", type(given).__qualname__)
 
 
@@ -102,8 +109,11 @@ def as_function(found: Any, key: str) -> Function:
         key: Where it was given, for messages.
 
     Raises:
-        ConfigError: It is neither, or the class cannot be made.
+        ConfigError: It is neither, it does not ask for the response, or the class cannot be made.
     """
+    if isinstance(found, Function):
+        return found
+    name = name_of(found)
     if isinstance(found, type) and callable(getattr(found, "scores", None)):
         try:
             found = found()
@@ -114,29 +124,32 @@ def as_function(found: Any, key: str) -> Function:
     function = found.scores if has_scores else found
     if not callable(function) or isinstance(function, type):
         raise ConfigError(
-            f"{key}: found {type(found).__name__}, expected a function (prompt, response, answer) -> score, or an "
-            "object with scores(prompts, responses, answers)"
+            f"{key}: found {type(found).__name__}, expected a function {SIGNATURES}, or an object with "
+            "scores(prompts, responses, answers)"
         )
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    is_batched = has_scores or getattr(function, _MARK, False)
-    return Function(call=_caller(function, is_async, is_batched), is_async=is_async, is_batched=is_batched)
+    arguments = arguments_of(function, key, is_batched=has_scores or getattr(function, _MARK, False))
+    return Function(
+        name=name,
+        source=source_of(function),
+        call=_caller(function, arguments, is_async),
+        is_async=is_async,
+        is_batched=arguments.is_batched,
+    )
 
 
-def _caller(function: Callable[..., Any], is_async: bool, is_batched: bool) -> Callable[[Sequence[Sample]], Any]:
+def _caller(function: Callable[..., Any], arguments: Arguments, is_async: bool) -> Callable[[Sequence[Sample]], Any]:
     """Wrap a function so that it takes samples and returns a list."""
 
     def many(samples: Sequence[Sample]) -> Any:
-        texts = ((each.prompt, each.response, each.answer) for each in samples)
-        return function(*(list(column) for column in zip(*texts, strict=True)))
+        return arguments.call(function, samples)
 
     def one(samples: Sequence[Sample]) -> Any:
-        (sample,) = samples
-        return [function(sample.prompt, sample.response, sample.answer)]
+        return [arguments.call(function, samples)]
 
     async def one_awaited(samples: Sequence[Sample]) -> Any:
-        (sample,) = samples
-        return [await function(sample.prompt, sample.response, sample.answer)]
+        return [await arguments.call(function, samples)]
 
-    if is_batched:
+    if arguments.is_batched:
         return many
     return one_awaited if is_async else one

@@ -79,7 +79,7 @@ def _sure(name: str, function: Any, settings: RewardConfig, key: str) -> Kind:
         raise ConfigError(f"{key}.{ignored}: {name} neither waits nor fails; remove the key")
 
     def call(samples: Sequence[Sample]) -> list[float]:
-        return [function(each.prompt, each.response, each.answer) for each in samples]
+        return [function(each.prompt, each.response, each.answer_text) for each in samples]
 
     return Kind(name=name, call=call, runner=InPlace(), most_samples=None)
 
@@ -95,6 +95,7 @@ def _of_function(function: Function, settings: RewardConfig, name: str) -> Kind:
         runner = InPlace()
     return Kind(
         name=name,
+        source=function.source,
         call=function.call,
         runner=runner,
         is_async=function.is_async,

@@ -58,7 +58,7 @@ class Maths:
             worker = self._idle.pop()
         except IndexError:
             worker = _Worker()
-        found = worker.ask([sample.answer, sample.response, self._timeout_s], self._timeout_s)
+        found = worker.ask([sample.answer_text, sample.response, self._timeout_s], self._timeout_s)
         if found is None:
             if worker.end() == -signal.SIGKILL:
                 raise Unscored("the process that compares was killed; is the node out of memory?")
@@ -66,7 +66,7 @@ class Maths:
         self._idle.append(worker)
         if found == _UNREADABLE:
             raise Unscored(
-                f"the answer {sample.answer[:100]!r} is no expression; give LaTeX or a number", is_final=True
+                f"the answer {sample.answer_text[:100]!r} is no expression; give LaTeX or a number", is_final=True
             )
         return [float(found == "equal")]
 

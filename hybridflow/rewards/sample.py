@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Iterable, Mapping, Sized
+from types import MappingProxyType
 from typing import Any, NamedTuple
+
+from hybridflow.data.prompts import as_text
 
 LARGEST = 1e30
 """No score is further from 0, so that no sum of them leaves the range of fp32."""
@@ -17,14 +20,21 @@ class Sample(NamedTuple):
     Attributes:
         prompt: The problem's text.
         response: What the policy said.
-        answer: The right answer, or what tells it from a wrong one.
+        answer: The right answer, or what tells it from a wrong one; JSON, empty text where there is none.
         place: File and line of the problem, for messages.
+        fields: All fields of the problem's row, by name.
     """
 
     prompt: str
     response: str
-    answer: str
+    answer: Any
     place: str
+    fields: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def answer_text(self) -> str:
+        """Return the answer as text: text as it is, other JSON as it is written."""
+        return as_text(self.answer)
 
 
 class Unscored(Exception):

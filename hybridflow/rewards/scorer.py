@@ -21,6 +21,7 @@ from typing import Any
 
 from hybridflow.config.rewards import RewardConfig
 from hybridflow.errors import RewardError
+from hybridflow.rewards.arguments import SIGNATURES
 from hybridflow.rewards.runners import Runner
 from hybridflow.rewards.sample import Outcome, Sample, Unscored, as_scores
 from hybridflow.rollout.calls import CallFailed
@@ -36,6 +37,7 @@ class Kind:
 
     Attributes:
         name: For messages.
+        source: File and line of a user's function, for messages; empty: it is none.
         call: Scores some samples: gives a list, of an asynchronous one an awaitable. May raise ``Unscored``.
         runner: Makes the calls.
         is_async: Whether ``call`` gives an awaitable.
@@ -45,6 +47,7 @@ class Kind:
     """
 
     name: str
+    source: str = ""
     call: Callable[[Sequence[Sample]], Any]
     runner: Runner
     is_async: bool = False
@@ -156,7 +159,9 @@ class Scorer:
             return {place: [place] for place in range(len(samples))}
         same: dict[Any, list[int]] = {}
         for place, sample in enumerate(samples):
-            content = json.dumps([sample.prompt, sample.response, sample.answer]).encode()
+            whole = [sample.prompt, sample.response, sample.answer, dict(sample.fields)]
+            # Rows of a program may hold what JSON has not.
+            content = json.dumps(whole, default=repr).encode()
             same.setdefault(hashlib.blake2b(content, digest_size=16).digest(), []).append(place)
         for key in same:
             if key in self._known:
@@ -170,10 +175,15 @@ class Scorer:
                 self._known.popitem(last=False)
 
     def _score_of_failed(self, sample: Sample, outcome: Unscored, count: int) -> float:
-        where = f"{self.role} {self.kind.name!r} on {sample.place} with response {sample.response[:200]!r}: {outcome}"
+        source = f" ({self.kind.source})" if self.kind.source else ""
+        where = (
+            f"{self.role} {self.kind.name!r}{source} on {sample.place} with response {sample.response[:200]!r}: "
+            f"{outcome}"
+        )
         if self.settings.on_failure == "error":
+            forms = f"; a reward function is one of {SIGNATURES}" if self.kind.source else ""
             raise RewardError(
-                f"{where}; mend the function or the sample, or set {self.role}.on_failure to score or drop"
+                f"{where}; mend the function or the sample, or set {self.role}.on_failure to score or drop{forms}"
             )
         self.counts.failed += count
         self.counts.first_failure = self.counts.first_failure or where

@@ -104,7 +104,8 @@ class Judge:
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         """Return the score of one sample. Raises Unscored: the model gives none."""
         (sample,) = samples
-        settings, fields = self.settings, sample._asdict()
+        settings = self.settings
+        fields = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer_text}
         # At once, so that what is put in is not looked through for more.
         asked = _FIELD.sub(lambda match: fields[match[1]], settings.template)
         body: dict[str, Any] = {

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybridflow.errors import ConfigError
-from hybridflow.rewards.functions import Function, as_function, batched, find_function, name_of
+from hybridflow.rewards.functions import Function, as_function, find_function, name_of
 from hybridflow.rewards.sample import Sample, Unscored, as_scores
 
 
-def total_of(rewards: Sequence[Any], key: str) -> Callable[..., Any]:
-    """Return the sum of several rewards as a reward function.
+def total_of(rewards: Sequence[Any], key: str) -> Function:
+    """Return the sum of several rewards as a reward.
 
     It takes many samples at once, or is asynchronous, if one of them is.
 
@@ -21,17 +21,20 @@ def total_of(rewards: Sequence[Any], key: str) -> Callable[..., Any]:
         key: Where they were given, for messages.
 
     Returns:
-        The function. A call of it fails as a whole where one of the functions does.
+        The reward. A call of it fails as a whole where one of the functions does.
 
     Raises:
         ConfigError: One is none of these, or runs in processes of its own.
     """
     functions = [as_function(_named(each, f"{key}[{index}]"), f"{key}[{index}]") for index, each in enumerate(rewards)]
-    make = _awaited if any(function.is_async for function in functions) else _at_once
-    total = make(functions)
-    # What messages call it.
-    total.__qualname__ = " + ".join(name_of(each) for each in rewards)
-    return total
+    is_async = any(function.is_async for function in functions)
+    return Function(
+        name=" + ".join(name_of(each) for each in rewards),
+        source=", ".join(function.source for function in functions if function.source),
+        call=(_awaited if is_async else _at_once)(functions),
+        is_async=is_async,
+        is_batched=any(function.is_batched for function in functions),
+    )
 
 
 def _named(given: Any, key: str) -> Any:
@@ -46,18 +49,14 @@ def _named(given: Any, key: str) -> Any:
     return found
 
 
-def _at_once(functions: Sequence[Function]) -> Callable[..., Any]:
-    def total(prompts: Any, responses: Any, answers: Any) -> list[float]:
-        samples = _samples(prompts, responses, answers)
+def _at_once(functions: Sequence[Function]) -> Callable[[Sequence[Sample]], Any]:
+    def total(samples: Sequence[Sample]) -> list[float]:
         return _sums([[_checked(each.call(part), part) for part in _calls(each, samples)] for each in functions])
 
-    def total_of_one(prompt: str, response: str, answer: str) -> float:
-        return total([prompt], [response], [answer])[0]
-
-    return batched(total) if any(function.is_batched for function in functions) else total_of_one
+    return total
 
 
-def _awaited(functions: Sequence[Function]) -> Callable[..., Any]:
+def _awaited(functions: Sequence[Function]) -> Callable[[Sequence[Sample]], Any]:
     async def scores(function: Function, samples: Sequence[Sample]) -> list[list[float]]:
         found = []
         for part in _calls(function, samples):
@@ -65,19 +64,10 @@ def _awaited(functions: Sequence[Function]) -> Callable[..., Any]:
             found.append(_checked(await given if function.is_async else given, part))
         return found
 
-    async def total(prompts: Any, responses: Any, answers: Any) -> list[float]:
-        samples = _samples(prompts, responses, answers)
+    async def total(samples: Sequence[Sample]) -> list[float]:
         return _sums(await asyncio.gather(*(scores(function, samples) for function in functions)))
 
-    async def total_of_one(prompt: str, response: str, answer: str) -> float:
-        return (await total([prompt], [response], [answer]))[0]
-
-    return batched(total) if any(function.is_batched for function in functions) else total_of_one
-
-
-def _samples(prompts: Any, responses: Any, answers: Any) -> list[Sample]:
-    # Which of them failed the caller says.
-    return [Sample(*texts, place="") for texts in zip(prompts, responses, answers, strict=True)]
+    return total
 
 
 def _calls(function: Function, samples: Sequence[Sample]) -> list[list[Sample]]:

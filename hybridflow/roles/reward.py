@@ -116,7 +116,13 @@ class Reward(Role):
 
     def _sample(self, example: Example, tokens: list[int]) -> Sample:
         response = text_of(self._job.tokenizer, tokens)
-        return Sample(prompt=example.prompt, response=response, answer=example.answer, place=example.place)
+        return Sample(
+            prompt=example.prompt,
+            response=response,
+            answer=example.answer,
+            place=example.place,
+            fields=example.row,
+        )
 
     def _report(self, counts: Counts) -> None:
         """Report this step's calls on all ranks. Collective: its mesh."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from hybridflow.checkpoint.store import latest_step
@@ -12,7 +11,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.data.arithmetic import ensure_files
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.preferences import Response, encode_responses, pairs_of
-from hybridflow.data.problems import FOLDER, example_in, open_problems, open_stores, shape_of
+from hybridflow.data.problems import FOLDER, example_in, held_out_shape, open_problems, open_stores, training_shape
 from hybridflow.data.prompts import Example, prompt_tokens
 from hybridflow.data.queues import open_queue
 from hybridflow.data.shaping import read_examples
@@ -20,6 +19,7 @@ from hybridflow.data.tokenizer import Tokenizer, check_same_pieces, open_tokeniz
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import READERS, Job
+from hybridflow.recipe.inputs import tokenizer_path
 from hybridflow.trainer.plan import JobPlan
 
 
@@ -46,17 +46,18 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
     everyone.barrier("data and tokenizer")
     tokenizer = open_tokenizer(trained if path is None else path)
     check_vocabularies(recipe, tokenizer)
-    shape, folder = shape_of(recipe, tokenizer), Path(recipe.run_dir) / FOLDER
+    shape, folder = training_shape(recipe, tokenizer), Path(recipe.run_dir) / FOLDER
     queue = data.kafka if data.spool is None else data.spool
     if queue is not None:
         train = open_queue(queue, shape, tokenizer, folder, everyone=everyone)
     else:
         train = open_problems(data.sources, shape, tokenizer, folder, seed=recipe.seed, everyone=everyone)
-    # Nothing of it is imitated.
-    shape = replace(shape, is_imitating=False)
-    source = DataSourceConfig(path=data.held_out, file_format=data.file_format)
-    (store,) = open_stores([source], shape, folder, everyone=everyone)
-    held_out = [example_in(store[row], shape) for row in range(len(store))]
+    held_out = []
+    if data.held_out is not None:
+        shape = held_out_shape(shape, recipe)
+        source = DataSourceConfig(path=data.held_out, file_format=data.file_format)
+        (store,) = open_stores([source], shape, folder, everyone=everyone)
+        held_out = [example_in(store[row], shape) for row in range(len(store))]
     return Job(
         world=world,
         recipe=recipe,
@@ -64,32 +65,14 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
         tokenizer=tokenizer,
         train=train,
         held_out=() if has_preferences else tuple((each, prompt_tokens(each, tokenizer)) for each in held_out),
-        held_out_pairs=_pairs(recipe, tokenizer, held_out) if has_preferences else (),
+        held_out_pairs=_pairs(recipe, tokenizer, held_out) if has_preferences and held_out else (),
     )
 
 
 def _pairs(recipe: Recipe, tokenizer: Tokenizer, held_out: Sequence[Example]) -> tuple[tuple[Response, Response], ...]:
+    assert recipe.data.held_out is not None, "they come from there"
     encoded = [encode_responses(each, tokenizer, max_context=recipe.model.max_context) for each in held_out]
     return pairs_of(encoded, recipe.data.held_out)
-
-
-def tokenizer_path(recipe: Recipe) -> Path | None:
-    """Return the tokenizer that the recipe names, or the model's own; None where one is to be trained.
-
-    Raises:
-        ConfigError: The model has none.
-    """
-    if recipe.tokenizer.path is not None:
-        return Path(recipe.tokenizer.path)
-    if recipe.model.path is None:
-        return None
-    found = tokenizer_in(recipe.model.path)
-    if found is None:
-        raise ConfigError(
-            f"tokenizer.path: missing; model.path={recipe.model.path!r} has no tokenizer, and its weights know no "
-            "other: name the one that it was trained with"
-        )
-    return found
 
 
 def check_vocabularies(recipe: Recipe, tokenizer: Tokenizer) -> None:
@@ -112,7 +95,7 @@ def check_vocabularies(recipe: Recipe, tokenizer: Tokenizer) -> None:
 
 
 def _train(recipe: Recipe, path: Path) -> None:
-    shape = shape_of(recipe, None)
+    shape = training_shape(recipe, None)
     examples = (example for source in recipe.data.sources for example in read_examples(source, shape))
     texts = ((each.prompt, *each.turns, *(judged.text for judged in each.responses)) for each in examples)
     train_tokenizer(map("".join, texts), path=path, vocab_size=recipe.tokenizer.vocab_size)

@@ -27,7 +27,8 @@ class JobPlan:
     Attributes:
         meshes: Name -> mesh. Beside those of roles: ``job``, all ranks; and ``sampling``, those that work ahead.
         warm_start: Supervised training before reinforcement learning; empty without one.
-        validation: Greedy answers to the held-out problems, judged; of preferences, the held-out pairs compared.
+        validation: Greedy answers to the held-out problems, judged; of preferences, the held-out pairs compared. Empty
+            without held-out data.
         fill: The first batches, where they are made ahead of the steps that learn from them; else empty.
         train: The loop over training steps.
         rollout: A step up to its last score, where a program runs steps one by one; empty where samples are made ahead.
@@ -148,7 +149,7 @@ def plan_job(recipe: Recipe, step: Step | None = None) -> JobPlan:
     if works_ahead:
         meshes[WORKING_AHEAD] = sampling_mesh(meshes)
     step = training_step(recipe, step)
-    validation = compile_flow(validation_flow(recipe), meshes)
+    validation = compile_flow(validation_flow(recipe), meshes) if recipe.data.held_out is not None else ()
     warm_start = compile_flow(WARM_START, meshes) if recipe.warm_start is not None else ()
     begun = {"warm_start": warm_start, "validation": validation}
     if works_ahead:

@@ -109,6 +109,8 @@ def make_trainer(
             f"actor.reshard_every={every}: rollouts come from weights that are up to {every - 1} update(s) old; "
             f"rollout/staleness_max tells, and correction.kind={recipe.correction_kind} applies"
         )
+    if recipe.data.held_out is None:
+        warnings.append("data.held_out is missing: there is no validation; name a file of held-out rows to have it")
     for warning in warnings if world.rank == 0 else ():
         print(f"hybridflow: {warning}", file=sys.stderr, flush=True)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
@@ -204,13 +206,13 @@ class Trainer(Role):
         """
         if not self.begin():
             return False
-        summary = self._record.summary
-        if "score_before_rl" not in summary and self._stopping.reason is None:
+        summary, validates = self._record.summary, self.job.recipe.data.held_out is not None
+        if validates and "score_before_rl" not in summary and self._stopping.reason is None:
             self._validate("before_rl")
         self._execute(self._plan.fill)
         self._record.begin_step(self.progress.step, self._stopping.job_end_s)
         self._execute(self._plan.train)
-        if self._stopping.reason is None and self.job.recipe.trainer.steps > 0:
+        if validates and self._stopping.reason is None and self.job.recipe.trainer.steps > 0:
             self._validate("after_rl")
         if self._stopping.reason is not None:
             self._save()

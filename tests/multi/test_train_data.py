@@ -79,12 +79,32 @@ def test_a_bad_row_is_one_message_or_skipped(tmp_path, rows):
     write_recipe(tmp_path)
     path = write_rows(tmp_path / "train", train, "jsonl")
     write_rows(tmp_path / "held_out", held_out, "jsonl")
-    path.write_text(path.read_text().replace('"answer"', '"anwser"', 1))
+    path.write_text(path.read_text().replace('"prompt"', '"promtp"', 1))
     command = ["train", "tiny.yaml", *SETTINGS, f"data.train={path}", "data.held_out=held_out.jsonl"]
-    fork_ranks(command, tmp_path).complains_once("train.jsonl:1: no field 'answer'")
+    fork_ranks(command, tmp_path).complains_once("train.jsonl:1: no field 'prompt'")
 
     done = run_well([*command, "data.on_bad_row=skip"], tmp_path)
-    assert done.out.count("1 bad rows skipped: 1 x no field 'answer'") == 1
+    assert done.out.count("1 bad rows skipped: 1 x no field 'prompt'") == 1
+
+
+FIELD_REWARD = """
+def score(completions, level, **kwargs):
+    assert set(kwargs) == {"prompt", "prompts", "answers"}
+    return [float(sum(map(ord, each)) % each_level) for each, each_level in zip(completions, level)]
+"""
+
+
+def test_prompts_alone_and_a_reward_that_asks_for_a_field(tmp_path, rows):
+    """Neither answers nor held-out data: one notice, no validation, and the reward's field is that of the row."""
+    write_recipe(tmp_path, RECIPE.replace("  held_out: data/held_out.jsonl\n", ""))
+    (tmp_path / "rewards.py").write_text(FIELD_REWARD)
+    prompts = [{"prompt": row["prompt"], "level": 2 + number % 3} for number, row in enumerate(rows[0])]
+    path = write_rows(tmp_path / "train", prompts, "jsonl")
+    done = fork_ranks(["train", "tiny.yaml", *SETTINGS, f"data.train={path}", "warm_start=null"], tmp_path)
+    assert set(done.codes) == {0}, done.err
+    assert done.err.count("data.held_out is missing: there is no validation") == 1
+    assert "accuracy" not in done.out and len(lasting_metrics(tmp_path / "run")) == 2
+    assert "accuracy_before_rl" not in json.loads((tmp_path / "run" / "summary.json").read_text())
 
 
 def test_a_spool_is_waited_for_and_gone_on_with(tmp_path, rows):

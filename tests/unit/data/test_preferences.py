@@ -71,7 +71,7 @@ def test_a_row_is_one_response_or_gives_two(tmp_path):
     assert [each.turns for each in found[:2]] == [("2",), ("2",)]
     check_imitable(found[0], DATA)
     check_imitable(found[1], DATA)
-    with pytest.raises(DataError, match=r"rows\.jsonl:2: warm_start has nothing to imitate.*'solution'"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: there is nothing to imitate.*'solution'"):
         check_imitable(found[2], DATA)
 
 

@@ -183,7 +183,7 @@ GOOD = b'{"prompt": "1+1=", "answer": "2"}\n'
     ("content", "says"),
     [
         (b"\n\n", "rows.jsonl: holds no rows"),
-        (GOOD + b'{"prompt": "1", "answer": 2}', "rows.jsonl:2: field 'answer': expected text, found 2"),
+        (GOOD + b'{"prompt": "1", "answer": "\\udc00"}', "rows.jsonl:2: field 'answer': half of a surrogate pair"),
         (GOOD + b'{"prompt": "1", "answer": "2", "solution": null}', "rows.jsonl:2: field 'solution': expected text"),
         (GOOD + b'{"prompt": "1", "answer": "2", "solution": ["1", "2"]}', "'solution': a list of 2 texts; a conv"),
         (GOOD + b'{"prompt": "1", "answer": "2", "solution": []}', "'solution': a list of 0 texts; a conversation"),

@@ -183,10 +183,10 @@ def test_the_sections_of_the_documentation_are_valid():
     assert found[1].spool is not None and found[2].kafka is not None
 
 
-@pytest.mark.parametrize("row", [{"prompt": 7, "answer": "8"}, {"prompt": "7", "answer": 8}, {"prompt": {"a": "7"}}])
-def test_fields_that_the_section_names_are_text(tmp_path, row):
+@pytest.mark.parametrize("row", [{"prompt": 7, "answer": "8"}, {"prompt": {"a": "7"}}])
+def test_the_prompt_is_text(tmp_path, row):
     for path in (write_rows(tmp_path / "rows", [row], "jsonl"), [row]):
-        with DataProvider(path) as one, pytest.raises(DataError, match="row.* field '(prompt|answer)': expected text"):
+        with DataProvider(path) as one, pytest.raises(DataError, match="row.* field 'prompt': expected text"):
             next(iter(one))
     with DataProvider([row], prompt_field="question", answer_field=None) as one:
         assert next(iter(one)) == [row], "other fields may be of any type"

@@ -489,7 +489,8 @@ def test_memory_is_checked_against_the_sites_gpus(on_a_login_node, capsys):
     (on_a_login_node / "site.yaml").write_text('time: "24:00:00"\ngpus_per_node: 8\ngpu_memory_gb: 80\n')
     assert cli.main(given) == 0
     found = capsys.readouterr()
-    assert "#SBATCH --nodes=64\n#SBATCH --ntasks-per-node=8\n" in found.out and "warning" not in found.err
+    assert "#SBATCH --nodes=64\n#SBATCH --ntasks-per-node=8\n" in found.out
+    assert found.err.count("warning") == 1 and "data.train='data/train.jsonl': no such file" in found.err
 
 
 def test_tensor_parallel_groups_over_nodes_are_warned_of(on_a_login_node, capsys):

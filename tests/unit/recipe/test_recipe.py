@@ -17,6 +17,7 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.recipe.load import find_recipe, load_recipe, recipe_from_dict
 from hybridflow.recipe.meshes import role_meshes
 from hybridflow.sections import LARGEST_INTEGER, keys_of, to_dict
+from hybridflow.trainer.plan import plan_job
 from tests.support.complaints import complains
 from tests.support.recipes import POLICY, SCORER, SMALLEST, write_config
 
@@ -393,3 +394,32 @@ def test_other_words_that_contradict_each_other_are_named_with_their_key(recipe_
     complains(lambda: load_recipe(recipe_file, ["actor.update.hsdp=4"]), says, LayoutError)
     says = ["override 'actor.update={zero: 7}': actor.update: layout zero=7: expected 1, 2 or 3"]
     complains(lambda: load_recipe(recipe_file, ["actor.update={zero: 7}"]), says, LayoutError)
+
+
+SFT = """
+name: sft
+algorithm: sft
+cluster: {ranks: 1}
+model: {num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4, max_context: 64}
+data: {train: train.jsonl}
+actor: {update: {}, optimizer: {lr: 1e-4}}
+trainer: {steps: 10, global_batch_size: 16}
+"""
+
+
+def test_sft_needs_neither_a_length_of_responses_nor_held_out_data(tmp_path):
+    path = tmp_path / "sft.yaml"
+    path.write_text(SFT)
+    assert load_recipe(path).rollout.max_new_tokens == 1, "nothing is sampled"
+    assert load_recipe(path, ["data.held_out=h.jsonl"]).rollout.max_new_tokens == 32
+    assert load_recipe(path, ["data.held_out=h.jsonl", "model.max_context=4096"]).rollout.max_new_tokens == 256
+    assert load_recipe(path, ["data.held_out=h.jsonl", "rollout.max_new_tokens=7"]).rollout.max_new_tokens == 7
+    assert not plan_job(load_recipe(path)).validation
+
+
+@pytest.mark.parametrize("key", ["validate_every=10", "keep_best=true", "patience=2", "num_validation=8"])
+def test_validation_without_held_out_data_is_refused(tmp_path, key):
+    path = tmp_path / "sft.yaml"
+    path.write_text(SFT)
+    with pytest.raises(ConfigError, match=rf"trainer\.{key}: data\.held_out is missing.*name a file of held-out rows"):
+        load_recipe(path, [f"trainer.{key}"])

@@ -88,6 +88,7 @@ def test_examples_of_the_page_are_valid():
     assert [(each.is_async, each.is_batched) for each in found.values()] == [
         (False, False),
         (True, False),
+        (False, False),
         (False, True),
         (False, True),
     ]

@@ -1,0 +1,109 @@
+"""Whether a run would find its inputs: its files are opened, its reward is called on the first row. No torch.
+
+Nothing is written, and no start of the run is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hybridflow.config.data import DataSourceConfig
+from hybridflow.config.recipe import Recipe
+from hybridflow.config.rewards import RewardConfig
+from hybridflow.data.arithmetic import check_files, make_problems
+from hybridflow.data.problems import held_out_shape, training_shape
+from hybridflow.data.prompts import Example, as_text
+from hybridflow.data.shaping import Shape, Shaper, examples_of, read_examples
+from hybridflow.data.tokenizer import open_tokenizer
+from hybridflow.errors import DataError
+from hybridflow.recipe.inputs import tokenizer_path
+from hybridflow.rewards.kinds import make_kind
+from hybridflow.rewards.sample import Sample
+from hybridflow.rewards.scorer import Scorer
+
+
+def try_inputs(recipe: Recipe, *, is_node: bool = True) -> list[str]:
+    """Open the files of a recipe and read their first rows, import its rewards and call them on one.
+
+    Modules are imported as a rank does; the caller has the working directory on the path. Topics, spools, services,
+    judges and models are not asked.
+
+    Args:
+        recipe: From ``load_recipe``; its files are there.
+        is_node: This machine is like those that the job runs on: what runs programs is tried too.
+
+    Returns:
+        What was found, in words.
+
+    Raises:
+        HybridflowError: The run would fail; says why.
+    """
+    found = []
+    path = tokenizer_path(recipe)
+    tokenizer = None if path is None else open_tokenizer(path)
+    shape = training_shape(recipe, tokenizer)
+    example = None
+    for title, each in _first_examples(recipe, shape):
+        example = each if example is None else example
+        found.append(f"{title}: {each.place} can be read")
+    for role in ("reward", "cost") if example is not None else ():
+        section: RewardConfig | None = getattr(recipe, role)
+        if section is not None and example is not None and _is_tried(section, recipe, is_node=is_node):
+            found.append(_try_reward(section, role, example))
+    return found
+
+
+def _first_examples(recipe: Recipe, shape: Shape) -> Iterator[tuple[str, Example]]:
+    """Yield the name and the first example of all data of a run that are files."""
+    data, has_preferences = recipe.data, recipe.traits.has_preferences
+    if data.arithmetic is not None:
+        assert data.train is not None, "check_data refuses it"
+        check_files(data.arithmetic, train=data.train, held_out=data.held_out, has_preferences=has_preferences)
+        rows = make_problems(data.arithmetic, has_preferences=has_preferences)
+        shapes = {"data.train": shape} | (
+            {} if data.held_out is None else {"data.held_out": held_out_shape(shape, recipe)}
+        )
+        for (title, own), (row, *_) in zip(shapes.items(), rows, strict=False):
+            place = f"{title} of data.arithmetic, row 0"
+            with contextlib.closing(Shaper(own)) as shaper:
+                shaped = shaper(dict(row), place)
+            if shaped is not None:
+                yield title, examples_of(shaped.row, place, shaped.begins, own)[0]
+        return
+    if data.spool is None and data.kafka is None:
+        for source in data.sources:
+            yield "data.train" if data.train is not None else "data.mixture", _first(source, shape)
+    if data.held_out is not None:
+        source = DataSourceConfig(path=data.held_out, file_format=data.file_format)
+        yield "data.held_out", _first(source, held_out_shape(shape, recipe))
+
+
+def _first(source: DataSourceConfig, shape: Shape) -> Example:
+    examples = read_examples(source, shape)
+    with contextlib.closing(examples):
+        for example in examples:
+            return example
+    raise DataError(f"{source.path}: none of its rows can be used; see data.max_prompt_tokens and data.on_bad_row")
+
+
+def _is_tried(section: RewardConfig, recipe: Recipe, *, is_node: bool) -> bool:
+    is_used = "loss" in recipe.traits.reads or recipe.data.held_out is not None
+    if not is_used or recipe.traits.has_preferences or section.kind in ("model", "service", "judge"):
+        return False
+    if section.kind is None and recipe.rollout.environment is not None:
+        return False
+    return is_node or section.function != "code"
+
+
+def _try_reward(section: RewardConfig, role: str, example: Example) -> str:
+    """Score the answer as if it were the response. Raises RewardError: it has no score."""
+    # A run would go on, where this is to be told.
+    settings = replace(section, on_failure="error", failure_score=0.0, cache=0)
+    with contextlib.closing(Scorer(make_kind(settings, role), settings, role)) as scorer:
+        response = as_text(example.answer)
+        fields = {"prompt": example.prompt, "response": response, "answer": example.answer}
+        sample = Sample(**fields, place=example.place, fields=example.row)
+        (score,) = scorer.scores([sample])
+        return f"{role} {scorer.kind.name!r}: gives {score:g} for the answer of {example.place} as a response"

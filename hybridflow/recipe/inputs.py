@@ -1,0 +1,109 @@
+"""Files that a recipe names: where they are looked for, and whether they are there. No torch.
+
+A path is relative to the directory in which the command is started. A file that is not there is looked for beside the
+recipe. What a run writes is always relative to the directory of the command.
+"""
+
+from __future__ import annotations
+
+import copy
+import glob
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config.recipe import Recipe
+from hybridflow.data.files import is_address
+from hybridflow.data.tokenizer import tokenizer_in
+from hybridflow.errors import ConfigError
+from hybridflow.recipe.checks import MODELS
+from hybridflow.sections import to_dict
+
+_FILES = ("data.train", "data.held_out", "data.chat_template", "data.spool.path", "tokenizer.path", "rollout.replay")
+_MADE = ("data.train", "data.held_out")
+"""Files that are made where ``data.arithmetic`` says how, and are then outputs."""
+
+
+def with_paths_beside(values: Any, folder: Path) -> Any:
+    """Return a recipe's values with the paths of files that are only beside the recipe.
+
+    Args:
+        values: Nested mappings.
+        folder: Directory of the recipe.
+    """
+    found = copy.deepcopy(values)
+    for section, key, _ in _paths(found):
+        path = section[key]
+        if not os.path.isabs(path) and not _is_there(path) and _is_there(str(folder / path)):
+            section[key] = str(folder / path)
+    return found
+
+
+def places(path: str, folder: Path | None) -> str:
+    """Return in words where a path was looked for; empty: it says so itself."""
+    if os.path.isabs(path):
+        return ""
+    beside = None if folder is None else folder.resolve()
+    return f" in {Path.cwd()}" + ("" if beside in (None, Path.cwd()) else f", nor beside the recipe in {beside}")
+
+
+def check_inputs(recipe: Recipe, folder: Path | None) -> None:
+    """Refuse a recipe whose files are not there.
+
+    Args:
+        recipe: The recipe.
+        folder: Its directory, for messages; None: it is in no file.
+
+    Raises:
+        ConfigError: A file is neither in the working directory nor beside the recipe.
+    """
+    for section, key, name in _paths(to_dict(recipe)):
+        path = section[key]
+        if not _is_there(path):
+            raise ConfigError(f"{name}={path!r}: no such file{places(path, folder)}; name one that is there")
+
+
+def tokenizer_path(recipe: Recipe) -> Path | None:
+    """Return the tokenizer that the recipe names, or the model's own; None where one is to be trained.
+
+    Raises:
+        ConfigError: The model has none.
+    """
+    if recipe.tokenizer.path is not None:
+        return Path(recipe.tokenizer.path)
+    if recipe.model.path is None:
+        return None
+    found = tokenizer_in(recipe.model.path)
+    if found is None:
+        raise ConfigError(
+            f"tokenizer.path: missing; model.path={recipe.model.path!r} has no tokenizer, and its weights know no "
+            "other: name the one that it was trained with"
+        )
+    return found
+
+
+def _paths(values: Any) -> Iterator[tuple[Any, Any, str]]:
+    """Yield section, key and dotted name of each path of a file that is read; addresses are none."""
+    data = values.get("data") if isinstance(values, dict) else None
+    is_made = isinstance(data, dict) and data.get("arithmetic") is not None
+    names = [name for name in _FILES if not (is_made and name in _MADE)]
+    for name in (*names, *(f"{model}.path" for model in MODELS)):
+        *outer, key = name.split(".")
+        section = values
+        for part in outer:
+            section = section.get(part) if isinstance(section, dict) else None
+        if isinstance(section, dict) and _is_path(section.get(key)):
+            yield section, key, name
+    sources = data.get("mixture") if isinstance(data, dict) else None
+    for index, source in enumerate(sources if isinstance(sources, list | tuple) else ()):
+        if isinstance(source, dict) and _is_path(source.get("path")):
+            yield source, "path", f"data.mixture[{index}].path"
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and not is_address(value)
+
+
+def _is_there(path: str) -> bool:
+    return os.path.exists(path) or (glob.has_magic(path) and next(glob.iglob(path, recursive=True), None) is not None)

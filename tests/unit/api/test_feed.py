@@ -1,0 +1,60 @@
+"""Prompts that a program gives: rows with any fields, answers of any kind, messages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridflow.api.feed import Feed, prompts_of
+from hybridflow.data.tokenizer import open_tokenizer
+from hybridflow.errors import DataError
+from tests.support.hf_models import write_tokenizer
+
+TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def feed(tmp_path_factory: pytest.TempPathFactory) -> Feed:
+    folder: Path = tmp_path_factory.mktemp("feed")
+    write_tokenizer(folder, chat_template=TEMPLATE)
+    return Feed(open_tokenizer(folder), 100)
+
+
+ASKED = [{"role": "user", "content": "1+1="}]
+FORMS: list[tuple[Any, str, Any]] = [
+    ("1+1=", "1+1=", ""),
+    ({"prompt": "1+1=", "answer": 2, "level": 3}, "1+1=", 2),
+    ({"prompt": ASKED, "answer": {"value": 2}, "level": 3}, "[user]1+1=", {"value": 2}),
+    ({"messages": ASKED, "level": 3}, "[user]1+1=", ""),
+    ({"messages": [*ASKED, {"role": "assistant", "content": "2"}], "level": 3}, "[user]1+1=", "2"),
+    ({"prompt": "1+1=", "answer": None, "level": 3}, "1+1=", ""),
+]
+
+
+@pytest.mark.parametrize(("row", "prompt", "answer"), FORMS)
+def test_a_row_gives_prompt_answer_and_fields(feed, row, prompt, answer):
+    (index,) = feed.add(prompts_of([row]), 0)
+    example = feed.example(index)
+    assert (example.prompt, example.answer) == (prompt, answer)
+    assert example.row.get("level") == (None if isinstance(row, str) else 3)
+
+
+def test_columns_are_fields_too(feed):
+    indices = feed.add(prompts_of({"prompt": ["1", "2"], "answer": [[1], None], "level": [3, 4]}), 10)
+    found = [feed.example(index) for index in indices]
+    assert [(each.prompt, each.answer, each.row["level"]) for each in found] == [("1", [1], 3), ("2", "", 4)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        ([{"prompt": 7}], r"prompts\[0\]: found .*; expected a text, or a row with a text or messages as 'prompt'"),
+        ([{"prompt": "1", "answer": {1}}], r"prompts\[0\]: 'answer' is \{1\}.*value that JSON can hold"),
+        ({"prompt": ["1"], "level": [1, 2]}, "columns of unequal length, {'prompt': 1, 'level': 2}"),
+    ],
+)
+def test_what_cannot_be_a_prompt(batch, says):
+    with pytest.raises(DataError, match=says):
+        prompts_of(batch)

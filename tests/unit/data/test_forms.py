@@ -1,0 +1,156 @@
+"""The forms of rows that are recognized without a key, by what they are read for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hybridflow.config.data import DataConfig
+from hybridflow.data.prompts import Example
+from hybridflow.data.shaping import Shape, Shaper, examples_of
+from hybridflow.errors import DataError
+
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[me]{% endif %}"
+)
+ASKED = [{"role": "user", "content": "q"}]
+
+
+def said(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+def shaped(row: dict[str, Any], *, of: str, **data: Any) -> tuple[Example, ...]:
+    """What a row gives to SFT (``sft``), to an algorithm that samples, with or without answers, or of preferences."""
+    kind = {"sft": "problems", "samples": "problems", "compares": "problems"}.get(of, of)
+    shape = Shape(
+        data=DataConfig(train="rows.jsonl", **data),
+        kind=kind,
+        is_imitating=of == "sft",
+        needs_answer=of == "compares",
+        template=TEMPLATE,
+    )
+    shaper = Shaper(shape)
+    try:
+        found = shaper(row, "f:1")
+        assert found is not None
+        return examples_of(found.row, "f:1", found.begins, shape)
+    finally:
+        shaper.close()
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"prompt": "q", "completion": "a"}, "q"),
+        ({"prompt": "q", "response": "a"}, "q"),
+        ({"prompt": "q", "answer": "a"}, "q"),
+        ({"prompt": "q", "solution": "a", "answer": "other"}, "q"),
+        ({"messages": [*ASKED, *said("a")]}, "[user]q[me]"),
+        ({"prompt": ASKED, "completion": said("a")}, "[user]q[me]"),
+        ({"prompt": "q", "completion": said("a")}, "[user]q[me]"),
+        ({"prompt": ASKED, "response": "a"}, "[user]q[me]"),
+    ],
+)
+def test_sft_imitates_what_the_row_calls_its_response(row, prompt):
+    (one,) = shaped(row, of="sft")
+    assert (one.prompt, one.turns) == (prompt, ("a",))
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({"prompt": "q"}, ""),
+        ({"prompt": "q", "answer": None}, ""),
+        ({"prompt": "q", "answer": 62}, 62),
+        ({"prompt": "q", "answer": {"tests": ["a", 1]}}, {"tests": ["a", 1]}),
+        ({"prompt": "q", "completion": "a"}, "a"),
+        ({"prompt": "q", "response": "a", "answer": "b"}, "b"),
+        ({"prompt": ASKED}, ""),
+        ({"messages": ASKED}, ""),
+        ({"messages": [*ASKED, *said("a")]}, "a"),
+    ],
+)
+def test_an_answer_is_any_json_and_may_be_missing(row, answer):
+    (one,) = shaped(row, of="samples")
+    assert one.answer == answer and one.prompt in ("q", "[user]q[me]")
+
+
+def test_fields_of_fields_have_dotted_names():
+    row = {"data": {"question": ASKED}, "reward_model": {"ground_truth": [1, 2]}, "extra": {"index": 3}}
+    (one,) = shaped(row, of="compares", prompt_field="data.question", answer_field="reward_model.ground_truth")
+    assert (one.prompt, one.answer, one.row["extra"]) == ("[user]q[me]", [1, 2], {"index": 3})
+    (one,) = shaped({"a.b": "q", "a": {"b": "no"}}, of="samples", prompt_field="a.b")
+    assert one.prompt == "q", "a field of that very name comes first"
+    with pytest.raises(DataError, match=r"f:1: no field 'reward_model.truth'; found \['prompt', 'reward_model'\]"):
+        shaped({"prompt": "q", "reward_model": {}}, of="samples", answer_field="reward_model.truth")
+
+
+def test_who_compares_with_an_answer_needs_one():
+    with pytest.raises(DataError) as raised:
+        shaped({"prompt": "q", "level": 1}, of="compares")
+    message = str(raised.value)
+    assert message.startswith("f:1: no field 'answer'; found ['level', 'prompt'], and the reward compares with it")
+    assert "set data.answer_field to its name here, or choose a reward that needs none" in message
+
+
+PAIRED = [
+    ({"prompt": "q", "chosen": "a", "rejected": "b"}, "q"),
+    ({"prompt": ASKED, "chosen": said("a"), "rejected": said("b")}, "[user]q[me]"),
+    ({"prompt": "q", "chosen": said("a"), "rejected": said("b")}, "[user]q[me]"),
+    ({"chosen": [*ASKED, *said("a")], "rejected": [*ASKED, *said("b")]}, "[user]q[me]"),
+    ({"prompt": "q", "chosen": [*ASKED, *said("a")], "rejected": [*ASKED, *said("b")]}, "[user]q[me]"),
+    ({"prompt": ASKED, "chosen": [*ASKED, *said("a")], "rejected": [*ASKED, *said("b")]}, "[user]q[me]"),
+    ({"messages": ASKED, "chosen": "a", "rejected": "b"}, "[user]q[me]"),
+]
+
+
+@pytest.mark.parametrize("kind", ["pairs", "preferences"])
+@pytest.mark.parametrize(("row", "prompt"), PAIRED)
+def test_pairs_of_texts_and_of_messages(kind, row, prompt):
+    found = shaped(row, of=kind)
+    assert {each.prompt for each in found} == {prompt}
+    assert [judged for each in found for judged in each.responses] == [("a", True), ("b", False)]
+
+
+@pytest.mark.parametrize("name", ["completion", "response"])
+@pytest.mark.parametrize("label", ["wanted", "label"])
+def test_single_responses_have_either_name(name, label):
+    (one,) = shaped({"prompt": "q", name: "a", label: False}, of="preferences")
+    assert one.responses == (("a", False),)
+    (one,) = shaped({"prompt": ASKED, name: said("a"), label: True}, of="preferences")
+    assert (one.prompt, one.responses) == ("[user]q[me]", (("a", True),))
+
+
+@pytest.mark.parametrize(
+    ("row", "of", "says"),
+    [
+        (
+            {"prompt": "q"},
+            "sft",
+            "f:1: there is nothing to imitate: the answer is empty, and there is no field 'solution'",
+        ),
+        (
+            {"prompt": "q", "text": "a"},
+            "sft",
+            "'completion'; found ['prompt', 'text']; add it, set data.solution_field",
+        ),
+        (
+            {"prompt": "q", "completion": "a", "label": 1},
+            "preferences",
+            "field 'label': expected true or false, found 1",
+        ),
+        (
+            {"chosen": [*ASKED, *said("a")], "rejected": [{"role": "user", "content": "r"}, *said("b")]},
+            "pairs",
+            "f:1: fields 'chosen' and 'rejected' begin with different messages; give responses to one prompt",
+        ),
+        ({"chosen": "qa", "rejected": "qb"}, "pairs", "f:1: no field 'prompt'; found ['chosen', 'rejected']"),
+    ],
+)
+def test_what_is_missing_is_named(row, of, says):
+    with pytest.raises(DataError) as raised:
+        shaped(row, of=of)
+    assert says in str(raised.value)

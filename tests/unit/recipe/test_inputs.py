@@ -1,0 +1,209 @@
+"""Files that a recipe names are looked for in the working directory and beside the recipe; a dry run opens them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridflow import cli
+from hybridflow.errors import ConfigError
+from hybridflow.recipe.inputs import check_inputs
+from hybridflow.recipe.load import load_recipe
+from tests.support.recipes import POLICY, write_config
+
+RECIPE = """
+name: own
+algorithm: grpo
+cluster: {ranks: 1}
+model: {num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4, max_context: 64}
+data: {train: train.jsonl}
+actor: {update: {}, optimizer: {lr: 1e-4}}
+rollout: {max_new_tokens: 8, group_size: 2}
+trainer: {steps: 10, global_batch_size: 16}
+"""
+_NUMBERS = itertools.count()
+
+
+def write(path: Path, *rows: dict) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """A working directory, and another with the recipe; modules of the first may be imported, as ranks do."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    (there / "own.yaml").write_text(RECIPE)
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return here, there
+
+
+def module(folder: Path, text: str) -> str:
+    """Write a module of a name of its own."""
+    name = f"rewards_{next(_NUMBERS)}"
+    (folder / f"{name}.py").write_text(text)
+    return name
+
+
+def test_a_file_is_found_here_then_beside_the_recipe(folders):
+    here, there = folders
+    recipe = there / "own.yaml"
+    assert load_recipe(recipe).data.train == "train.jsonl", "it is nowhere"
+    write(there / "train.jsonl")
+    assert load_recipe(recipe).data.train == str(there / "train.jsonl")
+    write(here / "train.jsonl")
+    assert load_recipe(recipe).data.train == "train.jsonl"
+    write_config(there / "model", POLICY)
+    write(there / "rows-1.jsonl")
+    (there / "chat.jinja").write_text("")
+    found = load_recipe(
+        recipe,
+        [
+            "model={path: model}",
+            "data.train=null",
+            "data.mixture=[{path: rows-*.jsonl}]",
+            "data.chat_template=chat.jinja",
+        ],
+    )
+    assert found.model.path == str(there / "model") and found.data.chat_template == str(there / "chat.jinja")
+    assert found.data.mixture[0].path == str(there / "rows-*.jsonl")
+    # What a run writes is relative to the directory of the command.
+    assert found.run_dir == "runs/own"
+
+
+@pytest.mark.parametrize("key", ["data.train", "data.held_out", "data.chat_template", "tokenizer.path"])
+def test_a_missing_file_names_both_places(folders, key):
+    here, there = folders
+    write(there / "train.jsonl")
+    recipe = load_recipe(there / "own.yaml", [f"{key}=gone"])
+    with pytest.raises(ConfigError) as raised:
+        check_inputs(recipe, there)
+    words = f"{key}='gone': no such file in {here}, nor beside the recipe in {there}; name one that is there"
+    assert str(raised.value) == words
+    check_inputs(load_recipe(there / "own.yaml", ["data.train=s3://bucket/rows.parquet"]), there)
+    arithmetic = "data.arithmetic={num_train: 4, num_held_out: 2}"
+    check_inputs(load_recipe(there / "own.yaml", ["data.train=made.jsonl", arithmetic]), there)
+
+
+def test_a_missing_model_names_both_places(folders):
+    here, there = folders
+    with pytest.raises(ConfigError, match=rf"model\.path='gone': is not in {here}, nor beside the recipe in {there}: "):
+        load_recipe(there / "own.yaml", ["model={path: gone}"])
+
+
+def dry(folders, capsys, *overrides: str) -> tuple[int, str, str]:
+    """Exit status, what is said of the inputs, and the error of a dry run; which has written nothing."""
+    here, there = folders
+    before = {path for path in here.rglob("*") if "__pycache__" not in path.parts}
+    status = cli.main(["train", str(there / "own.yaml"), *overrides, "--dry-run"])
+    told = capsys.readouterr()
+    assert {path for path in here.rglob("*") if "__pycache__" not in path.parts} == before, "a start was counted"
+    return status, told.out.partition("\ninputs\n")[2], told.err
+
+
+OWN = "def score(response, level):\n    return float(level)\n"
+"""A reward that asks for a field."""
+
+FAILS = {
+    "no training file": (["data.train=gone.jsonl"], "data.train='gone.jsonl': no such file in "),
+    "no held-out file": (["data.held_out=gone.jsonl"], "data.held_out='gone.jsonl': no such file in "),
+    "another field": (["data.prompt_field=question"], "train.jsonl:1: no field 'question'; found ['level', 'prompt']"),
+    "no answer to compare with": (["reward={}"], "train.jsonl:1: no field 'answer'; found ['level', 'prompt'], and"),
+    "no module": (["reward.function=gone:score"], "No module named 'gone', in {here} or on PYTHONPATH; give one of"),
+    "no function": (["reward.function={module}:gone"], "has no attribute 'gone'; give one of"),
+    "its parameters": (["reward.function={module}:two"], "{module}.py:3 two(level) does not ask for the response"),
+    "what it returns": (["reward.function={module}:text"], "{module}.py:5) on train.jsonl:1"),
+    "what it raises": (["reward.function={module}:wrong"], "ZeroDivisionError: division by zero; mend the function"),
+}
+WRONG = """
+\ndef two(level): return 1.0
+\ndef text(response): return "good"
+\ndef wrong(response): return 1 / 0
+"""
+
+
+@pytest.mark.parametrize("case", FAILS)
+def test_a_dry_run_fails_where_the_run_would(folders, capsys, case):
+    here, _ = folders
+    overrides, words = FAILS[case]
+    write(here / "train.jsonl", {"prompt": "1+1=", "level": 3})
+    names = {"module": module(here, OWN if case in ("no answer to compare with",) else WRONG), "here": str(here)}
+    given = [each.format(**names) if "{module}" in each else each for each in overrides]
+    if not any(each.startswith("reward") for each in given):
+        given.append(f"reward.function={module(here, OWN)}:score")
+    status, _, error = dry(folders, capsys, *given)
+    assert status == 2 and len(error.splitlines()) == 1
+    assert error.startswith("hybridflow: ") and words.format(**names) in error
+
+
+def test_a_dry_run_tells_what_it_has_tried(folders, capsys):
+    here, _ = folders
+    write(here / "train.jsonl", {"prompt": "1+1=", "level": 3})
+    write(here / "held.jsonl", {"prompt": "1+2=", "level": 4})
+    name = module(here, OWN)
+    status, told, error = dry(folders, capsys, f"reward.function={name}:score", "data.held_out=held.jsonl")
+    assert (status, error) == (0, "")
+    assert told.splitlines() == [
+        "data.train: train.jsonl:1 can be read",
+        "data.held_out: held.jsonl:1 can be read",
+        f"reward '{name}:score': gives 3 for the answer of train.jsonl:1 as a response",
+    ]
+    arithmetic = ["data.train=a.jsonl", "data.held_out=b.jsonl", "data.arithmetic={num_train: 4, num_held_out: 2}"]
+    status, told, error = dry(folders, capsys, *arithmetic)
+    assert (status, error) == (0, "") and "reward 'exact_match': gives 1 for the answer of data.train" in told
+
+
+SITE = "time: 30\ncontainer: {{kind: {kind}, image: {image}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "image", "is_there"),
+    [
+        ("apptainer", "gone.sif", False),
+        ("apptainer", "docker://ubuntu", True),
+        ("apptainer", "here.sif", True),
+        ("pyxis", "/images/gone.sqsh", False),
+        ("pyxis", "nvcr.io#nvidia/pytorch:25.01-py3", True),
+    ],
+)
+def test_a_dry_run_of_a_launch_looks_for_the_image(folders, capsys, kind, image, is_there):
+    here, there = folders
+    write(here / "train.jsonl", {"prompt": "1+1=", "answer": "2"})
+    (here / "here.sif").write_text("")
+    (here / "site.yaml").write_text(SITE.format(kind=kind, image=image).replace("time: 30", 'time: "30"'))
+    command = ["launch", "slurm", str(there / "own.yaml"), "--site", "site.yaml"]
+    status = cli.main([*command, "--dry-run"])
+    error = capsys.readouterr().err
+    assert status == (0 if is_there else 2)
+    assert is_there or f"container.image='{image}' in the site settings: no such file" in error
+    # The batch file alone may be looked at anywhere.
+    assert cli.main([*command, "--print"]) == 0
+    assert is_there or "the job fails unless its nodes have it" in capsys.readouterr().err
+    assert not (here / "runs").exists()
+
+
+def test_packages_of_the_container_are_not_asked_for_here(folders, capsys):
+    here, there = folders
+    write(here / "train.jsonl", {"prompt": "1+1=", "answer": "2"})
+    (here / "here.sif").write_text("")
+    (here / "site.yaml").write_text('time: "30"\ncontainer: {kind: apptainer, image: here.sif}\n')
+    (here / "plain.yaml").write_text('time: "30"\n')
+    name = module(here, "import no_such_package\n")
+    command = ["launch", "slurm", str(there / "own.yaml"), f"reward.function={name}:score", "--dry-run", "--site"]
+    assert cli.main([*command, "site.yaml"]) == 0
+    assert "warning: not checked, since the job's environment is another one" in capsys.readouterr().err
+    assert cli.main([*command, "plain.yaml"]) == 2
+    assert "No module named 'no_such_package'" in capsys.readouterr().err
+    for where in ("local", "mpi"):
+        assert cli.main(["launch", where, str(there / "own.yaml"), f"reward.function={name}:score", "--dry-run"]) == 2
+        assert cli.main(["launch", where, str(there / "own.yaml"), "--dry-run"]) == 0
+        assert "-m hybridflow train" in capsys.readouterr().out

@@ -47,6 +47,7 @@ from hybridflow.trainer.starting import note_failure, note_start
 from hybridflow.trainer.step_metrics import Share, merge_metrics
 from hybridflow.trainer.stopping import Stopping
 from hybridflow.trainer.validations import Validations
+from hybridflow.trainer.warnings import duration_warning, epochs_warning, recipe_warnings, reward_warning
 
 _RATE_OF = {"actor": "actor/lr", "critic": "critic/lr", "cost_critic": "cost_critic/lr"}
 """Roles that learn -> the metric with their learning rate."""
@@ -99,6 +100,7 @@ def make_trainer(
     plan = plan_job(recipe, step)
     check_memory(recipe, plan.meshes)
     warnings, every = [*transformers_note(recipe), *placement_warnings(plan.meshes)], recipe.actor.reshard_every
+    warnings += recipe_warnings(recipe) if world.rank == 0 else ()
     if every > 1:
         warnings.append(
             f"actor.reshard_every={every}: rollouts come from weights that are up to {every - 1} update(s) old; "
@@ -178,6 +180,7 @@ class Trainer(Role):
         advantage = self.roles.advantage if "lagrange" in job.recipe.traits.reads else None
         self._multiplier = None if advantage is None else advantage.multiplier
         self._step_metrics: dict[str, float] = {}
+        self._steps_here = 0
         self._checkpoints = checkpoints.Checkpoints(job, self.roles.by_name, start)
         self._everyone = job.world.coordinator(plan.meshes["job"].ranks)
         self._mover = Mover(job.world, plan.meshes, chunk=job.recipe.trainer.samples_per_update)
@@ -195,6 +198,8 @@ class Trainer(Role):
         """
         if not self.begin():
             return False
+        num_rows = getattr(self.job.train, "num_rows", None)
+        self._tell_once(epochs_warning(self.job.recipe, num_rows, self.progress.num_prompts))
         summary, validates = self._record.summary, self.job.recipe.data.held_out is not None
         if validates and "accuracy_before_rl" not in summary and self._stopping.reason is None:
             summary["accuracy_before_rl"] = self._accuracy()
@@ -272,6 +277,10 @@ class Trainer(Role):
         progress.next_prompt_index = following if groups is None else groups.next_prompt_index
         self._step_metrics = metrics = self._record.end_step(progress.step, [Share(*found) for found, *_ in gathered])
         self._stopping.learn(metrics)
+        self._steps_here += 1
+        if self._steps_here == 1:
+            self._tell_once(reward_warning(metrics, progress.step))
+        self._tell_once(duration_warning(self.job.recipe, self._steps_here, progress.step, metrics["time/step_s"]))
         self._stopping.settle(reason for _, reason, _ in gathered)
         for *_, scores in gathered:
             self._rollouts.add_scores(progress.step, scores)
@@ -281,6 +290,11 @@ class Trainer(Role):
         self._adapt(metrics)
         self._set_learning_rates()
         self._record.begin_step(progress.step, self._stopping.job_end_s)
+
+    def _tell_once(self, warning: str | None) -> None:
+        """Print a warning, on the lowest rank."""
+        if warning is not None and self.job.world.rank == 0:
+            say(f"warning: {warning}")
 
     def _adapt(self, metrics: Mapping[str, float]) -> None:
         """Adapt the KL coefficient and the price of cost to what the step measured."""

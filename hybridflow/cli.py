@@ -270,6 +270,7 @@ def _print_plan(recipe: Recipe) -> None:
     from hybridflow.dataflow.render import plan_table
     from hybridflow.mapping.memory import job_memory, memory_summary, memory_table
     from hybridflow.trainer.plan import placement_warnings, plan_job, transformers_note
+    from hybridflow.trainer.warnings import recipe_warnings
 
     plan = plan_job(recipe)
     if recipe.defaults:
@@ -277,7 +278,7 @@ def _print_plan(recipe: Recipe) -> None:
     print_out(plan_table(plan.whole, plan.meshes, recipe.cluster.ranks))
     memory = job_memory(recipe, plan.meshes)
     print_out(f"\nmemory of each rank, estimated\n{memory_table(memory)}\n{memory_summary(memory)}")
-    for warning in (*transformers_note(recipe), *placement_warnings(plan.meshes)):
+    for warning in (*transformers_note(recipe), *placement_warnings(plan.meshes), *recipe_warnings(recipe)):
         complain(warning)
 
 

@@ -22,6 +22,7 @@ from hybridflow.recipe.meshes import role_meshes
 from hybridflow.reshard.report import format_bytes
 from hybridflow.sections import to_dict
 from hybridflow.trainer.plan import placement_warnings
+from hybridflow.trainer.warnings import recipe_warnings
 
 _NEAR_SHARE = 0.9
 """From this share of a GPU's memory on a job may not fit, since the estimate does not have all."""
@@ -58,7 +59,7 @@ def check_job(arguments: argparse.Namespace, site: Site) -> tuple[Recipe, BatchJ
     per_node = ranks_per_node(recipe, site)
     fewest, most = node_range(arguments.nodes, recipe.cluster.ranks, per_node)
     time = time_limit(site)
-    warnings: list[str] = []
+    warnings = [*recipe_warnings(recipe)]
     for count in dict.fromkeys((most, fewest)):
         told = f"{count} node{'s' if count > 1 else ''} × {per_node} = {count * per_node} ranks"
         chosen = recipe_for_ranks(recipe, arguments.recipe, arguments.overrides, count * per_node, told=told)

@@ -23,7 +23,6 @@ from hybridflow.recipe.other_names import refuse_other_names
 from hybridflow.sections import put_over, read_section, read_yaml, shorten, to_dict
 from hybridflow.shipped import shipped
 
-
 _MOST_FALLBACKS = 64
 """Each is checked as a recipe of its own."""
 

@@ -49,6 +49,7 @@ from hybridflow.trainer.starting import note_failure, note_start
 from hybridflow.trainer.step_metrics import Share, merge_metrics
 from hybridflow.trainer.stopping import Stopping
 from hybridflow.trainer.validations import Validations
+from hybridflow.trainer.warnings import duration_warning, epochs_warning, recipe_warnings, reward_warning
 
 SAVE_AFTER_S = 15 * 60.0
 """A checkpoint is due when the last one is so old, where the recipe names no number of steps."""
@@ -104,6 +105,7 @@ def make_trainer(
     plan = plan_job(recipe, step)
     check_memory(recipe, plan.meshes)
     warnings, every = [*transformers_note(recipe), *placement_warnings(plan.meshes)], recipe.actor.reshard_every
+    warnings += recipe_warnings(recipe) if world.rank == 0 else ()
     if every > 1:
         warnings.append(
             f"actor.reshard_every={every}: rollouts come from weights that are up to {every - 1} update(s) old; "
@@ -184,6 +186,7 @@ class Trainer(Role):
         self._multiplier = None if advantage is None else advantage.multiplier
         self._step_metrics: dict[str, float] = {}
         self._saved_at_s = time.monotonic()
+        self._steps_here = 0
         if job.world.rank == 0:
             num_held_out = len(job.held_out) + len(job.held_out_pairs)
             rows, spec = job.train.num_rows, self.roles.actor.spec
@@ -206,6 +209,7 @@ class Trainer(Role):
         """
         if not self.begin():
             return False
+        self._tell_once(epochs_warning(self.job.recipe, self.job.train.num_rows, self.progress.num_prompts))
         summary, validates = self._record.summary, self.job.recipe.data.held_out is not None
         if validates and "score_before_rl" not in summary and self._stopping.reason is None:
             self._validate("before_rl")
@@ -287,6 +291,10 @@ class Trainer(Role):
         # Clocks differ: the lowest rank's counts.
         progress.is_save_overdue = gathered[0][2]
         self._stopping.learn(metrics)
+        self._steps_here += 1
+        if self._steps_here == 1:
+            self._tell_once(reward_warning(metrics, progress.step))
+        self._tell_once(duration_warning(self.job.recipe, self._steps_here, progress.step, metrics["time/step_s"]))
         self._stopping.settle(reason for *_, reason, _ in gathered)
         for *_, scores in gathered:
             self._rollouts.add_scores(progress.step, scores)
@@ -295,6 +303,11 @@ class Trainer(Role):
         self._adapt(metrics)
         self._set_learning_rates()
         self._record.begin_step(progress.step, self._stopping.job_end_s)
+
+    def _tell_once(self, warning: str | None) -> None:
+        """Print a warning, on the lowest rank."""
+        if warning is not None and self.job.world.rank == 0:
+            say(f"warning: {warning}")
 
     def _adapt(self, metrics: Mapping[str, float]) -> None:
         """Adapt the KL coefficient and the price of cost to what the step measured."""

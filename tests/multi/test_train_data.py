@@ -107,6 +107,19 @@ def test_prompts_alone_and_a_reward_that_asks_for_a_field(tmp_path, rows):
     assert "accuracy_before_rl" not in json.loads((tmp_path / "run" / "summary.json").read_text())
 
 
+def test_a_reward_that_teaches_nothing_and_data_that_comes_too_often_are_told_once(tmp_path, rows):
+    write_recipe(tmp_path)
+    (tmp_path / "rewards.py").write_text("def score(response):\n    return 0.5\n")
+    train, held_out = (write_rows(tmp_path / name, rows[1][:1], "jsonl") for name in ("train", "held_out"))
+    # A step takes 4 prompts, of one row.
+    files = [f"data.train={train}", f"data.held_out={held_out}", "warm_start=null", "data.arithmetic=null"]
+    done = run_well(["train", "tiny.yaml", *files, "trainer.steps=26"], tmp_path)
+    warnings = [line for line in done.out.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 2, done.out
+    assert "trainer.steps=26: the run goes through the 1 rows of " in warnings[0] and " 104 times" in warnings[0]
+    assert "step 1: every sample scored 0.5, so that the reward teaches nothing" in warnings[1]
+
+
 def test_a_spool_is_waited_for_and_gone_on_with(tmp_path, rows):
     train, held_out = rows
     write_recipe(tmp_path)

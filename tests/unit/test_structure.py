@@ -120,6 +120,7 @@ LIGHT = [
         "rewards.kinds",
         "recipe.inputs",
         "recipe.dry_run",
+        "trainer.warnings",
         "mapping.memory",
         "launch",
         "launch.init",

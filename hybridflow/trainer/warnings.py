@@ -1,0 +1,87 @@
+"""Settings and measurements that are seldom meant: nothing fails, and a person is told once. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from hybridflow.checkpoint.model_info import read_model_info
+from hybridflow.config.recipe import Recipe
+from hybridflow.recipe.checks import MODELS
+
+_MANY_EPOCHS = 100
+_LONG_S = 30 * 86400.0
+_MEASURED_STEPS = 3
+"""After so many steps their times say how long the others take; the first is slower."""
+
+
+def recipe_warnings(recipe: Recipe) -> tuple[str, ...]:
+    """Describe in words what a recipe asks for that works and is seldom meant."""
+    found = []
+    for key in MODELS:
+        # The critic's may be the actor's.
+        model, role = recipe.model_of(key.removesuffix(".model")), key.removesuffix(".model")
+        if model.path is None or (role != "model" and model == recipe.model):
+            continue
+        limit = read_model_info(Path(model.path)).model.max_context
+        if model.max_context > limit:
+            found.append(
+                f"{key}.max_context={model.max_context}: the model of {key}.path={model.path!r} was made for {limit} "
+                f"tokens, and what it says beyond them may be worth nothing; set {key}.max_context={limit}"
+            )
+    return tuple(found)
+
+
+def epochs_warning(recipe: Recipe, num_rows: int | None, num_prompts: int) -> str | None:
+    """Describe in words that training would go through its data very often; None: it would not, or nobody knows.
+
+    Args:
+        recipe: The recipe.
+        num_rows: Rows of the training data; None: more may come.
+        num_prompts: Rows of a step.
+    """
+    steps = recipe.trainer.steps
+    if not num_rows or steps * num_prompts <= _MANY_EPOCHS * num_rows:
+        return None
+    epoch = max(1, math.ceil(num_rows / num_prompts))
+    return (
+        f"trainer.steps={steps}: the run goes through the {num_rows:,} rows of {recipe.data.title} "
+        f"{steps * num_prompts / num_rows:,.0f} times; an epoch is {epoch:,} step(s) of {num_prompts}: lower "
+        "trainer.steps, or set trainer.patience, which ends the run once validations no longer improve"
+    )
+
+
+def duration_warning(recipe: Recipe, steps_here: int, step: int, step_s: float) -> str | None:
+    """Describe in words that no end of the run is in sight; None: one is, or it was told.
+
+    Args:
+        recipe: The recipe.
+        steps_here: Steps since the start of this job.
+        step: Number of the step that was done.
+        step_s: Its seconds.
+    """
+    left = recipe.trainer.steps - step
+    if steps_here != _MEASURED_STEPS or left * step_s <= _LONG_S:
+        return None
+    return (
+        f"trainer.steps={recipe.trainer.steps}: at {step_s:.2g} s a step, {left:,} more take "
+        f"{left * step_s / 86400:,.0f} days; if that is not meant, lower trainer.steps (also with --resume)"
+    )
+
+
+def reward_warning(metrics: Mapping[str, float], step: int) -> str | None:
+    """Describe in words that the scores of a step teach nothing; None: they do, or there are none.
+
+    Args:
+        metrics: Of the step.
+        step: Its number.
+    """
+    low, high = metrics.get("reward/min"), metrics.get("reward/max")
+    if low is None or low != high:
+        return None
+    return (
+        f"step {step}: every sample scored {low:g}, so that the reward teaches nothing; look at samples "
+        "(rollout.archive=true, then `hybridflow rollouts`), at what the reward expects, and at "
+        "rollout.max_new_tokens, which may cut the answer off"
+    )

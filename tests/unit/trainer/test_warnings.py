@@ -1,0 +1,61 @@
+"""What is told once of settings that work and are seldom meant; and nothing where they are."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridflow import cli
+from hybridflow.recipe.load import load_recipe
+from hybridflow.trainer.warnings import duration_warning, epochs_warning, recipe_warnings, reward_warning
+from tests.support.recipes import POLICY, SCORER, write_config
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """A recipe's overrides that name a policy of 64 tokens, and its directory."""
+    policy = write_config(tmp_path / "policy", POLICY)
+    return ["model={path: " + str(policy) + "}", "warm_start=null"], policy
+
+
+def test_a_context_above_the_models_limit(asked, tmp_path, capsys):
+    overrides, policy = asked
+    assert recipe_warnings(load_recipe("grpo", overrides)) == ()
+    assert recipe_warnings(load_recipe("grpo", ["model.max_context=4096"])) == (), "a model that is made has no limit"
+    (warning,) = recipe_warnings(load_recipe("grpo", [*overrides, "model.max_context=65"]))
+    assert warning.startswith(f"model.max_context=65: the model of model.path={str(policy)!r} was made for 64 tokens")
+    assert warning.endswith("; set model.max_context=64")
+    scorer = write_config(tmp_path / "scorer", SCORER)
+    scored = [*overrides, "reward={model: {path: " + str(scorer) + ", max_context: 128}}"]
+    (warning,) = recipe_warnings(load_recipe("grpo", scored))
+    assert warning.startswith("reward.model.max_context=128: ")
+    assert cli.main(["plan", "job", "grpo", *overrides, "model.max_context=65"]) == 0
+    assert "model.max_context=65: the model of" in capsys.readouterr().err
+
+
+def test_steps_that_go_through_the_data_very_often():
+    recipe = load_recipe("grpo", ["trainer.steps=1000000"])
+    assert epochs_warning(recipe, 400, 256) == (
+        "trainer.steps=1000000: the run goes through the 400 rows of runs/grpo/data/train.jsonl 640,000 times; an "
+        "epoch is 2 step(s) of 256: lower trainer.steps, or set trainer.patience, which ends the run once validations "
+        "no longer improve"
+    )
+    assert epochs_warning(recipe, None, 256) is None and epochs_warning(recipe, 256 * 10_000, 256) is None
+    assert epochs_warning(load_recipe("grpo"), 4000, 256) is None
+
+
+def test_steps_without_an_end_in_sight():
+    recipe = load_recipe("grpo", ["trainer.steps=1000000"])
+    warning = duration_warning(recipe, 3, 1003, 4.0)
+    assert warning is not None
+    assert warning.startswith("trainer.steps=1000000: at 4 s a step, 998,997 more take 46 days; if that is not meant")
+    assert duration_warning(recipe, 2, 1003, 4.0) is None and duration_warning(recipe, 4, 1003, 4.0) is None
+    assert duration_warning(recipe, 3, 1003, 0.4) is None
+
+
+def test_rewards_that_are_all_the_same():
+    warning = reward_warning({"reward/min": 0.0, "reward/max": 0.0}, 1)
+    assert warning is not None and warning.startswith(
+        "step 1: every sample scored 0, so that the reward teaches nothing"
+    )
+    assert "rollout.max_new_tokens" in warning
+    assert reward_warning({"reward/min": 0.0, "reward/max": 1.0}, 1) is None and reward_warning({}, 1) is None

@@ -261,8 +261,13 @@ def test_a_worker_on_vllm_generates_what_one_on_our_engine_does_and_follows_new_
 def test_a_policy_of_a_program_is_sampled_from_by_vllm(tmp_path):
     """What vLLM samples has the log-probabilities of the policy, while that leaves the reference behind."""
     write_model(tmp_path / "model", seed=4, hidden_size=128, intermediate_size=96, head_dim=32)
-    write_tokenizer(tmp_path / "model")
-    found = told_by("vllm_actor.py", tmp_path / "model", packages=both_environments(tmp_path), folder=tmp_path)
+    write_model(tmp_path / "other", "StableLm", seed=4, hidden_size=128, intermediate_size=96)
+    for name in ("model", "other"):
+        write_tokenizer(tmp_path / name)
+    folders, packages = (tmp_path / "model", tmp_path / "other"), both_environments(tmp_path)
+    found = told_by("vllm_actor.py", *folders, packages=packages, folder=tmp_path)
+    assert all(0 < step["rollout/logprob_abs_diff_max"] < TOLERANCE for step in found["without_table"])
+    assert all(step["actor/grad_norm"] > 1e-3 for step in found["without_table"]), "the weights are to move"
     for name in ("trainer", "in_memory", "adapters"):
         steps = found[name]
         assert len(steps) == 3

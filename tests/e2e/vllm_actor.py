@@ -1,6 +1,6 @@
 """Run by vLLM's own environment: policies of the Python API that vLLM samples from.
 
-python vllm_actor.py DIRECTORY        prints one line of JSON at the end
+python vllm_actor.py DIRECTORY WITHOUT_TABLE        prints one line of JSON at the end
 """
 
 import json
@@ -31,9 +31,9 @@ def of_a_trainer(model):
     return steps
 
 
-def of_a_flow(model):
+def of_a_flow(model, lr=1e-2):
     """Metrics of steps on groups of samples."""
-    flow = model.sample(group_size=4, **SAMPLING) >> Reward(score).score() >> GRPO(lr=1e-2, batch_size=8).update()
+    flow = model.sample(group_size=4, **SAMPLING) >> Reward(score).score() >> GRPO(lr=lr, batch_size=8).update()
     return flow.run(PROMPTS, steps=3)
 
 
@@ -48,12 +48,13 @@ def refusal(path):
 
 
 if __name__ == "__main__":
-    path = sys.argv[1]
-    in_memory = transformers.AutoModelForCausalLM.from_pretrained(path)
+    path, other = sys.argv[1:]
+    in_memory, without_table = map(transformers.AutoModelForCausalLM.from_pretrained, (path, other))
     told = {
         "trainer": of_a_trainer(vLLMActor(path)),
         "in_memory": of_a_trainer(vLLMActor(in_memory, path)),
         "adapters": of_a_flow(vLLMActor(path, lora=LoraConfig(r=4))),
+        "without_table": of_a_flow(vLLMActor(without_table, other), lr=1e-3),
         "refusal": refusal(path),
     }
     print(json.dumps(told))

@@ -77,6 +77,8 @@ def test_switches() -> None:
     assert recipe(enable_profiling=True, profile={"ranks": [0]}).profile.steps == (1, 2, 3)
     offloaded = recipe(offload_to_cpu=True)
     assert offloaded.actor.offload and offloaded.reference.offload and not plain.actor.offload
+    always = recipe(num_ranks=2, offload_to_cpu="always", fsdp_sharding="FULL_SHARD")
+    assert always.actor.offload == always.reference.offload == "always" and always.actor.update.fsdp == 2
     assert recipe(device="cuda:0").actor.ranks == (0,)
     assert recipe(num_ranks=2, device="cuda:1", critic={"device": "cuda:0"}).actor.ranks == (1,)
 

@@ -298,8 +298,9 @@ WITHOUT_TABLE = "StableLm", "StableLm"
         (WITHOUT_TABLE, {}),
         pytest.param(WITHOUT_TABLE, {"fsdp_sharding": "FULL_SHARD"}, marks=pytest.mark.slow),
         pytest.param(WITHOUT_TABLE, {"lora_rank": 2}, marks=pytest.mark.slow),
+        pytest.param(WITHOUT_TABLE, {"actor": {"devices": [1]}, "critic": {"devices": [0]}}, marks=pytest.mark.slow),
     ],
-    ids=["tp2", "lora", "without a table", "without a table, fsdp", "without a table, lora"],
+    ids=["tp2", "lora", "without a table", "without a table, fsdp", "without a table, lora", "without a table, apart"],
 )
 def test_training_is_the_same_from_memory_as_from_directories(tmp_path, families, other):
     first, second = families

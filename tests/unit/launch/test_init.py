@@ -64,6 +64,9 @@ def test_the_reward_that_is_written_scores_what_is_right_highest(folder):
     exec((folder / "rewards.py").read_text(), found)
     right, nearly, wrong = (found["score"]("27+35=", response, "62") for response in ("62", "63", ""))
     assert right == 1.0 and 0 < nearly < 0.6 and wrong == 0.0
+    # A prompt without an answer, and an answer that is a number.
+    assert found["score"]("Tell a joke.", "ha", "") > found["score"]("Tell a joke.", "ha ha", "")
+    assert found["score"]("27+35=", "62", 62) == 1.0
 
 
 def test_ranks_nodes_and_rewards_of_hybridflow(folder, capsys):

@@ -103,12 +103,10 @@ def _init(arguments: argparse.Namespace) -> int:
         return 128 + signal.SIGINT
     values = _values(arguments)
     recipe = recipe_from_dict(values, source=str(path))
-    written = [path]
-    for file, text in _functions_of(values, is_named=arguments.reward is not None).items():
+    functions = _functions_of(values, is_named=arguments.reward is not None)
+    for file, text in {path: _recipe_text(path, values, recipe, arguments.nodes), **functions}.items():
         _write(file, text)
-        written.append(file)
-    _write(path, _recipe_text(path, values, recipe, arguments.nodes))
-    print(f"wrote {' and '.join(map(str, written))}; next: {_command(path, arguments.nodes)}")
+    print(f"wrote {' and '.join(map(str, (path, *functions)))}; next: {_command(path, arguments.nodes)}")
     return DONE
 
 

@@ -46,10 +46,14 @@ _SCORE = '''from difflib import SequenceMatcher
 
 def {name}(prompt: str, response: str, answer: str) -> float:
     """Return how good a response is: any finite number, larger is better. Change it to what you want."""
-    if response.strip() == answer.strip():
+    said, right = response.strip(), str(answer).strip()
+    if not right:
+        # The row has no answer. Short responses are better, until you say what is.
+        return -len(said) / 1000
+    if said == right:
         return 1.0
     # Part of a point for what is nearly right, so that there is something to learn from early on.
-    return 0.5 * SequenceMatcher(None, response.strip(), answer.strip()).ratio()
+    return 0.5 * SequenceMatcher(None, said, right).ratio()
 '''
 
 _COST = '''
@@ -99,12 +103,10 @@ def _init(arguments: argparse.Namespace) -> int:
         return 128 + signal.SIGINT
     values = _values(arguments)
     recipe = recipe_from_dict(values, source=str(path))
-    written = [path]
-    for file, text in _functions_of(values, is_named=arguments.reward is not None).items():
+    functions = _functions_of(values, is_named=arguments.reward is not None)
+    for file, text in {path: _recipe_text(path, values, recipe, arguments.nodes), **functions}.items():
         _write(file, text)
-        written.append(file)
-    _write(path, _recipe_text(path, values, recipe, arguments.nodes))
-    print(f"wrote {' and '.join(map(str, written))}; next: {_command(path, arguments.nodes)}")
+    print(f"wrote {' and '.join(map(str, (path, *functions)))}; next: {_command(path, arguments.nodes)}")
     return DONE
 
 

@@ -64,6 +64,9 @@ def test_the_reward_that_is_written_scores_what_is_right_highest(folder):
     exec((folder / "rewards.py").read_text(), found)
     right, nearly, wrong = (found["score"]("27+35=", response, "62") for response in ("62", "63", ""))
     assert right == 1.0 and 0 < nearly < 0.6 and wrong == 0.0
+    # A prompt without an answer, and an answer that is a number.
+    assert found["score"]("Tell a joke.", "ha", "") > found["score"]("Tell a joke.", "ha ha", "")
+    assert found["score"]("27+35=", "62", 62) == 1.0
 
 
 def test_ranks_nodes_and_rewards_of_hybridflow(folder, capsys):
@@ -139,6 +142,12 @@ def test_what_options_give_is_not_asked_and_an_end_is_told(monkeypatch, capsys):
     assert cli.main(["init", "--algorithm", "grpo"]) == 2
     assert "init: directory of the model: no answer; give it, or use options" in capsys.readouterr().err
     assert init("--algorithm", "grpo") == 0
+
+
+def test_a_place_that_cannot_be_written_is_told(folder, capsys):
+    assert init("train.jsonl/mine.yaml", "--algorithm", "grpo") == 4
+    assert "train.jsonl/mine.yaml: cannot be written: " in capsys.readouterr().err
+    assert not (folder / "rewards.py").exists()
 
 
 def test_ctrl_c_ends_quietly(folder, monkeypatch, capsys):

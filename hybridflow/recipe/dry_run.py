@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 
 from hybridflow.config.data import DataSourceConfig
 from hybridflow.config.recipe import Recipe
@@ -97,13 +96,15 @@ def _is_tried(section: RewardConfig, recipe: Recipe, *, is_node: bool) -> bool:
     return is_node or section.function != "code"
 
 
-def _try_reward(section: RewardConfig, role: str, example: Example) -> str:
-    """Score the answer as if it were the response. Raises RewardError: it has no score."""
-    # A run would go on, where this is to be told.
-    settings = replace(section, on_failure="error", failure_score=0.0, cache=0)
+def _try_reward(settings: RewardConfig, role: str, example: Example) -> str:
+    """Score the answer as if it were the response. Raises RewardError: it has no score, and needs one."""
     with contextlib.closing(Scorer(make_kind(settings, role), settings, role)) as scorer:
         response = as_text(example.answer)
         fields = {"prompt": example.prompt, "response": response, "answer": example.answer}
         sample = Sample(**fields, place=example.place, fields=example.row)
         (score,) = scorer.scores([sample])
+        if scorer.counts.failed:
+            return (
+                f"{scorer.counts.first_failure}; the run would go on, as {role}.on_failure={settings.on_failure} says"
+            )
         return f"{role} {scorer.kind.name!r}: gives {score:g} for the answer of {example.place} as a response"

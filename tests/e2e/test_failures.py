@@ -139,8 +139,14 @@ ALL_IN_ONE_STEP = ["trainer.global_batch_size=400", "trainer.mini_batch_size=nul
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        ("rewards:raises", ["'rewards:raises' on data/train.jsonl:18 with response", "ValueError: no unit in"]),
-        ("rewards:nan", ["'rewards:nan' on data/held_out.jsonl:", "returned nan; expected a finite number"]),
+        (
+            "rewards:raises",
+            ["'rewards:raises' (rewards.py:", ") on data/train.jsonl:18 with response", "ValueError: no unit in"],
+        ),
+        (
+            "rewards:nan",
+            ["'rewards:nan' (rewards.py:", ") on data/held_out.jsonl:", "returned nan; expected a finite number"],
+        ),
         (
             "rewards:no",
             ["reward.function='rewards:no'", "has no attribute 'no'", "give one of exact_match, length, regex"],

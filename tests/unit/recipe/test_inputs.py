@@ -157,6 +157,10 @@ def test_a_dry_run_tells_what_it_has_tried(folders, capsys):
         "data.held_out: held.jsonl:1 can be read",
         f"reward '{name}:score': gives 3 for the answer of train.jsonl:1 as a response",
     ]
+    wrong = [f"reward.function={module(here, WRONG)}:wrong", "reward.on_failure=drop"]
+    status, told, error = dry(folders, capsys, *wrong)
+    assert (status, error) == (0, "") and "ZeroDivisionError" in told
+    assert told.endswith("; the run would go on, as reward.on_failure=drop says\n")
     arithmetic = ["data.train=a.jsonl", "data.held_out=b.jsonl", "data.arithmetic={num_train: 4, num_held_out: 2}"]
     status, told, error = dry(folders, capsys, *arithmetic)
     assert (status, error) == (0, "") and "reward 'exact_match': gives 1 for the answer of data.train" in told

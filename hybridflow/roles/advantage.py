@@ -143,22 +143,21 @@ class Advantage(Role):
 
     def _archive(self, batch: Batch, computed: Batch, decided: Mapping[str, Any]) -> None:
         """Keep what the step learns from each token, on one rank of each replica, where samples are archived."""
-        recipe, rank = self._job.recipe, self._job.world.rank
-        if not recipe.rollout.archive or not self._job.meshes["actor.update"].speaks(rank):
+        recipe, rank, about = self._job.recipe, self._job.world.rank, decided.get("train_step")
+        # A program may compute advantages outside of a step.
+        if about is None or not recipe.rollout.archive or not self._job.meshes["actor.update"].speaks(rank):
             return
         advantages = computed.ragged("advantages").to_list()
         if "old_log_probs" in batch.columns:
             old_log_probs = batch.ragged("old_log_probs").to_list()
         else:
             old_log_probs = [torch.full_like(each, math.nan) for each in advantages]
+        places = [divmod(number, recipe.rollout.group_size) for number in batch.ids.tolist()]
         rows = [
-            (
-                *divmod(number, recipe.rollout.group_size),
-                Learned(gained.float().cpu().numpy(), told.float().cpu().numpy()),
-            )
-            for number, gained, told in zip(batch.ids.tolist(), advantages, old_log_probs, strict=True)
+            (*place, Learned(gained.float().cpu().numpy(), told.float().cpu().numpy()))
+            for place, gained, told in zip(places, advantages, old_log_probs, strict=True)
         ]
-        write_learned(Path(recipe.run_dir) / "rollouts", decided["train_step"]["step"], rank, rows)
+        write_learned(Path(recipe.run_dir) / "rollouts", about["step"], rank, rows)
 
     def ppo(self, batch: Batch) -> Batch:
         """Compute ``advantages`` and ``returns``: GAE over token rewards, whitened. Collective: dp."""

@@ -319,7 +319,7 @@
     if (!samples) {
       const why = run.archive ? make("p.empty", {}, "This page has no samples of this step: the archive lacks it, or there was no room. A sample enters the archive when the next checkpoint is complete.")
         : NO_SAMPLES.includes(run.algorithm) ? make("p.empty", {}, `${run.algorithm} learns from given responses and samples none.`)
-          : make("p.empty", {}, "This run has no archive of samples. Set ", make("code", {}, "rollout.archive=true"), " and this part shows prompts, responses, rewards and advantages.");
+          : make("p.empty", {}, "This run has no archive of samples. With ", make("code", {}, "rollout.archive=true"), " this part shows prompts, responses, rewards and advantages.");
       fill(place, why);
       return;
     }

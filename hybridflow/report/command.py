@@ -10,7 +10,7 @@ _EXAMPLES = """examples:
   hybridflow report runs/quickstart
   hybridflow report runs/try-1 runs/try-2 --out compared.html
 
-A run writes its report.html at its end. With rollout.archive=true it has samples of all prompts.
+A run writes its report.html at its end. Samples come from the run's archive; rollout.archive=true keeps all.
 
 exit status: 0 written; 2 a directory holds no run; 3 a file is damaged; 4 the file cannot be written
 """

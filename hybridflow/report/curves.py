@@ -68,13 +68,17 @@ def _mean(rows: Rows, stretch: range, name: str) -> float | None:
 
 def _ends(rows: Rows, summary: Mapping[str, Any]) -> dict[str, list[list[float | None]]]:
     """Return the validations before the first step and after the last one, which are in no step's metrics."""
-    told = {row["step"] for row in rows if "validation/accuracy" in row}
-    points = []
-    for step, name in ((0, "accuracy_before_rl"), (summary.get("steps"), "accuracy_after_rl")):
-        value = summary.get(name)
-        if step is not None and step not in told and isinstance(value, int | float):
-            points.append([step, short(value)])
-    return {"validation/accuracy": points} if points else {}
+    found: dict[str, list[list[float | None]]] = {}
+    for name in ("accuracy", "score"):
+        told = {row["step"] for row in rows if f"validation/{name}" in row}
+        # An accuracy is a score: a run that has told the one alone is shown by it.
+        if name == "score" and not told and found:
+            continue
+        ends = ((0, summary.get(f"{name}_before_rl")), (summary.get("steps"), summary.get(f"{name}_after_rl")))
+        points = [[step, short(value)] for step, value in ends if step not in told and isinstance(value, int | float)]
+        if points:
+            found[f"validation/{name}"] = points
+    return found
 
 
 def _phases(rows: Rows, stretches: Sequence[range]) -> dict[str, list[float | None]]:

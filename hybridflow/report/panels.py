@@ -16,7 +16,7 @@ class Panel:
         unit: Unit of its values.
         metric: The line.
         band: Metrics of the lower and the upper end of the band around it.
-        held_out: Metric of the points of validations.
+        held_out: Metrics of the points of validations; the first that a run has counts.
         is_objective: Whether the algorithm optimizes it.
     """
 
@@ -24,26 +24,27 @@ class Panel:
     unit: str
     metric: str
     band: tuple[str, str] | None = None
-    held_out: str | None = None
+    held_out: tuple[str, ...] = ()
     is_objective: bool = False
 
 
-_SCORE, _MARGIN = "validation/accuracy", "validation/margin"
+_SCORE, _ACCURACY, _MARGIN = "validation/score", "validation/accuracy", "validation/margin"
 _PANELS = (
     Panel(
         title="Reward",
         unit="score",
         metric="reward/mean",
         band=("reward/p10", "reward/p90"),
-        held_out=_SCORE,
+        held_out=(_SCORE, _ACCURACY),
         is_objective=True,
     ),
     Panel(title="Cost", unit="cost", metric="cost/mean", is_objective=True),
     Panel(title="KL to the teacher", unit="nats per token", metric="distill/kl", is_objective=True),
     Panel(title="Loss", unit="", metric="actor/loss"),
-    Panel(title="Margin of pairs", unit="score", metric="preference/margin", held_out=_MARGIN, is_objective=True),
-    Panel(title="Pairs in order", unit="share", metric="preference/accuracy", held_out=_SCORE, is_objective=True),
+    Panel(title="Margin of pairs", unit="score", metric="preference/margin", held_out=(_MARGIN,), is_objective=True),
+    Panel(title="Pairs in order", unit="share", metric="preference/accuracy", held_out=(_ACCURACY,), is_objective=True),
     Panel(title="Held-out score", unit="score", metric=_SCORE, is_objective=True),
+    Panel(title="Held-out accuracy", unit="share", metric=_ACCURACY, is_objective=True),
     Panel(title="KL to the reference", unit="nats per token", metric="kl/ref"),
     Panel(
         title="Response length",
@@ -63,7 +64,7 @@ _PANELS = (
 def choose_panels(metrics: Collection[str]) -> list[dict[str, Any]]:
     """Return the charts of runs that have these metrics, the objective first, as JSON objects."""
     panels = [panel for panel in _PANELS if panel.metric in metrics]
-    drawn = {panel.held_out for panel in panels}
+    drawn = {name for panel in panels for name in panel.held_out}
     panels = [panel for panel in panels if panel.metric not in drawn]
     has_reward = "reward/mean" in metrics
     # Without a reward the loss itself is what is optimized.

@@ -25,7 +25,7 @@ _TOKEN_BYTES = 20
 _NUM_RANKS = 16
 """Most ranks whose samples of a step are looked at."""
 
-_NUM_KEPT = 64
+_NUM_KEPT = 256
 """Most segments of which it is kept which samples they have."""
 
 _HEAD_TOKENS, _TAIL_TOKENS = 400, 200
@@ -60,8 +60,15 @@ class Archive:
         self._places: dict[SegmentName, Mapping[str, Any]] = {}
 
     def steps(self) -> list[int]:
-        """Return the steps with samples, in order, as far as the names of the segments tell."""
-        return sorted({step for name in self._segments for step in range(name.first, name.last + 1)})
+        """Return the steps with samples, in order. Of very many files, those of one rank tell.
+
+        Raises:
+            CheckpointError: The archive is damaged.
+        """
+        names = self._segments
+        if len(names) > _NUM_KEPT:
+            names = list({(name.first, name.last): name for name in reversed(names)}.values())
+        return sorted({int(step) for name in names for step in np.unique(self._places_of(name)["step"])})
 
     def groups(self, step: int) -> dict[str, Any] | None:
         """Return groups of a step as a JSON object; None: the archive has no sample of it.
@@ -104,21 +111,24 @@ class Archive:
         }
 
     def _of_step(self, name: SegmentName, step: int) -> Iterator[_Place]:
-        if name not in self._places:
-            if len(self._places) >= _NUM_KEPT:
-                self._places.clear()
-            self._places[name] = read_places(self._folder, name)
-        places = self._places[name]
+        places = self._places_of(name)
         for row in np.flatnonzero(places["step"] == step).tolist():
             prompt_index, index = int(places["prompt_index"][row]), int(places["index"][row])
             score, length = float(places["score"][row]), int(places["response_length"][row])
             yield _Place(name, row, prompt_index, index, score, length)
 
+    def _places_of(self, name: SegmentName) -> Mapping[str, Any]:
+        if name not in self._places:
+            if len(self._places) >= _NUM_KEPT:
+                self._places.clear()
+            self._places[name] = read_places(self._folder, name)
+        return self._places[name]
+
     def _read(self, kept: Sequence[_Place]) -> list[Archived]:
         found: list[Archived] = []
         for name in dict.fromkeys(place.segment for place in kept):
             rows = [place.row for place in kept if place.segment == name]
-            found += read_rows(self._folder, name, self._places[name], rows)
+            found += read_rows(self._folder, name, self._places_of(name), rows)
         return sorted(found, key=lambda each: (each.prompt_index, each.index))
 
     def _response(self, sample: Archived, learned: Learned | None) -> dict[str, Any]:

@@ -143,8 +143,13 @@ class Advantage(Role):
 
     def _archive(self, batch: Batch, computed: Batch, decided: Mapping[str, Any]) -> None:
         """Keep what the step learns from each token, on one rank of each replica, where samples are archived."""
-        recipe, rank, step = self._job.recipe, self._job.world.rank, decided["train_step"]["step"]
-        if not recipe.archives_step(step) or not self._job.meshes["actor.update"].speaks(rank):
+        recipe, rank, about = self._job.recipe, self._job.world.rank, decided.get("train_step")
+        # A program may compute advantages outside of a step.
+        if (
+            about is None
+            or not recipe.archives_step(about["step"])
+            or not self._job.meshes["actor.update"].speaks(rank)
+        ):
             return
         advantages = computed.ragged("advantages").to_list()
         if "old_log_probs" in batch.columns:
@@ -157,7 +162,7 @@ class Advantage(Role):
             for place, gained, told in zip(places, advantages, old_log_probs, strict=True)
             if recipe.archives_prompt(place[0])
         ]
-        write_learned(Path(recipe.run_dir) / "rollouts", step, rank, rows)
+        write_learned(Path(recipe.run_dir) / "rollouts", about["step"], rank, rows)
 
     def ppo(self, batch: Batch) -> Batch:
         """Compute ``advantages`` and ``returns``: GAE over token rewards, whitened. Collective: dp."""

@@ -52,7 +52,10 @@
     starting: ["soft", "starting"], running: ["good", "running"], finished: ["good", "done"], failed: ["bad", "failed"],
     silent: ["bad", "no sign of life"], requeue: ["warn", "saved and stopped"],
   };
-  function heldOut(run) { return (run.curves.sparse["validation/accuracy"] || []).filter((point) => point[1] !== null); }
+  function heldOut(run) {
+    const found = ["accuracy", "score"].map((name) => (run.curves.sparse[`validation/${name}`] || []).filter((point) => point[1] !== null));
+    return found[0].length >= found[1].length ? found[0] : found[1];
+  }
   function showRuns() {
     const cards = runs.map((run, place) => {
       const facts = run.facts, [kind, state] = STATES[facts.state] || ["soft", facts.state];
@@ -122,7 +125,7 @@
         series.push({ label: run.label, stroke, width: 1.8, spanGaps: true, run: place, line,
           points: { show: line.length <= 60, size: 4, fill: stroke, stroke } });
       }
-      const held = panel.held_out && line.length ? lineOf(run, panel.held_out) : [];
+      const held = (line.length && panel.held_out.map((name) => lineOf(run, name)).find((each) => each.length)) || [];
       if (held.length) {
         lines.push(held);
         series.push({ label: `${run.label}, held-out`, stroke, width: 1, dash: [3, 4], spanGaps: true, held: place, line: held,
@@ -130,7 +133,7 @@
       }
     });
     if (panel.band) legend.push(`band: ${panel.band.map((name) => name.split(/[/_]/).pop()).join(" to ")}`);
-    if (panel.held_out && series.some((each) => each.held !== undefined)) legend.push("circles: held-out data");
+    if (series.some((each) => each.held !== undefined)) legend.push("circles: held-out data");
     return { title: panel.title, unit: panel.unit, metric: panel.metric, objective: panel.is_objective, columns: together(lines),
       series, bands, legend };
   }
@@ -155,7 +158,7 @@
   }
   function timeChart() {
     if (runs.length === 1 && Object.keys(runs[0].curves.phases).length) return stackOf(runs[0], 0);
-    return chartOf({ title: "Time of a step", unit: "s", metric: "time/step_s", band: null, held_out: null });
+    return chartOf({ title: "Time of a step", unit: "s", metric: "time/step_s", band: null, held_out: [] });
   }
   // The values of a chart at a step, or at the end of each run.
   function tellChart(chart, now, step) {
@@ -245,7 +248,7 @@
     data.panels.forEach((panel) => addChart(chartOf(panel)));
     if (all.includes("time/step_s")) addChart(timeChart());
     const select = make("select", { id: "metric" }, all.map((name) => make("option", { value: name }, name)));
-    const add = () => { addChart(chartOf({ title: select.value, unit: "", metric: select.value, band: null, held_out: null })); };
+    const add = () => { addChart(chartOf({ title: select.value, unit: "", metric: select.value, band: null, held_out: [] })); };
     fill(byId("more"), make("label", { for: "metric" }, "Another metric", select), make("button", { type: "button", onclick: add }, "Add its chart"));
   }
 
@@ -316,7 +319,7 @@
     if (!samples) {
       const why = run.archive ? make("p.empty", {}, "This page has no samples of this step: the archive lacks it, or there was no room. A sample enters the archive when the next checkpoint is complete.")
         : NO_SAMPLES.includes(run.algorithm) ? make("p.empty", {}, `${run.algorithm} learns from given responses and samples none.`)
-          : make("p.empty", {}, "This run has no archive of samples. Set ", make("code", {}, "rollout.archive=true"), " and this part shows prompts, responses, rewards and advantages.");
+          : make("p.empty", {}, "This run has no archive of samples. With ", make("code", {}, "rollout.archive=true"), " this part shows prompts, responses, rewards and advantages.");
       fill(place, why);
       return;
     }

@@ -78,7 +78,6 @@ exit status: 0 done; 1 a rank was lost or hybridflow itself failed: starting aga
 """
 
 _RESHARD_EXAMPLES = """examples:
-  hybridflow init --algorithm grpo --model models/Qwen2.5-0.5B-Instruct --data data/train.jsonl
   hybridflow plan reshard --from tp4.pp2.dp2 --to tp2.pp1.dp8
   hybridflow plan reshard --from tp8.pp8.dp8 --to tp8.dp64 --model llama3-70b --nodes 64 --json
   hybridflow plan reshard --from tp8 --to tp2.dp4 --first-rank 8 --model grpo --bandwidth node=200,network=25

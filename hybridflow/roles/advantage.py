@@ -144,12 +144,9 @@ class Advantage(Role):
     def _archive(self, batch: Batch, computed: Batch, decided: Mapping[str, Any]) -> None:
         """Keep what the step learns from each token, on one rank of each replica, where samples are archived."""
         recipe, rank, about = self._job.recipe, self._job.world.rank, decided.get("train_step")
+        speaks = self._job.meshes["actor.update"].speaks(rank)
         # A program may compute advantages outside of a step.
-        if (
-            about is None
-            or not recipe.archives_step(about["step"])
-            or not self._job.meshes["actor.update"].speaks(rank)
-        ):
+        if about is None or not speaks or not recipe.archives_step(about["step"]):
             return
         advantages = computed.ragged("advantages").to_list()
         if "old_log_probs" in batch.columns:

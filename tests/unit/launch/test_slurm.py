@@ -475,7 +475,7 @@ def test_a_recipe_without_ranks_fills_the_nodes(on_a_login_node, capsys):
         assert f"#SBATCH --nodes={ranks // 4}\n#SBATCH --ntasks-per-node=4\n" in (kept.parent / "batch.sh").read_text()
     capsys.readouterr()
     assert cli.main([*given, "--nodes", "1-2"]) == 2
-    assert "cluster.ranks=8, but 4 ranks were started" in capsys.readouterr().err
+    assert "1 node × 4 = 4 ranks, but grpo's layouts need 8; these fit: cluster.ranks=4" in capsys.readouterr().err
     (on_a_login_node / "site.yaml").write_text('time: "24:00:00"\n')
     assert cli.main([*given, "--nodes", "3", "--print"]) == 0
     assert "#SBATCH --nodes=3\n#SBATCH --ntasks-per-node=1\n" in capsys.readouterr().out

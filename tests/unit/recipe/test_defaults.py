@@ -107,10 +107,10 @@ def test_the_launcher_decides_the_ranks_or_else_the_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3,5")
     assert load_recipe("grpo", SCORED).cluster.ranks == 3
     fixed = load_recipe("grpo", [*SCORED, "cluster.ranks=2"])
-    with pytest.raises(LayoutError, match="cluster.ranks=2, but 4 ranks were started"):
+    with pytest.raises(LayoutError, match="4 ranks, but grpo's layouts need 2; these fit: cluster.ranks=4"):
         recipe_for_ranks(fixed, "grpo", SCORED, 4)
     cut = [*SCORED, "actor.update={tp: 2}"]
-    with pytest.raises(LayoutError, match="cluster.ranks=2, but 4 ranks were started"):
+    with pytest.raises(LayoutError, match="4 ranks, but grpo's layouts need 2; these fit: cluster.ranks=4"):
         recipe_for_ranks(load_recipe("grpo", cut), "grpo", cut, 4)
 
 

@@ -238,7 +238,7 @@ class Session:
         is_named = any(each is not None for each in (reward.function, reward.model, reward.service, reward.judge))
         if is_other or is_named or "reward" in self._objects or recipe.teacher is not None:
             return
-        if not any(example.answer for example in examples):
+        if all(example.answer == "" for example in examples):
             raise DataError(
                 "prompts: none has an answer, with which a response is compared where no reward is given; give "
                 "reward=…, such as a function (prompt, response, answer) -> score, or rows {'prompt': …, 'answer': …}"

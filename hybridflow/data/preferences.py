@@ -110,7 +110,11 @@ def check_imitable(example: Example, data: DataConfig) -> None:
     Raises:
         DataError: There is such a response alone, or no answer, and no solution; names the row.
     """
-    if example.solution is None and not example.answer and not any(each.is_wanted for each in example.responses):
+    # A problem's answer that is there and empty is a response that ends at once.
+    name = None if example.responses else data.answer_field
+    is_there = example.answer != "" or (name is not None and value_of(example.row, name) == "")
+    has_text = is_there or any(each.is_wanted for each in example.responses)
+    if example.solution is None and not has_text:
         found = "the response is not wanted" if example.responses else "the answer is empty"
         others = "" if example.responses else f", {data.completion_field!r}"
         raise DataError(

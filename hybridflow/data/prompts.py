@@ -265,7 +265,7 @@ def solution_of(row: Row, place: str, data: DataConfig) -> str | tuple[str, ...]
     return tuple(text_of({f"{name}[{index}]": text}, f"{name}[{index}]", place) for index, text in enumerate(texts))
 
 
-def value_of(row: Row, name: str, default: Any = None) -> Any:
+def value_of(row: Mapping[str, Any], name: str, default: Any = None) -> Any:
     """Return a row's field; ``outer.inner`` names a field of a field, unless the row has that very name."""
     if name in row:
         return row[name]

@@ -48,6 +48,7 @@ def shaped(row: dict[str, Any], *, of: str, **data: Any) -> tuple[Example, ...]:
         ({"prompt": "q", "response": "a"}, "q"),
         ({"prompt": "q", "answer": "a"}, "q"),
         ({"prompt": "q", "solution": "a", "answer": "other"}, "q"),
+        ({"prompt": "q", "solution": "a", "answer": ""}, "q"),
         ({"messages": [*ASKED, *said("a")]}, "[user]q[me]"),
         ({"prompt": ASKED, "completion": said("a")}, "[user]q[me]"),
         ({"prompt": "q", "completion": said("a")}, "[user]q[me]"),
@@ -57,6 +58,13 @@ def shaped(row: dict[str, Any], *, of: str, **data: Any) -> tuple[Example, ...]:
 def test_sft_imitates_what_the_row_calls_its_response(row, prompt):
     (one,) = shaped(row, of="sft")
     assert (one.prompt, one.turns) == (prompt, ("a",))
+
+
+def test_sft_imitates_a_response_that_ends_at_once_and_a_number():
+    (one,) = shaped({"prompt": "q", "answer": ""}, of="sft")
+    assert one.turns == ("",)
+    (one,) = shaped({"prompt": "q", "answer": 0}, of="sft")
+    assert one.turns == ("0",)
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ def test_new_run_in_a_used_place_is_refused(runs):
     whole, _, argv, num_ranks = runs
     done = fork_ranks(argv, whole, num_ranks=num_ranks)
     done.complains_once("run: holds a run with a checkpoint of step 4; add --resume", "set run_dir to another")
-    assert set(done.codes) == {2}
+    assert 2 in done.codes and 3 not in done.codes
     assert len(lasting_metrics(whole / "run")) == 4
 
 

@@ -1,7 +1,8 @@
 #!/bin/sh
 # Installs what hybridflow needs below it, while an image is built (docs/containers.md).
 # Where torch is installed already, as in NVIDIA's image of PyTorch: Transformer Engine and Apex, built for that torch.
-# Elsewhere: torch for CPUs, and the compiler that builds the CPU kernels.
+# Elsewhere: torch, and the compiler that builds the CPU kernels. TORCH_INDEX names the package index of torch's CPU build;
+# without it PyPI's torch comes with CUDA, which makes the image several GB larger.
 set -eu
 
 export PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 DEBIAN_FRONTEND=noninteractive
@@ -10,7 +11,7 @@ if ! python3 -c "import torch" 2> /dev/null; then
     apt-get update
     apt-get install -y --no-install-recommends gcc libc6-dev
     rm -rf /var/lib/apt/lists/*
-    exec python3 -m pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
+    exec python3 -m pip install torch==2.13.0 ${TORCH_INDEX:+--index-url "$TORCH_INDEX"}
 fi
 
 # NVIDIA's file of constraints forbids other versions than the image's. Only its torch has to stay.

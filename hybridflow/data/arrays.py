@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 
 from hybridflow.data.hdf5 import h5py, is_own, item_in, open_hdf5, rows_at_once, try_files
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
-from hybridflow.observe.files import sync_path
+from hybridflow.observe.files import replace_by_pieces
 
 _CHUNK_BYTES, _MAX_CHUNK_BYTES = 2 << 20, 16 << 20
 # Texts of another program may be compressed.
@@ -169,19 +170,13 @@ def read_slices(path: Path, slices: Mapping[str, tuple[Any, Sequence[slice]]], f
 
 
 def _replace(path: Path, form: str, fill: Callable[[h5py.File], None]) -> None:
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.unlink(missing_ok=True)
-    try:
-        with writing_hdf5(path):
-            with h5py.File(aside, "x", libver="v110") as file:
-                file.attrs["format"] = form
-                fill(file)
-            sync_path(aside)
-            aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-    sync_path(path.parent)
+    # In memory, since the library writes what a full disk has refused once more when the file is forgotten, and
+    # then complains to the console by itself.
+    content = io.BytesIO()
+    with h5py.File(content, "w", libver="v110") as file:
+        file.attrs["format"] = form
+        fill(file)
+    replace_by_pieces(path, [content.getvalue()])
 
 
 def attribute(item: Any, name: str) -> str:

@@ -178,6 +178,12 @@ def lasting_metrics(run_dir: Path) -> list[dict[str, float]]:
     ]
 
 
+def without_validations(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    """The same without validations, and the weights moved for them: a run of fewer steps has one at its end."""
+    left_out = ("validation/", "reshard/")
+    return [{name: value for name, value in row.items() if not name.startswith(left_out)} for row in rows]
+
+
 def _fork_rank(argv: list[str], folder: Path, rank: int, num_ranks: int, port: int, hook: Callable[[int], None]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.commands import lasting_metrics, run_well, write_recipe
+from tests.e2e.commands import lasting_metrics, run_well, without_validations, write_recipe
 
 PPO = ["train", "tiny.yaml", "algorithm=ppo", "trainer.save_every=1", "critic.optimizer.lr=1e-2", "kl.coef=0.1"]
 MIXED = [
@@ -60,9 +60,6 @@ def test_a_stop_changes_no_bit(tmp_path):
         found.append(
             (lasting_metrics(folder / "run"), [each.read_bytes() for each in sorted(step.rglob("*.safetensors"))])
         )
-    # The run that ended after step 2 was validated there.
-    rows, others = (
-        [{name: row[name] for name in row if not name.startswith("validation/")} for row in each] for each, _ in found
-    )
+    rows, others = (without_validations(each) for each, _ in found)
     assert rows == others and len(rows) == 4
     assert len(found[0][1]) == 4 and found[0][1] == found[1][1]

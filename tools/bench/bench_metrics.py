@@ -225,8 +225,8 @@ def run_rank(report: Path, words: list[str]) -> int:
                 rows.append(Row(step, is_telling(step), began_s, held_s, cpu_s()))
             return found
 
-        def finish(self, step: int, *, is_done: bool) -> None:
-            super().finish(step, is_done=is_done)
+        def finish(self, step: int, *, is_done: bool, saved_step: int | None = None) -> None:
+            super().finish(step, is_done=is_done, saved_step=saved_step)
             if rows:
                 report.write_text(json.dumps(rows), encoding="utf-8")
 

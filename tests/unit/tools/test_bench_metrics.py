@@ -35,7 +35,7 @@ def test_it_measures_a_run_with_dashboards_and_one_whose_gateway_is_gone(tmp_pat
     assert bench_metrics.main(words) == 0
     shown = capfd.readouterr()
     assert "refused" in shown.out and "of a step: " in shown.out
-    assert "metrics to Prometheus: step 1: " in shown.err + shown.out
+    assert "metrics to Prometheus: step 0: " in shown.err + shown.out
     found = json.loads(report.read_text())
     assert list(found) == ["alive", "refused"]
     for cost in found.values():

@@ -90,7 +90,7 @@ class MetricsLog:
         say_event("step", progress_line(step, self._num_steps, metrics, left_s), step=step, metrics=_finite(metrics))
 
     def draw(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add numbers to TensorBoard alone: of a validation before the first step.
+        """Add numbers to TensorBoard, and no line to the file: of a validation before the first step.
 
         Raises:
             WriteError: The file system refuses.

@@ -75,7 +75,7 @@ def say_event(event: str, text: str, **facts: Any) -> None:
     """Print what happened on the job's console: a line of text, or of JSON with ``train --log json``.
 
     Args:
-        event: Its kind: ``step``, ``start``, ``samples``, ``end``, or ``message``.
+        event: Its kind: ``start``, ``step``, ``validation``, ``end``, or ``message``.
         text: Lines for a person.
         **facts: More for a program, of JSON's types.
     """

@@ -85,6 +85,11 @@ class MicroBatch:
     attention: PackedAttention
     num_pairs: int = 0
 
+    @property
+    def is_blank(self) -> bool:
+        """Return whether it holds no sample, see ``blank``."""
+        return not self.samples
+
     def by_response(self, values: Tensor) -> list[Tensor]:
         """Split values of response tokens, ``[responses, ...]``, by sample; differentiable."""
         return list(values.split(self.response_lengths))
@@ -128,4 +133,22 @@ def pack(samples: list[int], sequences: list[Tensor], prompt_lengths: list[int],
         targets=torch.cat([none, *targets]).to(device),
         attention=PackedAttention(lengths, device, torch.cat([none, *places])),
         num_pairs=num_pairs,
+    )
+
+
+def blank(device: torch.device) -> MicroBatch:
+    """Return a micro-batch without samples, for a rank that takes part in collectives of the others' micro-batches.
+
+    Its one token predicts nothing. ``training.run_schedule`` gives it a loss of zero and keeps nothing of it.
+    """
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    return MicroBatch(
+        samples=[],
+        tokens=torch.zeros(1, dtype=torch.int64, device=device),
+        lengths=[],
+        places=[],
+        response_lengths=[],
+        rows=none,
+        targets=none,
+        attention=PackedAttention([1], device),
     )

@@ -30,6 +30,9 @@ from hybridflow.parallel.accelerators import use_gpu_optimizer
 from hybridflow.parallel.megatron import gathering_within
 from hybridflow.reshard.memory import HostOffload
 
+_BLANK = object()
+"""What is kept of a micro-batch without samples."""
+
 LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Any]]
 """``(output of the last stage, micro-batch) -> (loss share, anything to keep)``.
 
@@ -323,7 +326,7 @@ def run_schedule(
     """Run megatron-core's own schedule over packed micro-batches: 1F1B through the stages, or plain accumulation.
 
     Returns:
-        What ``loss`` gave beside the loss for each micro-batch; empty but on the last stage.
+        What ``loss`` gave beside the loss for each micro-batch that is not blank; empty but on the last stage.
     """
 
     def forward_step(batches: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -331,7 +334,7 @@ def run_schedule(
         output = stage(micro_batch.tokens, micro_batch.attention, micro_batch.rows)
 
         def finish(output: Tensor) -> tuple[Tensor, Tensor, Any]:
-            share, kept = loss(output, micro_batch)
+            share, kept = (output.sum() * 0.0, _BLANK) if micro_batch.is_blank else loss(output, micro_batch)
             return share, torch.zeros([], dtype=torch.int, device=output.device), kept
 
         return output, finish
@@ -354,7 +357,7 @@ def run_schedule(
     else:
         sender = _Neighbors(groups.pp, config, [len(each.tokens) for each in micro_batches])
         kept = forward_backward_pipelining_without_interleaving(**arguments, p2p_communicator=sender)
-    return kept
+    return [each for each in kept if each is not _BLANK]
 
 
 @torch.no_grad()

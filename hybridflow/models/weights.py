@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,62 +11,13 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hybridflow.config.roles import LoRAConfig
 from hybridflow.errors import ReshardError
-from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
-from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.adapters import is_factor
-from hybridflow.models.gpt import build_transformer
 from hybridflow.models.initial import initial_factor, initial_matrix
-from hybridflow.models.specs import describe, logical_tensors
-from hybridflow.parallel.megatron import collection
-from hybridflow.parallel.world import World
+from hybridflow.models.specs import logical_tensors
 from hybridflow.reshard.fsdp import weight_holdings
 from hybridflow.reshard.spec import ModelSpec, Shard, TensorSpec, num_elements, shard
-
-
-def describe_model(
-    world: World, model: ModelConfig, *, vocab_size: int, has_value_head: bool = False, lora: LoRAConfig | None = None
-) -> ModelSpec:
-    """Describe how every tensor of a model is cut, without communication and the same on every rank.
-
-    Found by building the model without memory, once for each that differs in this process.
-
-    Args:
-        world: Gives this rank's group of one.
-        model: The model's shape.
-        vocab_size: True vocabulary, before padding.
-        has_value_head: Values instead of logits.
-        lora: Its adapters.
-    """
-    key = (model, vocab_size, has_value_head, lora)
-    found = _described.get(key)
-    if found is None:
-        found = _described[key] = _describe(world, model, vocab_size, has_value_head, lora)
-    return found
-
-
-_described: dict[tuple[ModelConfig, int, bool, LoRAConfig | None], ModelSpec] = {}
-
-
-def _describe(
-    world: World, model: ModelConfig, vocab_size: int, has_value_head: bool, lora: LoRAConfig | None
-) -> ModelSpec:
-    alone = DeviceMesh(
-        name="whole model", layout=ParallelLayout(), ranks=(world.rank,), ranks_per_node=world.ranks_per_node
-    )
-    whole = build_transformer(
-        # Without padding, which is the layout's and not the model's.
-        replace(model, vocab_divisible_by=1),
-        alone.layout,
-        collection(world, alone),
-        torch.device("meta"),
-        vocab_size=vocab_size,
-        has_value_head=has_value_head,
-        lora=lora,
-    )
-    return describe(whole, vocab_divisible_by=model.vocab_divisible_by)
 
 
 def local_shards(

@@ -13,14 +13,14 @@ from hybridflow.algorithms.losses import Totals
 from hybridflow.config.roles import OptimizerConfig
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.layout.mesh import DeviceMesh
-from hybridflow.models.adapters import base_spec, is_factor
+from hybridflow.models.adapters import base_spec, is_factor, whole_spec
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.layers import recompute, transformer_layers
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import MicroBatch, first_of_prompt, pack, split_by_tokens
+from hybridflow.models.shapes import shape_of
 from hybridflow.models.training import Trainable, forward_only, sum_over
 from hybridflow.models.user_model import Uncut
-from hybridflow.models.weights import describe_model
 from hybridflow.placement.job import Job
 from hybridflow.placement.model_on_mesh import ModelOnMesh
 from hybridflow.placement.user_objects import has_weights, role_of, user_class_of, weights_of
@@ -36,7 +36,7 @@ def role_spec(job: Job, role: str = "actor", *, has_value_head: bool = False) ->
     model = job.model_of(role)
     assert model.vocab_size is not None, "a job's models have a vocabulary"
     lora = job.recipe.actor.lora if role == "actor" else None
-    return describe_model(job.world, model, vocab_size=model.vocab_size, has_value_head=has_value_head, lora=lora)
+    return whole_spec(shape_of(model, model.vocab_size), has_value_head=has_value_head, lora=lora)
 
 
 def part_of(job: Job, mesh: str, spec: ModelSpec, model: PlacedModel | None) -> ModelOnMesh:

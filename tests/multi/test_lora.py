@@ -31,7 +31,7 @@ from hybridflow.models.lora import Dropout, adapters_off, merge
 from hybridflow.models.microbatch import pack, split_by_tokens
 from hybridflow.models.shapes import shape_of
 from hybridflow.models.training import Trainable, forward_only
-from hybridflow.models.weights import describe_model, initialize, local_shards
+from hybridflow.models.weights import initialize, local_shards
 from hybridflow.parallel.world import World
 from hybridflow.placement.model_on_mesh import ModelOnMesh
 from hybridflow.placement.placed_model import PlacedModel
@@ -42,6 +42,7 @@ from hybridflow.roles.reference import Reference
 from hybridflow.sampling.engines import whole_tensors
 from tests.multi.jobs import inner_of, make_batch, make_job, tiny_recipe
 from tests.multi.models import CAPPED, MIXTURE, TINY, VOCAB, place, samples
+from tests.support.described import describe_model
 from tests.support.lora_cases import make_adapter
 from tests.support.lora_cases import make_model as make_hf_model
 from tests.support.plain_models import token_log_probs

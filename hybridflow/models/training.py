@@ -229,8 +229,11 @@ class Trainable:
     def _finalize(self, models: list[Any], num_tokens: Tensor | None = None, **_: Any) -> None:
         if self._overlap is not None:
             self._overlap.finish()
+        # megatron-core then sums over the tensor-parallel ranks what is marked; forward passes are switched one by one.
+        self._config.sequence_parallel = self.model.sequence_switch is not None
         # num_tokens is left out: the loss is already divided by the global batch's counts.
         finalize_model_grads(models, None, pg_collection=self._groups)
+        self._config.sequence_parallel = False
 
     def offload(self, owner: str) -> HostOffload:
         """Return what moves the optimizer's state to host memory and back; gradients are freed and come back as zeros.
@@ -299,7 +302,7 @@ class _Neighbors(P2PCommunicator):
     Args:
         group: Stages of the pipeline.
         config: megatron-core's.
-        lengths: Tokens of each micro-batch, in order. Both ways they come in that order.
+        lengths: Tokens of each micro-batch that a stage hands on, in order. Both ways they come in that order.
     """
 
     def __init__(self, group: dist.ProcessGroup, config: Any, lengths: Sequence[int]) -> None:
@@ -355,7 +358,8 @@ def run_schedule(
     if groups.pp.size() == 1:
         kept = forward_backward_no_pipelining(**arguments)
     else:
-        sender = _Neighbors(groups.pp, config, [len(each.tokens) for each in micro_batches])
+        bare: Transformer = getattr(model, "module", model)
+        sender = _Neighbors(groups.pp, config, [bare.stage_tokens(len(each.tokens)) for each in micro_batches])
         kept = forward_backward_pipelining_without_interleaving(**arguments, p2p_communicator=sender)
     return [each for each in kept if each is not _BLANK]
 

@@ -252,6 +252,9 @@ def cases_of(size: int) -> list[Case]:
         plain = "deep" if layout.pp == 8 else "plain"
         cases.append(Case(layout=layout, algorithm="ppo", model=plain, micro_batch_tokens=SMALL))
         cases.append(Case(layout=layout, algorithm="grpo", model=plain, micro_batch_tokens=LARGE))
+        if layout.tp > 1 and layout.tp * layout.pp == size:
+            whole = replace(layout, sequence_parallel=False)
+            cases.append(Case(layout=whole, algorithm="ppo", model=plain, micro_batch_tokens=SMALL))
         if size < 4:
             cases.append(replace(cases[-2], distributed=layout.dp > 1, micro_batch_tokens=LARGE))
         if layout == ParallelLayout(dp=2):

@@ -194,9 +194,9 @@ class ParallelLayout:
         """Refuse by name the axes that this version describes but cannot train with.
 
         Raises:
-            LayoutError: ``cp``, ``ep`` or ``vpp`` is above 1, or ``etp`` or ``layers`` is given.
+            LayoutError: ``ep`` or ``vpp`` is above 1, or ``etp`` or ``layers`` is given.
         """
-        for axis, what in (("cp", "context"), ("ep", "expert"), ("vpp", "virtual pipeline")):
+        for axis, what in (("ep", "expert"), ("vpp", "virtual pipeline")):
             size = getattr(self, axis)
             if size > 1:
                 raise LayoutError(

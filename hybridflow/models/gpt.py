@@ -173,8 +173,12 @@ class Transformer(GPTModel):
     sequence_switch: SequenceSwitch | None = None
 
     def stage_tokens(self, num_tokens: int) -> int:
-        """Return the tokens, with padding, that a stage hands to the next in a forward pass over packed tokens."""
-        return -(-num_tokens // self._num_slices)
+        """Return the tokens that a stage hands to the next in a forward pass over packed tokens, with padding.
+
+        Args:
+            num_tokens: This rank's of a micro-batch; under context parallelism it may have none.
+        """
+        return -(-max(num_tokens, 1) // self._num_slices)
 
     @property
     def _num_slices(self) -> int:
@@ -183,10 +187,10 @@ class Transformer(GPTModel):
     def forward(self, tokens: Tensor, attention: AttentionPlan, rows: Tensor | None = None) -> Tensor:
         """Run this stage's part of the forward pass.
 
-        Collective: tp.
+        Collective: tp, cp.
 
         Args:
-            tokens: Token ids of all sequences one after the other, ``[tokens]``; read by the first stage.
+            tokens: This rank's token ids of all sequences one after the other, ``[tokens]``; read by the first stage.
             attention: Which token sees which, and each token's position.
             rows: Which tokens' outputs are wanted, ``[rows]`` int64; None for all.
 
@@ -196,12 +200,12 @@ class Transformer(GPTModel):
             this rank's columns, or values ``[rows, 1]``.
         """
         embedded, num_tokens, positions = None, len(attention.positions), attention.positions
-        is_split = self.sequence_switch is not None and isinstance(attention, PackedAttention)
+        is_packed, is_split = isinstance(attention, PackedAttention), False
         if self.sequence_switch is not None:
+            is_split = is_packed
             self.sequence_switch.turn(is_split)
-        if is_split:
-            padding = (0, self.stage_tokens(num_tokens) * self._num_slices - num_tokens)
-            tokens, positions = pad(tokens, padding), pad(positions, padding)
+        if is_packed and (missing := self.stage_tokens(num_tokens) * self._num_slices - num_tokens):
+            tokens, positions = pad(tokens, (0, missing)), pad(positions, (0, missing))
         if self.dropout is not None:
             self.dropout.begin(tokens, attention)
         if self.pre_process:
@@ -220,7 +224,8 @@ class Transformer(GPTModel):
             # All ranks go on with the same, so that each has the whole gradient.
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
-            )[:num_tokens]
+            )
+        hidden = hidden[:num_tokens]
         if rows is not None:
             # One that several samples go on from comes more than once.
             chosen = hidden[:, 0][rows] if self.config.deterministic_mode else embedding(rows, hidden[:, 0])

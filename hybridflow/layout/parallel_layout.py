@@ -128,6 +128,26 @@ class ParallelLayout:
         """Return the layout with whole parameters on every data-parallel rank."""
         return replace(self, fsdp=1, fsdp_sharding=None)
 
+    def for_rollout(self) -> ParallelLayout:
+        """Return the layout in which such a model generates: context-parallel ranks and shards are replicas."""
+        return replace(self.without_sharding(), cp=1, dp=self.dp * self.cp)
+
+    def check_generates(self, owner: str) -> None:
+        """Refuse a layout in which no rank has whole sequences, or whole layers.
+
+        Raises:
+            LayoutError: ``cp`` is above 1, or FSDP shards parameters.
+        """
+        if self.is_sharded:
+            raise LayoutError(
+                f"{owner}: {self}: a rollout needs whole layers; use tp, pp and dp there, and keep fsdp in actor.update"
+            )
+        if self.cp > 1:
+            raise LayoutError(
+                f"{owner}: {self}: a rollout needs whole sequences; set cp=1 and dp={self.dp * self.cp} there, and "
+                "keep cp in actor.update"
+            )
+
     @property
     def expert_tp(self) -> int:
         """Return the tensor parallel size inside each expert."""

@@ -208,8 +208,8 @@ class _View:
                 return self._sequences.attend(query, key, value, scoring, backend)
         found = []
         for queries, taken in zip(query.split(self.counts), self.taken, strict=True):
-            heads = (each.transpose(0, 1)[None] for each in (queries, key[taken], value[taken]))
-            found.append(attend(*heads, self.seen(len(queries), len(taken)), scoring)[0].transpose(0, 1))
+            one, keys, values = (each.transpose(0, 1)[None] for each in (queries, key[taken], value[taken]))
+            found.append(attend(one, keys, values, self.seen(len(queries), len(taken)), scoring)[0].transpose(0, 1))
         return torch.cat(found)
 
     def seen(self, queries: int, keys: int) -> Tensor:

@@ -53,8 +53,9 @@ class _Linear(torch.autograd.Function):
         return of_inputs, of_weight, None, None
 
 
-def _gathered(slice_: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gathered(slice_: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Join the slices of all ranks along the first dim. Collective: tp."""
+    assert group is not None, "slices are those of a group"
     whole = slice_.new_empty(len(slice_) * group.size(), *slice_.shape[1:])
     dist.all_gather_into_tensor(whole, slice_.contiguous(), group=group)
     return whole

@@ -148,7 +148,8 @@ class Adapter(nn.Module):
             owner.A = _factor((lora.rank, width), weight.dtype, 1 if self._is_row_parallel else None)
             owner.B = _factor((size, lora.rank), weight.dtype, None if self._is_row_parallel else 0)
             # With sequence parallelism the factor that is whole sees a slice of the tokens.
-            (owner.B if self._is_row_parallel else owner.A).sequence_parallel = True
+            whole = owner.B if self._is_row_parallel else owner.A
+            whole.sequence_parallel = True  # type: ignore[attr-defined]
 
     def factors(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
         """Return part -> its A and B on this rank; "" is all of the layer."""

@@ -49,7 +49,7 @@ class SequenceSwitch:
 
 
 def _turn(module: nn.Module, is_on: bool) -> None:
-    module.sequence_parallel = is_on
+    module.sequence_parallel = is_on  # type: ignore[assignment]
     if isinstance(module, ColumnParallelLinear):
         # With slices the gradient of the input is scattered as it is summed.
         module.allreduce_dgrad = not is_on

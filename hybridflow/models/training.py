@@ -357,7 +357,8 @@ def run_schedule(
     if groups.pp.size() == 1:
         kept = forward_backward_no_pipelining(**arguments)
     else:
-        bare: Transformer = getattr(model, "module", model)
+        bare = model.module if isinstance(model, DistributedDataParallel) else model
+        assert isinstance(bare, Transformer), "FSDP has no stages"
         sender = _Neighbors(groups.pp, config, [bare.stage_tokens(len(each.tokens)) for each in micro_batches])
         kept = forward_backward_pipelining_without_interleaving(**arguments, p2p_communicator=sender)
     return [each for each in kept if each is not _BLANK]

@@ -200,14 +200,14 @@ class Transformer(GPTModel):
             this rank's columns, or values ``[rows, 1]``.
         """
         embedded, num_tokens, positions = None, len(attention.positions), attention.positions
+        if self.dropout is not None:
+            self.dropout.begin(tokens, attention)
         is_packed, is_split = isinstance(attention, PackedAttention), False
         if self.sequence_switch is not None:
             is_split = is_packed
             self.sequence_switch.turn(is_split)
         if is_packed and (missing := self.stage_tokens(num_tokens) * self._num_slices - num_tokens):
             tokens, positions = pad(tokens, (0, missing)), pad(positions, (0, missing))
-        if self.dropout is not None:
-            self.dropout.begin(tokens, attention)
         if self.pre_process:
             embedded = self.embedding(input_ids=tokens[None], position_ids=positions[None])
             if self.has_scaled_embeddings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridflow.errors import LayoutError
@@ -38,6 +38,9 @@ class ParallelLayout:
             ``SHARD_GRAD_OP`` keeps the parameters gathered from the forward to the backward pass. ``HYBRID_SHARD``
             shards within each node and replicates over the nodes. None means ``FULL_SHARD`` if ``fsdp`` is given. The
             keys ``hsdp`` and ``zero`` are other words for it: see docs/fsdp.md.
+        sequence_parallel: Split activations between the tensor-parallel matrices by tokens over the ``tp`` ranks. None
+            means true. It has no effect if ``tp`` is 1, and while responses are generated. It cuts no weight, so that
+            layouts that differ in it alone are equal.
 
     Raises:
         LayoutError: A size is not a positive integer, or sizes contradict each other.
@@ -53,6 +56,7 @@ class ParallelLayout:
     layers: tuple[int, ...] | None = None
     fsdp: int = 1
     fsdp_sharding: Sharding | None = None
+    sequence_parallel: bool | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for axis in (*AXES, "etp", "fsdp"):
@@ -99,6 +103,11 @@ class ParallelLayout:
         """Return whether FSDP keeps parameters gathered from the forward to the backward pass."""
         return self.fsdp_sharding == "SHARD_GRAD_OP"
 
+    @property
+    def splits_sequences(self) -> bool:
+        """Return whether tensor-parallel ranks split activations by tokens outside of decoding."""
+        return self.tp > 1 and self.sequence_parallel is not False
+
     def on_nodes(self, ranks_per_node: int) -> ParallelLayout:
         """Return the layout with ``HYBRID_SHARD`` as numbers: as many ranks share a parameter as a node has.
 
@@ -118,6 +127,26 @@ class ParallelLayout:
     def without_sharding(self) -> ParallelLayout:
         """Return the layout with whole parameters on every data-parallel rank."""
         return replace(self, fsdp=1, fsdp_sharding=None)
+
+    def for_rollout(self) -> ParallelLayout:
+        """Return the layout in which such a model generates: context-parallel ranks and shards are replicas."""
+        return replace(self.without_sharding(), cp=1, dp=self.dp * self.cp)
+
+    def check_generates(self, owner: str) -> None:
+        """Refuse a layout in which no rank has whole sequences, or whole layers.
+
+        Raises:
+            LayoutError: ``cp`` is above 1, or FSDP shards parameters.
+        """
+        if self.is_sharded:
+            raise LayoutError(
+                f"{owner}: {self}: a rollout needs whole layers; use tp, pp and dp there, and keep fsdp in actor.update"
+            )
+        if self.cp > 1:
+            raise LayoutError(
+                f"{owner}: {self}: a rollout needs whole sequences; set cp=1 and dp={self.dp * self.cp} there, and "
+                "keep cp in actor.update"
+            )
 
     @property
     def expert_tp(self) -> int:
@@ -185,9 +214,9 @@ class ParallelLayout:
         """Refuse by name the axes that this version describes but cannot train with.
 
         Raises:
-            LayoutError: ``cp``, ``ep`` or ``vpp`` is above 1, or ``etp`` or ``layers`` is given.
+            LayoutError: ``ep`` or ``vpp`` is above 1, or ``etp`` or ``layers`` is given.
         """
-        for axis, what in (("cp", "context"), ("ep", "expert"), ("vpp", "virtual pipeline")):
+        for axis, what in (("ep", "expert"), ("vpp", "virtual pipeline")):
             size = getattr(self, axis)
             if size > 1:
                 raise LayoutError(

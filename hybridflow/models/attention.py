@@ -18,7 +18,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.functional import embedding, scaled_dot_product_attention
+from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 from hybridflow.models import cuda_attention
 from hybridflow.models.scoring import Scoring
@@ -273,8 +273,12 @@ class SdpaCoreAttention(MegatronModule):
         packed_seq_params: None = None,
     ) -> Tensor:
         """Map ``[tokens, 1, heads/tp, head]`` each (groups for key and value) to ``[tokens, 1, heads/tp * head]``."""
-        context = attention_bias.attend(self.local_layer, query[:, 0], key[:, 0], value[:, 0], self.scoring)
-        return context.reshape(context.shape[0], 1, -1)
+        num_tokens, num_padded = len(attention_bias.positions), len(query)
+        # What stands behind the tokens sees nothing and is not seen.
+        query, key, value = (each[:num_tokens, 0] for each in (query, key, value))
+        context = attention_bias.attend(self.local_layer, query, key, value, self.scoring)
+        context = context.reshape(num_tokens, 1, -1)
+        return context if num_padded == num_tokens else pad(context, (0, 0, 0, 0, 0, num_padded - num_tokens))
 
 
 class GroupedSelfAttention(SelfAttention):

@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -20,14 +21,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
-from torch.nn.functional import embedding, gelu, silu
+from torch.nn.functional import embedding, gelu, pad, silu
 
 from hybridflow.config.roles import LoRAConfig
 from hybridflow.errors import LayoutError
 from hybridflow.families.cut import check_cut
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, SdpaCoreAttention
+from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, PackedAttention, SdpaCoreAttention
 from hybridflow.models.cpu_linear import use_onednn
 from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.flops import ModelFlops, model_flops
@@ -35,6 +36,7 @@ from hybridflow.models.lora import Dropout, attach
 from hybridflow.models.norm import RmsNorm, normalize_output
 from hybridflow.models.rotary import rotary_factor, rotary_frequencies
 from hybridflow.models.scoring import Scoring
+from hybridflow.models.sequence_parallel import SequenceSwitch
 from hybridflow.parallel.accelerators import has_transformer_engine, has_weight_gradient_kernel
 from hybridflow.parallel.cpu import use_cpu_for_cuda
 
@@ -161,42 +163,69 @@ class Transformer(GPTModel):
         logit_softcap: Logits z become cap * tanh(z / cap); None: they do not.
         dropout: Dropout on the inputs of its adapters; None: none.
         flops: Operations that the whole model needs; None: they are not counted.
+        sequence_switch: Splits activations by tokens over the tensor-parallel ranks; None: they are never split.
     """
 
     has_scaled_embeddings = False
     logit_softcap: float | None = None
     dropout: Dropout | None = None
     flops: ModelFlops | None = None
+    sequence_switch: SequenceSwitch | None = None
+
+    def stage_tokens(self, num_tokens: int) -> int:
+        """Return the tokens that a stage hands to the next in a forward pass over packed tokens, with padding.
+
+        Args:
+            num_tokens: This rank's of a micro-batch; under context parallelism it may have none.
+        """
+        return -(-max(num_tokens, 1) // self._num_slices)
+
+    @property
+    def _num_slices(self) -> int:
+        return 1 if self.sequence_switch is None else int(self.pg_collection.tp.size())
 
     def forward(self, tokens: Tensor, attention: AttentionPlan, rows: Tensor | None = None) -> Tensor:
         """Run this stage's part of the forward pass.
 
-        Collective: tp.
+        Collective: tp, cp.
 
         Args:
-            tokens: Token ids of all sequences one after the other, ``[tokens]``; read by the first stage.
+            tokens: This rank's token ids of all sequences one after the other, ``[tokens]``; read by the first stage.
             attention: Which token sees which, and each token's position.
             rows: Which tokens' outputs are wanted, ``[rows]`` int64; None for all.
 
         Returns:
-            Hidden states ``[tokens, 1, hidden]`` on all but the last stage; there logits ``[rows, padded_vocab/tp]``,
+            Hidden states ``[tokens, 1, hidden]`` on all but the last stage, with sequence parallelism this rank's slice
+            ``[stage_tokens, 1, hidden]``; on the last logits ``[rows, padded_vocab/tp]``,
             this rank's columns, or values ``[rows, 1]``.
         """
-        embedded = None
+        embedded, num_tokens, positions = None, len(attention.positions), attention.positions
         if self.dropout is not None:
             self.dropout.begin(tokens, attention)
+        is_packed, is_split = isinstance(attention, PackedAttention), False
+        if self.sequence_switch is not None:
+            is_split = is_packed
+            self.sequence_switch.turn(is_split)
+        if is_packed and (missing := self.stage_tokens(num_tokens) * self._num_slices - num_tokens):
+            tokens, positions = pad(tokens, (0, missing)), pad(positions, (0, missing))
         if self.pre_process:
-            embedded = self.embedding(input_ids=tokens[None], position_ids=attention.positions[None])
+            embedded = self.embedding(input_ids=tokens[None], position_ids=positions[None])
             if self.has_scaled_embeddings:
                 # The factor in the activations' own format, as these models were trained.
                 embedded = embedded * embedded.new_tensor(embedded.shape[-1] ** 0.5)
-        angles = torch.outer(attention.positions.float(), self.rotary_pos_emb.inv_freq)
+        angles = torch.outer(positions.float(), self.rotary_pos_emb.inv_freq)
         rotary = torch.cat([angles, angles], dim=-1)[:, None, None]
         hidden: Tensor = self.decoder(
             hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, attention_bias=attention
         )
         if not self.post_process:
             return hidden
+        if is_split:
+            # All ranks go on with the same, so that each has the whole gradient.
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        hidden = hidden[:num_tokens]
         if rows is not None:
             # One that several samples go on from comes more than once.
             chosen = hidden[:, 0][rows] if self.config.deterministic_mode else embedding(rows, hidden[:, 0])
@@ -266,6 +295,8 @@ def build_transformer(
             transformer.dropout = Dropout(lora.dropout, seed) if lora.dropout else None
             for layer in transformer.decoder.layers:
                 attach(layer, lora, transformer.dropout, groups)
+    if layout.splits_sequences:
+        transformer.sequence_switch = SequenceSwitch(transformer)
     if device.type == "cpu" and config.params_dtype is torch.float32:
         use_onednn(transformer)
     set_rotary(transformer, model, device)

@@ -110,7 +110,7 @@ class Trainable:
     def accumulate(self, micro_batches: list[MicroBatch], loss: LossFunction) -> list[Any]:
         """Run forward and backward over this rank's micro-batches; gradients are summed over the replicas at the end.
 
-        Collective: tp, pp, dp. A replica without samples passes no micro-batch and still takes part.
+        Collective: tp, cp, pp, dp. A replica without samples passes no micro-batch and still takes part.
 
         Returns:
             What ``loss`` gave for each micro-batch; empty but on the last stage.
@@ -119,8 +119,7 @@ class Trainable:
         if not micro_batches:
             self.finish()
             return []
-        ranks = self._groups.tp.size() * self._groups.pp.size()
-        count_work(self.model, micro_batches, ranks, is_training=True, is_frozen=self._is_frozen)
+        count_work(self.model, micro_batches, _num_sharers(self._groups), is_training=True, is_frozen=self._is_frozen)
         return run_schedule(self._ddp, self._config, self._groups, micro_batches, loss, forward_only=False)
 
     def begin(self) -> None:
@@ -229,8 +228,11 @@ class Trainable:
     def _finalize(self, models: list[Any], num_tokens: Tensor | None = None, **_: Any) -> None:
         if self._overlap is not None:
             self._overlap.finish()
+        # megatron-core then sums over the tensor-parallel ranks what is marked; forward passes are switched one by one.
+        self._config.sequence_parallel = self.model.sequence_switch is not None
         # num_tokens is left out: the loss is already divided by the global batch's counts.
         finalize_model_grads(models, None, pg_collection=self._groups)
+        self._config.sequence_parallel = False
 
     def offload(self, owner: str) -> HostOffload:
         """Return what moves the optimizer's state to host memory and back; gradients are freed and come back as zeros.
@@ -299,7 +301,7 @@ class _Neighbors(P2PCommunicator):
     Args:
         group: Stages of the pipeline.
         config: megatron-core's.
-        lengths: Tokens of each micro-batch, in order. Both ways they come in that order.
+        lengths: Tokens of each micro-batch that a stage hands on, in order. Both ways they come in that order.
     """
 
     def __init__(self, group: dist.ProcessGroup, config: Any, lengths: Sequence[int]) -> None:
@@ -355,7 +357,9 @@ def run_schedule(
     if groups.pp.size() == 1:
         kept = forward_backward_no_pipelining(**arguments)
     else:
-        sender = _Neighbors(groups.pp, config, [len(each.tokens) for each in micro_batches])
+        bare = model.module if isinstance(model, DistributedDataParallel) else model
+        assert isinstance(bare, Transformer), "FSDP has no stages"
+        sender = _Neighbors(groups.pp, config, [bare.stage_tokens(len(each.tokens)) for each in micro_batches])
         kept = forward_backward_pipelining_without_interleaving(**arguments, p2p_communicator=sender)
     return [each for each in kept if each is not _BLANK]
 
@@ -366,7 +370,7 @@ def forward_only(
 ) -> list[Any]:
     """Run forward passes without gradients; keep what ``compute(output, micro_batch)`` returns, on the last stage.
 
-    Collective: tp, pp.
+    Collective: tp, cp, pp.
     """
     if not micro_batches:
         return []
@@ -374,8 +378,13 @@ def forward_only(
     def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Any]:
         return output.new_zeros(()), compute(output, micro_batch)
 
-    count_work(model, micro_batches, groups.tp.size() * groups.pp.size())
+    count_work(model, micro_batches, _num_sharers(groups))
     return run_schedule(model, model.config, groups, micro_batches, loss, forward_only=True)
+
+
+def _num_sharers(groups: ProcessGroupCollection) -> int:
+    """Return the ranks that share the work of a replica."""
+    return int(groups.tp.size() * groups.cp.size() * groups.pp.size())
 
 
 def count_work(
@@ -397,8 +406,8 @@ def count_work(
     """
     if model.flops is None:
         return
-    tokens = sum(len(each.tokens) for each in micro_batches)
-    pairs, outputs = sum(each.num_pairs for each in micro_batches), sum(len(each.rows) for each in micro_batches)
+    tokens, pairs = sum(len(each.all_tokens) for each in micro_batches), sum(each.num_pairs for each in micro_batches)
+    outputs = sum(len(each.rows) if each.dealt is None else len(each.dealt.index) for each in micro_batches)
     if is_training:
         flops = model.flops.training(tokens, pairs, outputs, is_frozen=is_frozen)
     else:

@@ -127,17 +127,27 @@ class PlacedModel(ModelOnMesh):
         lengths = [len(sequence) for sequence in sequences]
         budget = self._job.recipe.trainer.micro_batch_tokens
         chosen = split_by_tokens(lengths, budget, prompts=prompts, group_size=group_size)
-        return [pack(samples, sequences, prompt_lengths, self._world.device) for samples in chosen]
+        device, context = self._world.device, self.groups.cp
+        return [pack(samples, sequences, prompt_lengths, device, context) for samples in chosen]
 
     def log_probs(self, output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Compute log-probability and entropy per response token at the rollout's temperature, ``[responses]`` each."""
-        return vocab_parallel_log_probs(
+        """Compute log-probability and entropy per response token at the rollout's temperature, ``[responses]`` each.
+
+        Collective: tp, cp.
+        """
+        local = vocab_parallel_log_probs(
             output,
             micro_batch.targets,
             group=self.groups.tp,
             vocab_size=self.vocab_size,
             temperature=self.temperature,
         )
+        log_probs, entropy = micro_batch.gathered(torch.stack(local, dim=1)).unbind(1)
+        return log_probs, entropy
+
+    def values(self, output: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """Return a value head's number of each row, ``[rows]`` fp32. Collective: cp."""
+        return micro_batch.gathered(output[:, 0].float())
 
     def totals(self, part: Batch, mask: str = "response_mask") -> Totals | None:
         """Count a mini-batch over all data-parallel ranks, from a mask's column. Collective: dp.

@@ -42,11 +42,8 @@ def check_placement(recipe: Recipe) -> None:
                 f"{key}={list(ranks)}: {strangers} not among ranks 0 to {recipe.cluster.ranks - 1}; "
                 f"set cluster.ranks to at least {max(ranks) + 1}, or name ranks that exist"
             )
-    if recipe.actor.rollout is not None and recipe.actor.rollout.is_sharded:
-        raise LayoutError(
-            f"actor.rollout: {recipe.actor.rollout}: a rollout needs whole layers; use tp, pp and dp there, and keep "
-            "fsdp in actor.update"
-        )
+    if recipe.actor.rollout is not None:
+        recipe.actor.rollout.check_generates("actor.rollout")
     _check_fsdp_adapters(recipe)
     _check_offload(recipe)
     whole = transformers_meshes(recipe)

@@ -71,9 +71,10 @@ def layout_of(arguments: argparse.Namespace, num_ranks: int) -> ParallelLayout:
     """Return the requested layout; by default each rank has the whole model.
 
     Raises:
-        LayoutError: It cannot be read, or does not fill the ranks.
+        LayoutError: It cannot be read, does not fill the ranks, or cannot generate.
     """
     layout = ParallelLayout(dp=num_ranks) if arguments.layout is None else ParallelLayout.parse(arguments.layout)
+    layout.check_generates("--layout")
     layout.check_fits(num_ranks, "--layout")
     return layout
 

@@ -1,4 +1,4 @@
-"""The crown test: what is learned from given samples depends neither on TP×PP×DP nor on micro-batches."""
+"""The crown test: what is learned from given samples depends neither on TP×PP×CP×DP nor on micro-batches."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def compute(world: World, case: Case) -> Findings:
     if recipe.critic is not None:
         critic = Critic(job)
         initial(found, "critic", critic, world.rank)
-        keep_rows(found, "values", critic, batch, lambda output, part: output[:, 0])
+        keep_rows(found, "values", critic, batch, critic.model.values)
         two_steps(found, "critic", critic, batch, world.rank, case)
     return found
 
@@ -252,6 +252,9 @@ def cases_of(size: int) -> list[Case]:
         plain = "deep" if layout.pp == 8 else "plain"
         cases.append(Case(layout=layout, algorithm="ppo", model=plain, micro_batch_tokens=SMALL))
         cases.append(Case(layout=layout, algorithm="grpo", model=plain, micro_batch_tokens=LARGE))
+        if layout.tp > 1 and layout.tp * layout.pp == size:
+            whole = replace(layout, sequence_parallel=False)
+            cases.append(Case(layout=whole, algorithm="ppo", model=plain, micro_batch_tokens=SMALL))
         if size < 4:
             cases.append(replace(cases[-2], distributed=layout.dp > 1, micro_batch_tokens=LARGE))
         if layout == ParallelLayout(dp=2):
@@ -272,6 +275,21 @@ def cases_of_other_models(size: int) -> list[Case]:
         for model, text in itertools.product(("capped", "mixture"), ("tp2.pp2.dp1", "tp2.pp1.dp2", "tp1.pp2.dp2")):
             layout = ParallelLayout.parse(text)
             cases.append(Case(layout=layout, algorithm="ppo", model=model, distributed=layout.tp == 1))
+    return cases
+
+
+def cases_of_context(size: int) -> list[Case]:
+    """Context parallelism, alone and with every other axis, of every model and algorithm."""
+    texts = {2: ["cp2"], 4: ["cp4", "tp2.cp2", "pp2.cp2", "cp2.dp2"], 8: ["tp2.pp2.cp2", "tp2.cp2.dp2", "cp4.pp2"]}
+    cases = []
+    for text in texts[size]:
+        layout = ParallelLayout.parse(text)
+        cases += [Case(layout=layout, algorithm="ppo", model=model, micro_batch_tokens=SMALL) for model in MODELS]
+        cases.append(Case(layout=layout, algorithm="grpo", model="mixed", distributed=True))
+        if layout.cp == 2 == size:
+            cases += [Case(layout=layout, algorithm=name) for name in LOSSES]
+        if layout.tp > 1:
+            cases.append(replace(cases[-1], layout=replace(layout, sequence_parallel=False)))
     return cases
 
 
@@ -310,6 +328,11 @@ def test_layout_and_micro_batches_change_nothing(size, expected):
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_layout_and_micro_batches_change_nothing_of_other_models(size, expected):
     check(size, cases_of_other_models(size), expected)
+
+
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 8))])
+def test_context_parallelism_changes_nothing(size, expected):
+    check(size, cases_of_context(size), expected)
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 8))])

@@ -86,6 +86,7 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=None if layout.vpp == 1 else layout.vpp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.tp,
         params_dtype=dtype,
@@ -99,7 +100,8 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         # Our losses carry the global batch's denominators: megatron-core must not divide again.
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
-        batch_p2p_comm=on_gpu,
+        # Of two stages with chunks each is both before and behind the other: a batch could not tell what is for which.
+        batch_p2p_comm=on_gpu and layout.vpp == 1,
         # What is sent and received is waited for on the stream; the host need not.
         batch_p2p_sync=False,
         # Weights are a function of (seed, name), set after construction; megatron-core's own initialization, which
@@ -246,8 +248,9 @@ def build_transformer(
     lora: LoRAConfig | None = None,
     seed: int = 1,
     is_empty: bool = False,
+    chunk: int = 0,
 ) -> Transformer:
-    """Build this rank's stage and shard of a model, with weights not yet set.
+    """Build this rank's stage and shard of a model, with weights not yet set; with ``vpp`` above 1 one of its chunks.
 
     Args:
         model: Shape of the model.
@@ -259,20 +262,23 @@ def build_transformer(
         lora: Adapters, which are then all that can be trained of it.
         seed: Seed of the adapters' dropout.
         is_empty: The weights are on ``meta``, and take no memory yet; see ``fsdp.shard_model``.
+        chunk: Which of the stage's virtual pipeline chunks.
 
     Raises:
-        LayoutError: The layout does not cut the model into equal parts, or cuts experts otherwise than the rest.
+        LayoutError: The layout cannot cut the model, or cuts experts otherwise than the rest.
     """
     check_cut(model, layout, f"layout {layout}")
     if layout.expert_tp != layout.tp:
         raise LayoutError(f"layout {layout}: etp other than tp={layout.tp} is described but not computed; leave it out")
     config = transformer_config(model, layout, device)
-    first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
+    stage = chunk * layout.pp + groups.pp.rank()
+    first, last = stage == 0, stage == layout.pp * layout.vpp - 1
+    counts = layout.layer_counts(model.num_layers, f"layout {layout}")
     if device.type == "cuda":
         _add_rng_states()
     # Transformer Engine fuses norms into linear layers, whose input an adapter would not see.
     is_local = lora is not None or not (device.type == "cuda" and has_transformer_engine())
-    block, experts = _block_spec(model, config, model.num_layers // layout.pp, is_local=is_local)
+    block, experts = _block_spec(model, config, counts[stage], is_local=is_local)
     with torch.device("meta") if is_empty else device:
         transformer = Transformer(
             config=config,
@@ -285,10 +291,13 @@ def build_transformer(
             position_embedding_type="rope",
             rotary_base=model.rotary_base,
             pg_collection=groups,
+            vp_stage=chunk if layout.vpp > 1 else None,
         )
         if has_value_head and last:
             transformer.output_layer = ValueHead(config.hidden_size, config.params_dtype, device)
         for index, layer in enumerate(transformer.decoder.layers):
+            # megatron-core's own count takes stages to be equal.
+            layer.layer_number = layer.self_attention.layer_number = sum(counts[:stage]) + index + 1
             _finish_layer(layer, index, model, experts, groups)
         if lora is not None:
             transformer.requires_grad_(False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,7 @@ from hybridflow.config.roles import LoRAConfig
 from hybridflow.models.adapters import parts_of
 from hybridflow.models.attention import AttentionPlan, PackedAttention
 from hybridflow.models.hf_model import TransformersActor
+from hybridflow.models.layers import Chunks, chunks_of
 from hybridflow.models.user_model import Uncut
 
 _ROW_PARALLEL = frozenset({"self_attention.linear_proj", "mlp.linear_fc2"})
@@ -63,6 +65,21 @@ class Dropout:
         if torch.is_grad_enabled():
             assert isinstance(attention, PackedAttention), "only training has gradients"
             self._keys = _mixed(attention.sums_so_far(_mixed(tokens * _GOLDEN + attention.positions)))
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return what surrounds a layer's forward pass, and the same pass done anew: with the same tokens' masks.
+
+        By then other micro-batches may have begun.
+        """
+        return contextlib.nullcontext(), self._back_at(self._keys)
+
+    @contextlib.contextmanager
+    def _back_at(self, keys: Tensor | None) -> Iterator[None]:
+        later, self._keys = self._keys, keys
+        try:
+            yield
+        finally:
+            self._keys = later
 
     def __call__(self, inputs: Tensor, name: str, first_column: int, first_row: int = 0) -> Tensor:
         """Drop some of ``[tokens, 1, columns]``.
@@ -269,16 +286,16 @@ def _add(linear: nn.Module, arguments: tuple[Tensor, ...], output: tuple[Tensor,
     return (result + adapter(arguments[0], is_split=is_split), bias) if adapter.is_on else output
 
 
-def adapted(transformer: GPTModel) -> Iterator[tuple[str, nn.Module]]:
+def adapted(transformer: GPTModel | Chunks) -> Iterator[tuple[str, nn.Module]]:
     """Yield the linear layers of this rank that have an adapter, with the logical names of their weights."""
-    for layer in transformer.decoder.layers:
+    for layer in [layer for chunk in chunks_of(transformer) for layer in chunk.decoder.layers]:
         for name, module in layer.named_modules():
             if isinstance(getattr(module, "lora", None), Adapter):
                 yield f"decoder.layers.{layer.layer_number - 1}.{name}.weight", module
 
 
 @contextlib.contextmanager
-def adapters_off(transformer: GPTModel | Uncut) -> Iterator[None]:
+def adapters_off(transformer: GPTModel | Chunks | Uncut) -> Iterator[None]:
     """Switch the adapters off for the duration."""
     if isinstance(transformer, Uncut):
         with actor_of(transformer).adapters_off():
@@ -308,7 +325,7 @@ def merged_weight(linear: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def merge(transformer: GPTModel | Uncut) -> None:
+def merge(transformer: GPTModel | Chunks | Uncut) -> None:
     """Put the updates of the adapters into the weights, one layer at a time. The adapters are as they were."""
     if isinstance(transformer, Uncut):
         for weight, update in actor_of(transformer).updates():

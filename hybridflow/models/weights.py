@@ -15,13 +15,14 @@ from hybridflow.errors import ReshardError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.adapters import is_factor
 from hybridflow.models.initial import initial_factor, initial_matrix
+from hybridflow.models.layers import Chunks, chunks_of
 from hybridflow.models.specs import logical_tensors
 from hybridflow.reshard.fsdp import weight_holdings
 from hybridflow.reshard.spec import ModelSpec, Shard, TensorSpec, num_elements, shard
 
 
 def local_shards(
-    model: GPTModel | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int
+    model: GPTModel | Chunks | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int
 ) -> dict[str, tuple[Tensor, Shard]]:
     """Return this rank's tensors in their logical view, each with its part of the whole.
 
@@ -76,7 +77,7 @@ class Region(NamedTuple):
 
 
 def local_regions(
-    model: GPTModel | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int
+    model: GPTModel | Chunks | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int
 ) -> dict[str, tuple[Region, ...]]:
     """Return this rank's parts of the tensors: one of each, or of a sharded model as many boxes as its range has.
 
@@ -98,7 +99,7 @@ def regions_of(flat: Tensor, parts: Iterable[Shard]) -> tuple[Region, ...]:
 
 
 def local_tensors(
-    model: GPTModel | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int
+    model: GPTModel | Chunks | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int
 ) -> dict[str, Tensor]:
     """Return this rank's storage of the tensors, as a ``Resharder`` takes it: whole shards, or flat ranges.
 
@@ -111,7 +112,7 @@ def local_tensors(
 
 
 def _sharded_parts(
-    model: GPTModel | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int
+    model: GPTModel | Chunks | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int
 ) -> dict[str, tuple[Tensor, tuple[Shard, ...]]]:
     tensors, holdings = logical_tensors(model), weight_holdings(spec, mesh)
     found: dict[str, tuple[Tensor, tuple[Shard, ...]]] = {}
@@ -134,7 +135,7 @@ def _sharded_parts(
 
 
 def initialize(
-    model: GPTModel | Sequence[GPTModel],
+    model: GPTModel | Chunks | Sequence[GPTModel],
     spec: ModelSpec,
     mesh: DeviceMesh,
     rank: int,
@@ -161,7 +162,7 @@ def initialize(
         variant: Another number gives other matrices.
     """
     shapes = {tensor.name: tensor for tensor in spec.tensors}
-    chunk: GPTModel = model if isinstance(model, nn.Module) else model[0]
+    chunk = chunks_of(model)[0] if isinstance(model, nn.Module) else model[0]
     norm = 0.0 if chunk.config.layernorm_zero_centered_gamma else 1.0
     for name, regions in local_regions(model, spec, mesh, rank).items():
         if names is not None and name not in names:

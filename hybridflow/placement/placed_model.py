@@ -10,12 +10,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from hybridflow.algorithms.losses import Totals
-from hybridflow.config.roles import OptimizerConfig
+from hybridflow.config.roles import ActorConfig, CriticConfig, OptimizerConfig
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.adapters import base_spec, is_factor, whole_spec
 from hybridflow.models.gpt import Transformer
-from hybridflow.models.layers import recompute, transformer_layers
+from hybridflow.models.layers import Chunks, chunks_of, recompute_activations
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import MicroBatch, first_of_prompt, pack, split_by_tokens
 from hybridflow.models.shapes import shape_of
@@ -55,7 +55,7 @@ class PlacedModel(ModelOnMesh):
     """
 
     groups: ProcessGroupCollection
-    transformer: Transformer | Uncut
+    transformer: Transformer | Chunks | Uncut
 
     def __init__(
         self,
@@ -75,8 +75,10 @@ class PlacedModel(ModelOnMesh):
         self._norm_tokens = recipe.loss.norm_tokens or recipe.rollout.max_new_tokens
         self._is_in_host_memory = mesh.layout.fsdp > 1 and getattr(recipe, self._role).offload == "always"
         self.build(has_value_head=has_value_head, lora=recipe.actor.lora if self._role == "actor" else None)
-        if mesh.name != "actor.rollout" and getattr(getattr(recipe, self._role), "gradient_checkpointing", False):
-            recompute(transformer_layers(self.transformer, f"{self._role}.gradient_checkpointing"))
+        section = getattr(recipe, self._role)
+        if mesh.name != "actor.rollout" and isinstance(section, ActorConfig | CriticConfig):
+            owner = f"{self._role}.recompute"
+            recompute_activations(self.transformer, owner, section.recompute, section.recompute_layers)
         if not (is_filled_later or job.is_resumed):
             self._initialize()
 
@@ -94,7 +96,7 @@ class PlacedModel(ModelOnMesh):
     @property
     def is_output_rank(self) -> bool:
         """Return whether this rank has the model's outputs: the last pipeline stage."""
-        return bool(self.megatron_model.post_process)
+        return bool(chunks_of(self.megatron_model)[-1].post_process)
 
     def load_given(self) -> None:
         """Take the weights of the model that was given, or of the directory that the recipe names; else none.

@@ -56,6 +56,8 @@ class Case:
     model: str = "plain"
     micro_batch_tokens: int = LARGE
     distributed: bool = False
+    recompute: str = "none"
+    recompute_layers: int | None = None
 
 
 @dataclass
@@ -94,6 +96,10 @@ def compute(world: World, case: Case) -> Findings:
         micro_batch_tokens=case.micro_batch_tokens,
         optimizer=OptimizerConfig(lr=1e-4, distributed=case.distributed, weight_decay=0.1),
     )
+    if case.recompute != "none":
+        settings = dict(recompute=case.recompute, recompute_layers=case.recompute_layers)
+        sections = {role: getattr(recipe, role) for role in ("actor", "critic") if getattr(recipe, role) is not None}
+        recipe = replace(recipe, **{role: replace(section, **settings) for role, section in sections.items()})
     job, _ = make_job(world, recipe)
     mesh = job.meshes["actor.update"]
     batch = share_of(make_batch(), mesh.coordinate(world.rank).dp, case)
@@ -263,6 +269,43 @@ def cases_of(size: int) -> list[Case]:
     return cases
 
 
+def cases_of_stages(size: int) -> list[Case]:
+    """Virtual pipeline chunks, stages of unequal length, and activations computed anew."""
+    chosen: dict[int, list[tuple[str, str, str, str, int | None]]] = {
+        1: [("tp1", "ppo", "plain", "full", 2), ("tp1", "grpo", "capped", "selective", None)],
+        2: [
+            ("pp2.vpp2", "ppo", "plain", "none", None),
+            ("pp2.vpp2.layers1-1-1-1", "grpo", "mixed", "full", 1),
+            ("pp2.layers3-1", "ppo", "mixed", "selective", None),
+            ("pp2.layers1-3", "grpo", "mixture", "full", None),
+        ],
+        4: [
+            ("pp4.vpp2", "ppo", "deep", "full", 1),
+            ("pp4.layers3-1-2-2", "grpo", "deep", "selective", None),
+            ("tp2.pp2.vpp2", "ppo", "mixed", "selective", None),
+            ("tp2.pp2.vpp2", "grpo", "plain", "full", None),
+            ("pp2.vpp2.dp2", "grpo", "mixed", "none", None),
+            ("pp2.vpp2.dp2.layers1-2-3-2", "ppo", "deep", "none", None),
+            ("pp2.vpp4.dp2", "grpo", "deep", "none", None),
+            ("pp2.dp2.layers1-3", "ppo", "capped", "full", 2),
+        ],
+        8: [
+            ("tp2.pp2.vpp2.dp2", "ppo", "plain", "full", None),
+            ("pp4.vpp2.dp2", "grpo", "deep", "selective", None),
+            ("tp2.pp4.layers2-3-2-1", "ppo", "deep", "full", 1),
+        ],
+    }
+    cases = []
+    for text, algorithm, model, recompute, layers in chosen[size]:
+        layout = ParallelLayout.parse(text)
+        case = Case(layout=layout, algorithm=algorithm, model=model, recompute=recompute, recompute_layers=layers)
+        # More micro-batches than pp, and fewer: then some are blank.
+        cases.append(
+            replace(case, micro_batch_tokens=SMALL if algorithm == "ppo" else LARGE, distributed=layout.dp > 1)
+        )
+    return cases
+
+
 def cases_of_other_models(size: int) -> list[Case]:
     """The same for heads that ranks share, for Gemma 2's parts and for experts."""
     cases = []
@@ -322,7 +365,7 @@ def test_layout_and_micro_batches_change_nothing(size, expected):
     assert {str(case.layout) for case in cases} == {str(layout) for layout in layouts_of(size, DEEP)}, (
         "a layout is left out"
     )
-    check(size, cases, expected)
+    check(size, [*cases, *cases_of_stages(size)], expected)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -283,6 +283,7 @@ def spelled_out(model: ModelConfig) -> ModelConfig:
         num_query_groups=model.query_groups,
         head_dim=model.head_size,
         vocab_divisible_by=1,
+        qk_norm_over=model.qk_norm_over if model.qk_norm else "head",
         attention_scale=model.head_size**-0.5 if model.attention_scale is None else model.attention_scale,
         window=model.window if has_window else None,
         window_layers=windowed if has_window else None,

@@ -119,6 +119,14 @@ QK_NORM = tuple(
     for part in "qk"
 )
 
+POST_NORMS = (
+    Rule(
+        logical=f"{_LAYER}.self_attention.post_layernorm.weight", hf=(f"{_HF_LAYER}.post_attention_layernorm.weight",)
+    ),
+    Rule(logical=f"{_LAYER}.mlp.post_layernorm.weight", hf=(f"{_HF_LAYER}.post_feedforward_layernorm.weight",)),
+)
+"""Of blocks whose outputs are normalized."""
+
 FEED_FORWARD = (
     Rule(
         logical=f"{_LAYER}.mlp.linear_fc1.weight",

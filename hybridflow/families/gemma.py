@@ -1,6 +1,6 @@
 """Gemma 1 and 2: norms around 1, scaled embeddings; in the second also soft-caps, a window and norms behind blocks."""
 
-from hybridflow.families.family import ATTENTION, COMMON_KEYS, DENSE, EMBEDDINGS, FEED_FORWARD, Family, Rule
+from hybridflow.families.family import ATTENTION, COMMON_KEYS, DENSE, EMBEDDINGS, FEED_FORWARD, POST_NORMS, Family, Rule
 
 _ALWAYS = {"zero_centered_norms": True, "scaled_embeddings": True, "activation": "gelu_tanh"}
 _DEFAULTS = {
@@ -53,12 +53,8 @@ GEMMA2 = Family(
         *EMBEDDINGS,
         *ATTENTION,
         *FEED_FORWARD,
+        *POST_NORMS,
         Rule(logical=f"{_LAYER}.input_layernorm.weight", hf=(f"{_HF_LAYER}.input_layernorm.weight",)),
-        Rule(
-            logical=f"{_LAYER}.self_attention.post_layernorm.weight",
-            hf=(f"{_HF_LAYER}.post_attention_layernorm.weight",),
-        ),
         Rule(logical=f"{_LAYER}.pre_mlp_layernorm.weight", hf=(f"{_HF_LAYER}.pre_feedforward_layernorm.weight",)),
-        Rule(logical=f"{_LAYER}.mlp.post_layernorm.weight", hf=(f"{_HF_LAYER}.post_feedforward_layernorm.weight",)),
     ),
 )

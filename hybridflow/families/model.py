@@ -60,12 +60,14 @@ class ModelConfig:
         rotary_scaling: Stretching of the rotary position embedding. None means no stretching.
         norm_eps: Number that RMSNorm adds to the mean square.
         zero_centered_norms: Whether norms multiply by 1 + weight instead of the weight.
+        pre_norms: Whether the inputs of attention and feed-forward block are normalized.
         post_norms: Whether the outputs of attention and feed-forward block are normalized too, before they are added.
         activation: Activation of the feed-forward block's gate.
         tied_embeddings: Whether input and output embedding are one tensor.
         scaled_embeddings: Whether input embeddings are multiplied by the root of ``hidden_size``.
         qkv_bias: Whether the projections to query, key and value have a bias.
-        qk_norm: Whether queries and keys are normalized head by head.
+        qk_norm: Whether queries and keys are normalized.
+        qk_norm_over: What ``qk_norm`` normalizes together. ``projection`` means all heads of a token's query or key.
         attention_scale: Factor on the attention scores. None means 1 / sqrt(head size).
         attention_softcap: Cap on the attention scores s: they become cap * tanh(s / cap). None means no cap.
         logit_softcap: The same cap on the output's logits. None means no cap.
@@ -99,12 +101,14 @@ class ModelConfig:
     rotary_scaling: RotaryScaling | None = None
     norm_eps: Positive = 1e-5
     zero_centered_norms: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
     tied_embeddings: bool = False
     scaled_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    qk_norm_over: Literal["head", "projection"] = "head"
     attention_scale: Positive | None = None
     attention_softcap: Positive | None = None
     logit_softcap: Positive | None = None

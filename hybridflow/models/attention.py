@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
 from hybridflow.models import cuda_attention
+from hybridflow.models.norm import ProjectionNorm
 from hybridflow.models.scoring import Scoring
 
 _WIDENING, _NARROW = 1.3, 64
@@ -300,11 +301,16 @@ class GroupedSelfAttention(SelfAttention):
         sharers = self.world_size // num_groups
         tp_rank = self.tp_group.rank()
         mixed = all_gather_last_dim_from_tensor_parallel_region(self.linear_qkv(hidden_states)[0], group=self.tp_group)
-        heads = mixed.unflatten(-1, (num_groups, -1, head))[:, :, tp_rank // sharers]
-        query, key, value = heads.split([heads.shape[2] - 2, 1, 1], dim=2)
-        query = query.chunk(sharers, dim=2)[tp_rank % sharers]
-        if self.q_layernorm is not None:
+        mixed = mixed.unflatten(-1, (num_groups, -1, head))
+        query, key, value = mixed.split([mixed.shape[3] - 2, 1, 1], dim=3)
+        query, key, value = query.flatten(2, 3), key[:, :, :, 0], value[:, :, :, 0]
+        group = slice(tp_rank // sharers, tp_rank // sharers + 1)
+        is_wide = isinstance(self.q_layernorm, ProjectionNorm)
+        if is_wide:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        query, key, value = query.chunk(self.world_size, dim=2)[tp_rank], key[:, :, group], value[:, :, group]
+        if not is_wide and self.q_layernorm is not None:
             query = self.q_layernorm(query)
-        if self.k_layernorm is not None:
+        if not is_wide and self.k_layernorm is not None:
             key = self.k_layernorm(key)
         return query, key, value

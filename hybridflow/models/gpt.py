@@ -32,7 +32,7 @@ from hybridflow.models.cpu_linear import use_onednn
 from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.flops import ModelFlops, model_flops
 from hybridflow.models.lora import Dropout, attach
-from hybridflow.models.norm import RmsNorm, normalize_output
+from hybridflow.models.norm import ProjectionNorm, RmsNorm, normalize_output
 from hybridflow.models.rotary import rotary_factor, rotary_frequencies
 from hybridflow.models.scoring import Scoring
 from hybridflow.parallel.accelerators import has_transformer_engine, has_weight_gradient_kernel
@@ -159,12 +159,14 @@ class Transformer(GPTModel):
     Attributes:
         has_scaled_embeddings: Whether input embeddings are multiplied by the root of their width.
         logit_softcap: Logits z become cap * tanh(z / cap); None: they do not.
+        is_common: Whether its layers compute what the kernels for decoding know, and no more.
         dropout: Dropout on the inputs of its adapters; None: none.
         flops: Operations that the whole model needs; None: they are not counted.
     """
 
     has_scaled_embeddings = False
     logit_softcap: float | None = None
+    is_common = True
     dropout: Dropout | None = None
     flops: ModelFlops | None = None
 
@@ -242,8 +244,8 @@ def build_transformer(
     if device.type == "cuda":
         _add_rng_states()
     # Transformer Engine fuses norms into linear layers, whose input an adapter would not see.
-    is_local = lora is not None or not (device.type == "cuda" and has_transformer_engine())
-    block, experts = _block_spec(model, config, model.num_layers // layout.pp, is_local=is_local)
+    has_fused_norms = lora is None and model.pre_norms and device.type == "cuda" and has_transformer_engine()
+    block, experts = _block_spec(model, config, model.num_layers // layout.pp, is_local=not has_fused_norms)
     with torch.device("meta") if is_empty else device:
         transformer = Transformer(
             config=config,
@@ -271,10 +273,15 @@ def build_transformer(
     set_rotary(transformer, model, device)
     transformer.flops = model_flops(model, vocab_size=vocab_size, has_value_head=has_value_head)
     transformer.has_scaled_embeddings = model.scaled_embeddings
+    transformer.is_common = _is_common(model)
     transformer.logit_softcap = None if has_value_head else model.logit_softcap
     # megatron-core's torch norm makes fp32 weights whatever the dtype; its own training casts them too (Float16Module).
     transformer.to(None if is_empty else device, config.params_dtype)
     return transformer
+
+
+def _is_common(model: ModelConfig) -> bool:
+    return model.pre_norms and not (model.qk_norm and model.qk_norm_over == "projection")
 
 
 def set_rotary(transformer: Transformer, model: ModelConfig, device: torch.device) -> None:
@@ -290,7 +297,8 @@ def _block_spec(
     megatron-core's local layers, or Transformer Engine's; our attention in both. Every norm is named here: left to
     itself megatron-core takes the final one from whichever package is installed, wherever the model is.
     """
-    known: dict[str, Any] = dict(num_experts=model.num_experts, moe_grouped_gemm=False, qk_layernorm=model.qk_norm)
+    has_head_norms = model.qk_norm and model.qk_norm_over == "head"
+    known: dict[str, Any] = dict(num_experts=model.num_experts, moe_grouped_gemm=False, qk_layernorm=has_head_norms)
     if is_local:
         layer = get_gpt_layer_local_spec(**known, normalization=config.normalization)
     else:
@@ -304,8 +312,8 @@ def _block_spec(
     norm = TENorm
     if is_local:
         norm = RmsNorm if model.zero_centered_norms else WrappedTorchNorm
-        parts.input_layernorm = parts.pre_mlp_layernorm = norm
-        if model.qk_norm:
+        parts.input_layernorm = parts.pre_mlp_layernorm = norm if model.pre_norms else IdentityOp
+        if has_head_norms:
             parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = norm
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm), experts
 
@@ -326,6 +334,10 @@ def _finish_layer(
         softcap=model.attention_softcap,
         window=model.window if has_window else None,
     )
+    if model.qk_norm and model.qk_norm_over == "projection":
+        attention, head = layer.self_attention, model.head_size
+        attention.q_layernorm = ProjectionNorm(layer.config, model.num_attention_heads, head, groups.tp)
+        attention.k_layernorm = ProjectionNorm(layer.config, model.query_groups, head, groups.tp)
     if experts is not None:
         layer.mlp = ExpertLayer(layer.config, experts, layer.layer_number, groups)
     if model.post_norms:

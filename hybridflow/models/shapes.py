@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from hybridflow.errors import ReshardError
 from hybridflow.families.model import ModelConfig
@@ -29,12 +29,14 @@ class ModelShape:
         vocab_divisible_by: In a layout the vocabulary is padded to a multiple of this times ``tp``.
         tied_embeddings: Whether input and output embedding are one tensor.
         qkv_bias: Whether the projections to query, key and value have a bias.
-        qk_norm: Whether queries and keys are normalized head by head.
+        qk_norm: Whether queries and keys are normalized.
+        qk_norm_over: What is normalized together: a head, or all heads of a projection.
         num_experts: Experts of each layer; None: a dense feed-forward block.
         shared_ffn_hidden_size: Width inside the shared expert of each layer; None: there is none.
         shared_gate: Whether a gate weighs the shared expert.
         expert_bias: Whether the router adds a bias, in fp32, when it chooses experts.
-        post_norms: Whether the outputs of attention and feed-forward block are normalized.
+        pre_norms: Whether the inputs of attention and feed-forward block are normalized.
+        post_norms: The same of their outputs.
         dtype: Number format of the weights.
     """
 
@@ -49,10 +51,12 @@ class ModelShape:
     tied_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    qk_norm_over: Literal["head", "projection"] = "head"
     num_experts: int | None = None
     shared_ffn_hidden_size: int | None = None
     shared_gate: bool = False
     expert_bias: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     dtype: DType = "bf16"
 
@@ -97,7 +101,9 @@ def shape_of(model: ModelConfig, vocab_size: int) -> ModelShape:
         tied_embeddings=model.tied_embeddings,
         qkv_bias=model.qkv_bias,
         qk_norm=model.qk_norm,
+        qk_norm_over=model.qk_norm_over,
         num_experts=model.num_experts,
+        pre_norms=model.pre_norms,
         post_norms=model.post_norms,
         dtype=model.dtype,
     )
@@ -141,22 +147,26 @@ def _attention(model: ModelShape, layer: int) -> Iterator[TensorSpec]:
     prefix, hidden, dtype = f"decoder.layers.{layer}", model.hidden_size, model.dtype
     queries = model.num_attention_heads * model.head_dim
     qkv = queries + 2 * model.num_query_groups * model.head_dim
-    yield _whole(f"{prefix}.input_layernorm.weight", (hidden,), dtype, layer)
+    if model.pre_norms:
+        yield _whole(f"{prefix}.input_layernorm.weight", (hidden,), dtype, layer)
     prefix += ".self_attention"
     yield TensorSpec(name=f"{prefix}.linear_proj.weight", shape=(hidden, queries), dtype=dtype, tp_dim=1, place=layer)
     yield TensorSpec(name=f"{prefix}.linear_qkv.weight", shape=(qkv, hidden), dtype=dtype, tp_dim=0, place=layer)
     if model.qkv_bias:
         yield TensorSpec(name=f"{prefix}.linear_qkv.bias", shape=(qkv,), dtype=dtype, tp_dim=0, place=layer)
     if model.qk_norm:
-        yield _whole(f"{prefix}.q_layernorm.weight", (model.head_dim,), dtype, layer)
-        yield _whole(f"{prefix}.k_layernorm.weight", (model.head_dim,), dtype, layer)
+        is_wide = model.qk_norm_over == "projection"
+        widths = (queries, model.num_query_groups * model.head_dim) if is_wide else (model.head_dim, model.head_dim)
+        yield _whole(f"{prefix}.q_layernorm.weight", widths[:1], dtype, layer)
+        yield _whole(f"{prefix}.k_layernorm.weight", widths[1:], dtype, layer)
     if model.post_norms:
         yield _whole(f"{prefix}.post_layernorm.weight", (hidden,), dtype, layer)
 
 
 def _feed_forward(model: ModelShape, layer: int) -> Iterator[TensorSpec]:
     prefix, hidden, dtype = f"decoder.layers.{layer}.mlp", model.hidden_size, model.dtype
-    yield _whole(f"decoder.layers.{layer}.pre_mlp_layernorm.weight", (hidden,), dtype, layer)
+    if model.pre_norms:
+        yield _whole(f"decoder.layers.{layer}.pre_mlp_layernorm.weight", (hidden,), dtype, layer)
     if model.num_experts is None:
         yield from _gated(prefix, model, model.ffn_hidden_size, layer)
     else:

@@ -20,6 +20,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": 5},
     "mistral": {"sliding_window": 5},
     "mixtral": {"num_local_experts": 4},
+    "olmo2": {"head_dim": 12},
     "phi3": {"sliding_window": 6},
     "qwen3": {"head_dim": 12},
     "qwen3_moe": {"head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},

@@ -29,6 +29,7 @@ _CONFIGS = {
         attn_logit_softcapping=50.0,
         final_logit_softcapping=30.0,
     ),
+    "olmo2": dict(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32),
     "mixtral": dict(
         hidden_size=4096,
         intermediate_size=14336,
@@ -52,6 +53,8 @@ _CONFIGS = {
 
 
 FAMILIES = tuple(_CONFIGS)
+BY_MODULES = ("olmo2",)
+"""Families that the kernels for decoding do not know, so that they generate with the modules of training."""
 
 
 def family_model(name: str) -> ModelConfig:

@@ -72,6 +72,7 @@ SIZES = {
     "Phi-3-mini-128k": (32, 3072, 8192, 32, 32, 131072, 32064),
     "gemma-2b": (18, 2048, 16384, 8, 1, 8192, 256000),
     "gemma-2-9b": (42, 3584, 14336, 16, 8, 8192, 256000),
+    "OLMo-2-7B": (32, 4096, 11008, 32, 32, 4096, 100352),
     "Mixtral-8x7B": (32, 4096, 14336, 32, 8, 32768, 32000),
     "Qwen3-30B-A3B": (48, 2048, 6144, 32, 4, 40960, 151936),
 }
@@ -177,6 +178,17 @@ REAL = {
             **{**GEMMA_MODEL, "norm_eps": 1e-6, "head_dim": 256, "dtype": "fp32", "post_norms": True},
             **{"attention_scale": 1 / 16, "attention_softcap": 50.0, "logit_softcap": 30.0, "window": 4096},
             "window_layers": tuple(range(0, 42, 2)),
+        },
+    ),
+    "OLMo-2-7B": (
+        {
+            **{"model_type": "olmo2", "hidden_act": "silu", "torch_dtype": "float32", "tie_word_embeddings": False},
+            **{"attention_bias": False, "attention_dropout": 0.0, "rms_norm_eps": 1e-6, "rope_theta": 500000},
+            "rope_scaling": None,
+        },
+        {
+            **{"norm_eps": 1e-6, "rotary_base": 5e5, "dtype": "fp32", "pre_norms": False, "post_norms": True},
+            **{"qk_norm": True, "qk_norm_over": "projection"},
         },
     ),
     "Mixtral-8x7B": (
@@ -342,6 +354,7 @@ PLAIN = ModelConfig(
         ({"num_experts": 4}, "mixtral"),
         ({"num_experts": 4, "normalized_experts": False, "qk_norm": True}, "qwen3_moe"),
         ({"zero_centered_norms": True, "scaled_embeddings": True, "activation": "gelu_tanh"}, "gemma"),
+        ({"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_over": "projection"}, "olmo2"),
     ],
 )
 def test_the_plainest_family_that_has_the_model(changes, family):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 _COMPUTED: dict[str, tuple[object, ...]] = {"quantization_config": (None,)}
 """Keys that any family may have, and the values that are computed here."""
 _MAX_LAYERS = 10_000
-_OLDER = ("rope_theta", "rope_scaling", "original_max_position_embeddings")
+_OLDER = ("rope_theta", "rope_scaling", "rope_local_base_freq", "original_max_position_embeddings")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ROTARY_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 _ROTARY_LISTS = ("short_factor", "long_factor")
@@ -142,9 +142,24 @@ def _has_value_head(family: Family, values: Mapping[str, Any], where: str) -> bo
 
 
 def _rotary(family: Family, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return base and scaling, from the flat keys of older files or from ``rope_parameters``."""
+    """Return bases and scaling, from the flat keys of older files or from ``rope_parameters``."""
     # As ``transformers`` has it: the older spelling goes before the newer.
-    told = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
+    if "rope_local_base_freq" not in family.defaults:
+        return _one_rotary(family, given, dict(given.get("rope_scaling") or given.get("rope_parameters") or {}), where)
+    by_layer = dict(given.get("rope_parameters") or {})
+    full = {**(by_layer.pop("full_attention", None) or {}), **(given.get("rope_scaling") or {})}
+    local = dict(by_layer.pop("sliding_attention", None) or {})
+    base = local.pop("rope_theta", given["rope_local_base_freq"])
+    if by_layer or {*local.items()} - {("rope_type", "default")}:
+        raise ConfigError(
+            f"{where}: rope_parameters={given['rope_parameters']}: expected 'full_attention', and 'sliding_attention' "
+            "of rope_type 'default'; others are not computed: choose another model"
+        )
+    return {**_one_rotary(family, given, full, where), "local_rotary_base": float(base)}
+
+
+def _one_rotary(family: Family, given: Mapping[str, Any], told: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the base and scaling that ``told`` asks for."""
     base = next((each["rope_theta"] for each in (told, given) if each.get("rope_theta") is not None), 10000.0)
     partial = told.get("partial_rotary_factor", given.get("partial_rotary_factor"))
     if partial is not None and float(partial) != 1.0:
@@ -185,17 +200,18 @@ def _window(family: Family, given: Mapping[str, Any], where: str) -> dict[str, A
     is_off = family.window in ("switched", "upper_layers") and not given.get("use_sliding_window")
     if family.window == "none" or is_off:
         width = None
+    layers: Iterable[int] = range(num_layers)
     if family.window == "even_layers":
         layers = range(0, num_layers, 2)
     elif family.window == "upper_layers":
         layers = range(given.get("max_window_layers", 28), num_layers)
-    else:
-        layers = range(num_layers)
+    elif family.window == "most_layers":
+        layers = [layer for layer in layers if (layer + 1) % given["sliding_window_pattern"]]
     windowed = [] if width is None else list(layers)
     kinds = given.get("layer_types")
-    if kinds is not None and (width is not None or family.window != "even_layers"):
+    if kinds is not None and (width is not None or family.window not in ("even_layers", "most_layers")):
         told = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
-        is_free = width is not None and family.window in ("upper_layers", "even_layers")
+        is_free = width is not None and family.window in ("upper_layers", "even_layers", "most_layers")
         if len(kinds) != num_layers or {*kinds} - {"full_attention", "sliding_attention"}:
             raise ConfigError(
                 f"{where}: layer_types={kinds}: expected {num_layers} of 'full_attention' or 'sliding_attention'; "
@@ -276,6 +292,9 @@ def spelled_out(model: ModelConfig) -> ModelConfig:
     """Return the same model with implied settings written out and unused settings at their defaults."""
     windowed = tuple(range(model.num_layers)) if model.window_layers is None else tuple(sorted(model.window_layers))
     has_window = model.window is not None and len(windowed) > 0
+    has_two_rotations = has_window and (
+        model.local_rotary_base != model.rotary_base or model.rotary_scaling is not None
+    )
     has_experts = model.num_experts is not None
     scaling = model.rotary_scaling
     return replace(
@@ -285,6 +304,7 @@ def spelled_out(model: ModelConfig) -> ModelConfig:
         vocab_divisible_by=1,
         qk_norm_over=model.qk_norm_over if model.qk_norm else "head",
         attention_scale=model.head_size**-0.5 if model.attention_scale is None else model.attention_scale,
+        local_rotary_base=model.local_rotary_base if has_two_rotations else None,
         window=model.window if has_window else None,
         window_layers=windowed if has_window else None,
         experts_per_token=model.experts_per_token if has_experts else 2,
@@ -343,7 +363,7 @@ def _written(described: Described) -> dict[str, Any]:
         # An integer to transformers, so that not every scale can be said.
         config["query_pre_attn_scalar"] = max(1, round(scale**-2))
     config |= _written_window(family, model)
-    config |= _written_rotary(model)
+    config |= _written_rotary(family, model)
     name = next(name for name, dtype in _DTYPES.items() if dtype == model.dtype)
     config |= {"dtype": name, "torch_dtype": name}
     if described.has_value_head:
@@ -369,7 +389,19 @@ def _written_window(family: Family, model: ModelConfig) -> dict[str, Any]:
     return config
 
 
-def _written_rotary(model: ModelConfig) -> dict[str, Any]:
+def _written_rotary(family: Family, model: ModelConfig) -> dict[str, Any]:
+    config = _written_one_rotary(model)
+    if "rope_local_base_freq" in family.defaults:
+        local = model.rotary_base if model.local_rotary_base is None else model.local_rotary_base
+        config["rope_local_base_freq"] = local
+        config["rope_parameters"] = {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_theta": local, "rope_type": "default"},
+        }
+    return config
+
+
+def _written_one_rotary(model: ModelConfig) -> dict[str, Any]:
     base, scaling = model.rotary_base, model.rotary_scaling
     if scaling is None:
         return {

@@ -51,8 +51,9 @@ class Family:
         always: ``Model`` settings that every model of the family has.
         computed: Keys of ``config.json`` and the values that are computed here; any other is refused by name.
         window: What decides which layers have the sliding window: nothing, ``sliding_window`` alone for all layers,
-            the same where ``use_sliding_window`` switches it on, that for layers from ``max_window_layers`` on, or
-            every second layer from the first; a ``layer_types`` in ``config.json`` goes before the last two.
+            the same where ``use_sliding_window`` switches it on, that for layers from ``max_window_layers`` on,
+            every second layer from the first, or all but each ``sliding_window_pattern``-th; a ``layer_types`` in
+            ``config.json`` goes before the last three.
         scalings: Kinds of rotary scaling that its files may ask for.
         rules: Every tensor of the language model.
         ignored: Regular expressions of tensors that hold nothing learned, such as tables of frequencies.
@@ -66,7 +67,7 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)
     always: Mapping[str, object] = field(default_factory=dict)
     computed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    window: Literal["none", "all", "switched", "upper_layers", "even_layers"] = "none"
+    window: Literal["none", "all", "switched", "upper_layers", "even_layers", "most_layers"] = "none"
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)

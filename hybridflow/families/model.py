@@ -58,6 +58,7 @@ class ModelConfig:
         vocab_divisible_by: The padded vocabulary is a multiple of this times ``tp``.
         rotary_base: Base of the rotary position embedding.
         rotary_scaling: Stretching of the rotary position embedding. None means no stretching.
+        local_rotary_base: Base, without stretching, in layers with a window. None means the same as in other layers.
         norm_eps: Number that RMSNorm adds to the mean square.
         zero_centered_norms: Whether norms multiply by 1 + weight instead of the weight.
         pre_norms: Whether the inputs of attention and feed-forward block are normalized.
@@ -99,6 +100,7 @@ class ModelConfig:
     vocab_divisible_by: Count = field(default=1, metadata=MAY_CHANGE)
     rotary_base: Positive = 10000.0
     rotary_scaling: RotaryScaling | None = None
+    local_rotary_base: Positive | None = None
     norm_eps: Positive = 1e-5
     zero_centered_norms: bool = False
     pre_norms: bool = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridflow.families.family import Family
-from hybridflow.families.gemma import GEMMA, GEMMA2
+from hybridflow.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from hybridflow.families.llama import LLAMA
 from hybridflow.families.mistral import MISTRAL
 from hybridflow.families.mixtral import MIXTRAL
@@ -14,5 +14,6 @@ from hybridflow.families.qwen3 import QWEN3
 from hybridflow.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, OLMO2, MIXTRAL, QWEN3_MOE)
+    family.name: family
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3_TEXT, OLMO2, MIXTRAL, QWEN3_MOE)
 }

@@ -282,7 +282,20 @@ class GroupedSelfAttention(SelfAttention):
     """megatron-core's self-attention, also with fewer query groups than tensor-parallel ranks.
 
     There megatron-core 0.16.1 looks for the tensor-parallel group in its globals, which are never set here.
+
+    Attributes:
+        rotation: Which of how many kinds of rotary embedding it has.
     """
+
+    rotation = 0, 1
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: None, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any
+    ) -> Any:
+        """Map ``[tokens, 1, hidden]`` to the same shape, and a bias; angles are ``[tokens, 1, 1, dims * kinds]``."""
+        kind, num_kinds = self.rotation
+        angles = rotary_pos_emb.chunk(num_kinds, dim=-1)[kind]
+        return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=angles, **kwargs)
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: None = None, output_gate: bool = False, split_qkv: bool = True

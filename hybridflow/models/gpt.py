@@ -33,7 +33,7 @@ from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.flops import ModelFlops, model_flops
 from hybridflow.models.lora import Dropout, attach
 from hybridflow.models.norm import ProjectionNorm, RmsNorm, normalize_output
-from hybridflow.models.rotary import rotary_factor, rotary_frequencies
+from hybridflow.models.rotary import all_frequencies, rotary_factor
 from hybridflow.models.scoring import Scoring
 from hybridflow.parallel.accelerators import has_transformer_engine, has_weight_gradient_kernel
 from hybridflow.parallel.cpu import use_cpu_for_cuda
@@ -159,6 +159,7 @@ class Transformer(GPTModel):
     Attributes:
         has_scaled_embeddings: Whether input embeddings are multiplied by the root of their width.
         logit_softcap: Logits z become cap * tanh(z / cap); None: they do not.
+        num_rotations: Kinds of layers that differ in the frequencies of the rotary embedding.
         is_common: Whether its layers compute what the kernels for decoding know, and no more.
         dropout: Dropout on the inputs of its adapters; None: none.
         flops: Operations that the whole model needs; None: they are not counted.
@@ -166,6 +167,7 @@ class Transformer(GPTModel):
 
     has_scaled_embeddings = False
     logit_softcap: float | None = None
+    num_rotations = 1
     is_common = True
     dropout: Dropout | None = None
     flops: ModelFlops | None = None
@@ -192,10 +194,11 @@ class Transformer(GPTModel):
             if self.has_scaled_embeddings:
                 # The factor in the activations' own format, as these models were trained.
                 embedded = embedded * embedded.new_tensor(embedded.shape[-1] ** 0.5)
-        angles = torch.outer(attention.positions.float(), self.rotary_pos_emb.inv_freq)
-        rotary = torch.cat([angles, angles], dim=-1)[:, None, None]
         hidden: Tensor = self.decoder(
-            hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, attention_bias=attention
+            hidden_states=embedded,
+            attention_mask=None,
+            rotary_pos_emb=self._angles(attention.positions),
+            attention_bias=attention,
         )
         if not self.post_process:
             return hidden
@@ -206,6 +209,12 @@ class Transformer(GPTModel):
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         output = self.output_layer(hidden, weight=weight)[0][:, 0]
         return output if self.logit_softcap is None else self.logit_softcap * torch.tanh(output / self.logit_softcap)
+
+    def _angles(self, positions: Tensor) -> Tensor:
+        """Return the angles of each dim, ``[tokens, 1, 1, dims]``, those of layers with a base of their own behind."""
+        angles = torch.outer(positions.float(), self.rotary_pos_emb.inv_freq)
+        kinds = angles.chunk(self.num_rotations, dim=-1)
+        return torch.cat([each for kind in kinds for each in (kind, kind)], dim=-1)[:, None, None]
 
 
 def build_transformer(
@@ -273,6 +282,7 @@ def build_transformer(
     set_rotary(transformer, model, device)
     transformer.flops = model_flops(model, vocab_size=vocab_size, has_value_head=has_value_head)
     transformer.has_scaled_embeddings = model.scaled_embeddings
+    transformer.num_rotations = 1 if model.local_rotary_base is None else 2
     transformer.is_common = _is_common(model)
     transformer.logit_softcap = None if has_value_head else model.logit_softcap
     # megatron-core's torch norm makes fp32 weights whatever the dtype; its own training casts them too (Float16Module).
@@ -281,12 +291,13 @@ def build_transformer(
 
 
 def _is_common(model: ModelConfig) -> bool:
-    return model.pre_norms and not (model.qk_norm and model.qk_norm_over == "projection")
+    has_wide_norms = model.qk_norm and model.qk_norm_over == "projection"
+    return model.pre_norms and not has_wide_norms and model.local_rotary_base is None
 
 
 def set_rotary(transformer: Transformer, model: ModelConfig, device: torch.device) -> None:
     """Set the frequencies of the rotary embedding, which no checkpoint holds."""
-    transformer.rotary_pos_emb.inv_freq = rotary_frequencies(model).to(device)
+    transformer.rotary_pos_emb.inv_freq = all_frequencies(model).to(device)
 
 
 def _block_spec(
@@ -329,6 +340,8 @@ def _finish_layer(
     core, index = layer.self_attention.core_attention, layer.layer_number - 1
     has_window = model.window_layers is None or index in model.window_layers
     core.local_layer = local_layer
+    if model.local_rotary_base is not None:
+        layer.self_attention.rotation = int(has_window), 2
     core.scoring = Scoring(
         scale=layer.config.softmax_scale,
         softcap=model.attention_softcap,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,6 +30,15 @@ def rotary_frequencies(model: ModelConfig) -> Tensor:
         return plain / scaling.factor
     kept = _kept_llama3(plain, scaling) if scaling.kind == "llama3" else _kept_yarn(model, scaling)
     return (1 - kept) * plain / scaling.factor + kept * plain
+
+
+def all_frequencies(model: ModelConfig) -> Tensor:
+    """Return ``rotary_frequencies``, and behind them those of layers with a window where they differ."""
+    frequencies = rotary_frequencies(model)
+    if model.local_rotary_base is None:
+        return frequencies
+    local = replace(model, rotary_base=model.local_rotary_base, rotary_scaling=None)
+    return torch.cat([frequencies, rotary_frequencies(local)])
 
 
 def rotary_factor(model: ModelConfig) -> float:

@@ -130,6 +130,17 @@ CASES = {
             "final_logit_softcapping": 4.0,
         },
     ),
+    "gemma3": Case(
+        config="Gemma3Text",
+        given={
+            **{"head_dim": 32, "sliding_window": 4, "sliding_window_pattern": 3, "query_pre_attn_scalar": 20},
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+        is_fast=False,
+    ),
     "olmo2": Case(config="Olmo2", given={"head_dim": 32, **rope("default")}, is_fast=False),
     "mixtral": Case(config="Mixtral", given={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "mixtral, window": Case(

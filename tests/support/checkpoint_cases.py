@@ -20,6 +20,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": 5},
     "mistral": {"sliding_window": 5},
     "mixtral": {"num_local_experts": 4},
+    "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": 5, "sliding_window_pattern": 2},
     "olmo2": {"head_dim": 12},
     "phi3": {"sliding_window": 6},
     "qwen3": {"head_dim": 12},
@@ -33,7 +34,7 @@ def make_model(
 ) -> nn.Module:
     """A model of a family with every weight random, norms and biases too."""
     table = FAMILIES[family]
-    config = getattr(transformers, table.causal.replace("ForCausalLM", "Config"))
+    config = type(transformers.AutoConfig.for_model(family))
     labels = {"num_labels": 1} if scorer else {}
     values = {
         "tie_word_embeddings": table.defaults["tie_word_embeddings"],

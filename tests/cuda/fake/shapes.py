@@ -29,6 +29,16 @@ _CONFIGS = {
         attn_logit_softcapping=50.0,
         final_logit_softcapping=30.0,
     ),
+    "gemma3_text": dict(
+        hidden_size=2560,
+        intermediate_size=10240,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        sliding_window=1024,
+        sliding_window_pattern=2,
+        query_pre_attn_scalar=256,
+    ),
     "olmo2": dict(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32),
     "mixtral": dict(
         hidden_size=4096,
@@ -53,7 +63,7 @@ _CONFIGS = {
 
 
 FAMILIES = tuple(_CONFIGS)
-BY_MODULES = ("olmo2",)
+BY_MODULES = ("gemma3_text", "olmo2")
 """Families that the kernels for decoding do not know, so that they generate with the modules of training."""
 
 

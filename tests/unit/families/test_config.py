@@ -72,6 +72,8 @@ SIZES = {
     "Phi-3-mini-128k": (32, 3072, 8192, 32, 32, 131072, 32064),
     "gemma-2b": (18, 2048, 16384, 8, 1, 8192, 256000),
     "gemma-2-9b": (42, 3584, 14336, 16, 8, 8192, 256000),
+    "gemma-3-1b": (26, 1152, 6912, 4, 1, 32768, 262144),
+    "gemma-3-27b": (62, 5376, 21504, 32, 16, 131072, 262208),
     "OLMo-2-7B": (32, 4096, 11008, 32, 32, 4096, 100352),
     "Mixtral-8x7B": (32, 4096, 14336, 32, 8, 32768, 32000),
     "Qwen3-30B-A3B": (48, 2048, 6144, 32, 4, 40960, 151936),
@@ -96,6 +98,17 @@ GEMMA = {
     "head_dim": 256,
 }
 GEMMA_MODEL = dict(zero_centered_norms=True, scaled_embeddings=True, activation="gelu_tanh", tied_embeddings=True)
+GEMMA3 = {
+    **{
+        **GEMMA,
+        "model_type": "gemma3_text",
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10000,
+        "torch_dtype": "bfloat16",
+    },
+    **{"hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": None, "final_logit_softcapping": None},
+}
+GEMMA3_MODEL = {**GEMMA_MODEL, "norm_eps": 1e-6, "post_norms": True, "qk_norm": True}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MOE = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.001}
 REAL = {
@@ -180,6 +193,27 @@ REAL = {
             "window_layers": tuple(range(0, 42, 2)),
         },
     ),
+    "gemma-3-1b": (
+        {
+            **{**GEMMA3, "query_pre_attn_scalar": 256, "head_dim": 256, "sliding_window": 512, "rope_scaling": None},
+            **{"sliding_window_pattern": 6, "cache_implementation": "hybrid"},
+        },
+        {
+            **{**GEMMA3_MODEL, "rotary_base": 1e6, "local_rotary_base": 1e4, "attention_scale": 1 / 16, "window": 512},
+            **{"head_dim": 256, "window_layers": tuple(layer for layer in range(26) if layer % 6 != 5)},
+        },
+    ),
+    "gemma-3-27b": (
+        {
+            **{**GEMMA3, "query_pre_attn_scalar": 168, "head_dim": 128, "sliding_window": 1024},
+            **{"rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+        },
+        {
+            **{**GEMMA3_MODEL, "rotary_base": 1e6, "local_rotary_base": 1e4, "attention_scale": 168**-0.5},
+            **{"head_dim": 128, "window": 1024, "window_layers": tuple(layer for layer in range(62) if layer % 6 != 5)},
+            "rotary_scaling": RotaryScaling(kind="linear", factor=8.0),
+        },
+    ),
     "OLMo-2-7B": (
         {
             **{"model_type": "olmo2", "hidden_act": "silu", "torch_dtype": "float32", "tie_word_embeddings": False},
@@ -239,7 +273,7 @@ def meaning(values):
     config = transformers.AutoConfig.for_model(**values).to_dict()
     nothing = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "cache_implementation"}
     nothing |= {"hidden_act", "auto_map", "router_aux_loss_coef", "max_window_layers", "head_dim", "attention_bias"}
-    nothing |= {"original_max_position_embeddings", "mlp_bias", "dtype"}
+    nothing |= {"sliding_window_pattern", "original_max_position_embeddings", "mlp_bias", "dtype"}
     nothing |= {"intermediate_size"} if values["model_type"] == "qwen3_moe" else set()
     return {key: value for key, value in config.items() if key not in nothing}
 
@@ -252,6 +286,10 @@ def test_a_written_file_means_the_same_to_transformers(name):
     assert spelled_out(read_config(written, where="config.json").model) == spelled_out(described.model)
     ours, theirs = meaning(written), meaning(values)
     for each in (ours, theirs):
+        if name.startswith("gemma-3"):
+            each["rope_parameters"] = each["rope_parameters"]["full_attention"] | {
+                "local": each["rope_parameters"]["sliding_attention"]
+            }
         each["rope_parameters"] = {
             key: value for key, value in each["rope_parameters"].items() if key not in ("type", "partial_rotary_factor")
         }
@@ -316,13 +354,16 @@ def models(draw, family):
     )
     if family.window != "none" and draw(st.booleans()):
         values["window"] = draw(st.integers(1, 99))
-        if family.window in ("upper_layers", "even_layers"):
+        if family.window in ("upper_layers", "even_layers", "most_layers"):
             values["window_layers"] = draw(st.none() | st.sets(st.integers(0, layers - 1)).map(sorted).map(tuple))
     if "num_experts" in family.keys.values():
         values |= {"num_experts": draw(st.integers(2, 8)), "experts_per_token": 2}
         values.setdefault("normalized_experts", draw(st.booleans()))
-    if "attention_softcap" in family.keys.values():
-        values |= {"attention_softcap": draw(st.none() | FLOATS), "logit_softcap": draw(st.none() | FLOATS)}
+    caps = {"attention_softcap", "logit_softcap"} & {*family.keys.values()}
+    values |= {cap: draw(st.none() | FLOATS) for cap in sorted(caps)}
+    if "rope_local_base_freq" in family.defaults and "window" in values:
+        values["local_rotary_base"] = draw(FLOATS)
+    if "query_pre_attn_scalar" in family.defaults:
         values["attention_scale"] = draw(st.none() | st.integers(1, 999).map(lambda scalar: scalar**-0.5))
     return ModelConfig(**values)
 
@@ -405,6 +446,8 @@ def test_phi3_is_written_with_the_three_keys_that_older_readers_allow():
         ("mixtral", {"sliding_window": 9}, tuple(range(32))),
         ("gemma2", {"sliding_window": 9}, tuple(range(0, 32, 2))),
         ("gemma2", {"sliding_window": 9, "layer_types": ["full_attention"] * 31 + ["sliding_attention"]}, (31,)),
+        ("gemma3_text", {"sliding_window": 9}, tuple(layer for layer in range(32) if layer % 6 != 5)),
+        ("gemma3_text", {"sliding_window": 9, "sliding_window_pattern": 2}, tuple(range(0, 32, 2))),
         ("llama", {"sliding_window": 9}, None),
     ],
 )
@@ -448,8 +491,7 @@ LEAST += ["vocab_size", "moe_intermediate_size"]
 def full(name):
     """Every key as the family's class in ``transformers`` writes it."""
     transformers = pytest.importorskip("transformers")
-    make = getattr(transformers, FAMILIES[name].causal.replace("ForCausalLM", "Config"))
-    return {**make().to_dict(), "architectures": [FAMILIES[name].causal]}
+    return {**transformers.AutoConfig.for_model(name).to_dict(), "architectures": [FAMILIES[name].causal]}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

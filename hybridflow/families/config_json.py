@@ -16,7 +16,13 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 _COMPUTED: dict[str, tuple[object, ...]] = {"quantization_config": (None,)}
 """Keys that any family may have, and the values that are computed here."""
 _MAX_LAYERS = 10_000
-_OLDER = ("rope_theta", "rope_scaling", "rope_local_base_freq", "original_max_position_embeddings")
+_OLDER = (
+    "rope_theta",
+    "rope_scaling",
+    "rope_local_base_freq",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+)
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ROTARY_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 _ROTARY_LISTS = ("short_factor", "long_factor")
@@ -161,12 +167,19 @@ def _rotary(family: Family, given: Mapping[str, Any], where: str) -> dict[str, A
 def _one_rotary(family: Family, given: Mapping[str, Any], told: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the base and scaling that ``told`` asks for."""
     base = next((each["rope_theta"] for each in (told, given) if each.get("rope_theta") is not None), 10000.0)
+    rotary: dict[str, Any] = {"rotary_base": float(base)}
     partial = told.get("partial_rotary_factor", given.get("partial_rotary_factor"))
     if partial is not None and float(partial) != 1.0:
-        raise ConfigError(f"{where}: partial_rotary_factor={partial} is not computed; only 1 is")
+        if "partial_rotary_factor" not in family.defaults:
+            raise ConfigError(
+                f"{where}: partial_rotary_factor={partial} is not computed for {family.name}; only 1 is: choose "
+                "another model"
+            )
+        head = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
+        rotary["rotary_dim"] = int(head * partial)
     kind = told.get("rope_type", told.get("type", "default"))
     if kind == "default":
-        return {"rotary_base": float(base)}
+        return rotary
     if kind == "su":  # what the first Phi-3 files call it
         kind = "longrope"
     if kind not in family.scalings:
@@ -191,7 +204,7 @@ def _one_rotary(family: Family, given: Mapping[str, Any], told: dict[str, Any], 
     scaling = {key: float(value) if isinstance(value, int) else value for key, value in scaling.items()}
     scaling |= {"kind": kind, "original_context": None if kind == "linear" else original}
     read_section(RotaryScaling, scaling, source=f"{where}: rope_parameters")
-    return {"rotary_base": float(base), "rotary_scaling": scaling}
+    return {**rotary, "rotary_scaling": scaling}
 
 
 def _window(family: Family, given: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -304,6 +317,7 @@ def spelled_out(model: ModelConfig) -> ModelConfig:
         vocab_divisible_by=1,
         qk_norm_over=model.qk_norm_over if model.qk_norm else "head",
         attention_scale=model.head_size**-0.5 if model.attention_scale is None else model.attention_scale,
+        rotary_dim=model.head_size if model.rotary_dim is None else model.rotary_dim,
         local_rotary_base=model.local_rotary_base if has_two_rotations else None,
         window=model.window if has_window else None,
         window_layers=windowed if has_window else None,
@@ -398,6 +412,9 @@ def _written_rotary(family: Family, model: ModelConfig) -> dict[str, Any]:
             "full_attention": config["rope_parameters"],
             "sliding_attention": {"rope_theta": local, "rope_type": "default"},
         }
+    if "partial_rotary_factor" in family.defaults:
+        share = 1.0 if model.rotary_dim is None else model.rotary_dim / model.head_size
+        config["partial_rotary_factor"] = config["rope_parameters"]["partial_rotary_factor"] = share
     return config
 
 

@@ -128,6 +128,15 @@ POST_NORMS = (
 )
 """Of blocks whose outputs are normalized."""
 
+FUSED_FEED_FORWARD = (
+    Rule(
+        logical=f"{_LAYER}.mlp.linear_fc1.weight",
+        hf=(f"{_HF_LAYER}.mlp.gate_up_proj.weight",),
+        form="halves",
+    ),
+    Rule(logical=f"{_LAYER}.mlp.linear_fc2.weight", hf=(f"{_HF_LAYER}.mlp.down_proj.weight",)),
+)
+
 FEED_FORWARD = (
     Rule(
         logical=f"{_LAYER}.mlp.linear_fc1.weight",

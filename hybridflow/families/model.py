@@ -58,6 +58,8 @@ class ModelConfig:
         vocab_divisible_by: The padded vocabulary is a multiple of this times ``tp``.
         rotary_base: Base of the rotary position embedding.
         rotary_scaling: Stretching of the rotary position embedding. None means no stretching.
+        rotary_dim: Dims at the beginning of each head that are rotated. None means all of them.
+        rotary_interleaved: Whether neighboring dims are rotated together, instead of a dim of each half.
         local_rotary_base: Base, without stretching, in layers with a window. None means the same as in other layers.
         norm_eps: Number that RMSNorm adds to the mean square.
         zero_centered_norms: Whether norms multiply by 1 + weight instead of the weight.
@@ -100,6 +102,8 @@ class ModelConfig:
     vocab_divisible_by: Count = field(default=1, metadata=MAY_CHANGE)
     rotary_base: Positive = 10000.0
     rotary_scaling: RotaryScaling | None = None
+    rotary_dim: Count | None = None
+    rotary_interleaved: bool = False
     local_rotary_base: Positive | None = None
     norm_eps: Positive = 1e-5
     zero_centered_norms: bool = False
@@ -177,6 +181,12 @@ def check_model(model: ModelConfig, owner: str) -> None:
         raise ConfigError(
             f"{owner}.num_query_groups={groups} does not divide {owner}.num_attention_heads={heads}; choose a divisor"
         )
+    rotated = model.rotary_dim
+    if rotated is not None and (rotated % 2 or rotated > model.head_size):
+        raise ConfigError(
+            f"{owner}.rotary_dim={rotated}: expected an even number of dims, at most the head's {model.head_size}; "
+            "change it"
+        )
     _check_window(model, owner)
     _check_experts(model, owner)
     if model.rotary_scaling is not None:
@@ -232,6 +242,11 @@ def _check_rotary(model: ModelConfig, scaling: RotaryScaling, owner: str) -> Non
         raise ConfigError(
             f"{owner}.beta_slow={scaling.beta_slow} is not below {owner}.beta_fast={scaling.beta_fast}; lower the "
             "first or raise the second"
+        )
+    if scaling.kind in ("yarn", "longrope") and model.rotary_dim not in (None, model.head_size):
+        raise ConfigError(
+            f"{owner}.kind={scaling.kind} with rotary_dim={model.rotary_dim} is not computed; only 'linear' and "
+            "'llama3' are for heads that are rotated in part: choose one of them"
         )
     for key in ("short_factor", "long_factor"):
         found = len(getattr(scaling, key))

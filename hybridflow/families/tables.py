@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hybridflow.families.family import Family
 from hybridflow.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
+from hybridflow.families.glm import GLM, GLM4
 from hybridflow.families.llama import LLAMA
 from hybridflow.families.mistral import MISTRAL
 from hybridflow.families.mixtral import MIXTRAL
@@ -15,5 +16,8 @@ from hybridflow.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3_TEXT, OLMO2, MIXTRAL, QWEN3_MOE)
+    for family in (
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3_TEXT, OLMO2, GLM, GLM4),
+        *(MIXTRAL, QWEN3_MOE),
+    )
 }

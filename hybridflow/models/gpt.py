@@ -111,7 +111,8 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         bias_dropout_fusion=False,
         # Then gradients of embeddings are added in one order.
         deterministic_mode=on_gpu and torch.are_deterministic_algorithms_enabled(),
-        apply_rope_fusion=on_gpu and has_transformer_engine(),
+        rotary_interleaved=model.rotary_interleaved,
+        apply_rope_fusion=on_gpu and has_transformer_engine() and not model.rotary_interleaved,
         **experts,
     )
 
@@ -213,6 +214,8 @@ class Transformer(GPTModel):
     def _angles(self, positions: Tensor) -> Tensor:
         """Return the angles of each dim, ``[tokens, 1, 1, dims]``, those of layers with a base of their own behind."""
         angles = torch.outer(positions.float(), self.rotary_pos_emb.inv_freq)
+        if self.config.rotary_interleaved:
+            return angles.repeat_interleave(2, dim=-1)[:, None, None]
         kinds = angles.chunk(self.num_rotations, dim=-1)
         return torch.cat([each for kind in kinds for each in (kind, kind)], dim=-1)[:, None, None]
 
@@ -292,7 +295,8 @@ def build_transformer(
 
 def _is_common(model: ModelConfig) -> bool:
     has_wide_norms = model.qk_norm and model.qk_norm_over == "projection"
-    return model.pre_norms and not has_wide_norms and model.local_rotary_base is None
+    is_other_rotation = model.rotary_interleaved or model.local_rotary_base is not None
+    return model.pre_norms and not has_wide_norms and not is_other_rotation
 
 
 def set_rotary(transformer: Transformer, model: ModelConfig, device: torch.device) -> None:

@@ -12,14 +12,15 @@ from hybridflow.families.model import ModelConfig, RotaryScaling
 
 
 def rotary_frequencies(model: ModelConfig) -> Tensor:
-    """Return the angle of each pair of dims from one token to the next, ``[head / 2]`` fp32 in host memory.
+    """Return the angle of each rotated pair of dims from one token to the next, ``[pairs]`` fp32 in host memory.
 
     LongRoPE has two sets of divisors. Which one a model uses is settled by its ``max_context``, once for all sequences,
     so that what was cached for the beginning of a sequence stays right as it grows, and training agrees with rollout.
     ``transformers`` chooses anew by the longest sequence of each batch instead.
     """
     scaling = model.rotary_scaling
-    turns = torch.arange(0, model.head_size, 2, dtype=torch.float32) / model.head_size
+    width = model.head_size if model.rotary_dim is None else model.rotary_dim
+    turns = torch.arange(0, width, 2, dtype=torch.float32) / width
     if scaling is None:
         return 1.0 / model.rotary_base**turns
     if scaling.kind == "longrope":

@@ -141,6 +141,12 @@ CASES = {
         },
         is_fast=False,
     ),
+    "glm": Case(
+        config="Glm",
+        given={"head_dim": 32, "attention_bias": False, **rope("default", partial_rotary_factor=0.25)},
+        is_fast=False,
+    ),
+    "glm4": Case(config="Glm4", given={"head_dim": 24, **rope("linear", factor=2.0)}, is_fast=False),
     "olmo2": Case(config="Olmo2", given={"head_dim": 32, **rope("default")}, is_fast=False),
     "mixtral": Case(config="Mixtral", given={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "mixtral, window": Case(

@@ -21,6 +21,8 @@ OTHER: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 5},
     "mixtral": {"num_local_experts": 4},
     "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": 5, "sliding_window_pattern": 2},
+    "glm": {"head_dim": 16},
+    "glm4": {"head_dim": 12},
     "olmo2": {"head_dim": 12},
     "phi3": {"sliding_window": 6},
     "qwen3": {"head_dim": 12},

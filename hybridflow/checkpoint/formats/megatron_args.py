@@ -138,7 +138,15 @@ def to_args(model: ModelConfig, dtype: DType) -> dict[str, Any]:
     plain = ModelConfig(num_layers=1, hidden_size=1, ffn_hidden_size=1, num_attention_heads=1, max_context=1)
     names = (
         *("pre_norms", "post_norms", "qk_norm_over", "activation", "scaled_embeddings"),
-        *("local_rotary_base", "attention_scale", "attention_softcap", "logit_softcap", "window_layers"),
+        *(
+            "rotary_dim",
+            "rotary_interleaved",
+            "local_rotary_base",
+            "attention_scale",
+            "attention_softcap",
+            "logit_softcap",
+            "window_layers",
+        ),
     )
     strange = [name for name in names if getattr(model, name) != getattr(plain, name)]
     scaling = model.rotary_scaling

@@ -39,6 +39,8 @@ _CONFIGS = {
         sliding_window_pattern=2,
         query_pre_attn_scalar=256,
     ),
+    "glm": dict(hidden_size=4096, intermediate_size=13696, num_attention_heads=32, num_key_value_heads=2),
+    "glm4": dict(hidden_size=4096, intermediate_size=13696, num_attention_heads=32, num_key_value_heads=2),
     "olmo2": dict(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32),
     "mixtral": dict(
         hidden_size=4096,
@@ -63,7 +65,7 @@ _CONFIGS = {
 
 
 FAMILIES = tuple(_CONFIGS)
-BY_MODULES = ("gemma3_text", "olmo2")
+BY_MODULES = ("gemma3_text", "glm", "glm4", "olmo2")
 """Families that the kernels for decoding do not know, so that they generate with the modules of training."""
 
 

@@ -74,6 +74,8 @@ SIZES = {
     "gemma-2-9b": (42, 3584, 14336, 16, 8, 8192, 256000),
     "gemma-3-1b": (26, 1152, 6912, 4, 1, 32768, 262144),
     "gemma-3-27b": (62, 5376, 21504, 32, 16, 131072, 262208),
+    "glm-4-9b": (40, 4096, 13696, 32, 2, 131072, 151552),
+    "GLM-4-32B-0414": (61, 6144, 23040, 48, 8, 32768, 151552),
     "OLMo-2-7B": (32, 4096, 11008, 32, 32, 4096, 100352),
     "Mixtral-8x7B": (32, 4096, 14336, 32, 8, 32768, 32000),
     "Qwen3-30B-A3B": (48, 2048, 6144, 32, 4, 40960, 151936),
@@ -109,6 +111,17 @@ GEMMA3 = {
     **{"hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": None, "final_logit_softcapping": None},
 }
 GEMMA3_MODEL = {**GEMMA_MODEL, "norm_eps": 1e-6, "post_norms": True, "qk_norm": True}
+GLM = {
+    **{
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "head_dim": 128,
+        "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16",
+    },
+    **{"partial_rotary_factor": 0.5, "tie_word_embeddings": False},
+}
+GLM_MODEL = {"head_dim": 128, "rotary_dim": 64, "rotary_interleaved": True}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MOE = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.001}
 REAL = {
@@ -214,6 +227,14 @@ REAL = {
             "rotary_scaling": RotaryScaling(kind="linear", factor=8.0),
         },
     ),
+    "glm-4-9b": (
+        {**GLM, "model_type": "glm", "attention_bias": True, "rms_norm_eps": 1.5625e-07},
+        {**GLM_MODEL, "norm_eps": 1.5625e-07, "qkv_bias": True},
+    ),
+    "GLM-4-32B-0414": (
+        {**GLM, "model_type": "glm4", "attention_bias": False, "rms_norm_eps": 1e-5, "rope_scaling": None},
+        {**GLM_MODEL, "post_norms": True},
+    ),
     "OLMo-2-7B": (
         {
             **{"model_type": "olmo2", "hidden_act": "silu", "torch_dtype": "float32", "tie_word_embeddings": False},
@@ -291,8 +312,12 @@ def test_a_written_file_means_the_same_to_transformers(name):
                 "local": each["rope_parameters"]["sliding_attention"]
             }
         each["rope_parameters"] = {
-            key: value for key, value in each["rope_parameters"].items() if key not in ("type", "partial_rotary_factor")
+            key: value
+            for key, value in each["rope_parameters"].items()
+            if key != "type" and (key, value) != ("partial_rotary_factor", 1.0)
         }
+        # Some of their classes write it at the top too, as a default.
+        each.pop("partial_rotary_factor", None)
         if not each.get("use_sliding_window", True):
             each["sliding_window"] = None
     assert ours == theirs
@@ -361,6 +386,8 @@ def models(draw, family):
         values.setdefault("normalized_experts", draw(st.booleans()))
     caps = {"attention_softcap", "logit_softcap"} & {*family.keys.values()}
     values |= {cap: draw(st.none() | FLOATS) for cap in sorted(caps)}
+    if "partial_rotary_factor" in family.defaults:
+        values["rotary_dim"] = draw(st.sampled_from([None, 2, 4, 6, 8]))
     if "rope_local_base_freq" in family.defaults and "window" in values:
         values["local_rotary_base"] = draw(FLOATS)
     if "query_pre_attn_scalar" in family.defaults:
@@ -395,6 +422,8 @@ PLAIN = ModelConfig(
         ({"num_experts": 4}, "mixtral"),
         ({"num_experts": 4, "normalized_experts": False, "qk_norm": True}, "qwen3_moe"),
         ({"zero_centered_norms": True, "scaled_embeddings": True, "activation": "gelu_tanh"}, "gemma"),
+        ({"rotary_interleaved": True, "head_dim": 8, "rotary_dim": 4}, "glm"),
+        ({"rotary_interleaved": True, "post_norms": True, "qkv_bias": True}, "glm4"),
         ({"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_over": "projection"}, "olmo2"),
     ],
 )
@@ -530,6 +559,10 @@ REFUSED_ROTARY = {
     "dynamic": ({"rope_type": "dynamic", "factor": 2.0}, "rope_type='dynamic' is not computed"),
     "partial": ({**ROTARY, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not computed"),
     "betas": ({**ROTARY, "beta_fast": 1.0, "beta_slow": 1.0}, "beta_slow=1.0 is not below"),
+    "partial of a family that has none": (
+        {**ROTARY, "rope_type": "default", "partial_rotary_factor": 0.5},
+        "is not computed for llama; only 1 is",
+    ),
     "divisors": ({**ROTARY, "rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, "1 numbers"),
 }
 

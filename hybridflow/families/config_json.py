@@ -29,7 +29,7 @@ _ROTARY_LISTS = ("short_factor", "long_factor")
 _ROTARY_KEYS = {
     *_ROTARY_NUMBERS,
     *_ROTARY_LISTS,
-    *("rope_type", "type", "rope_theta", "original_max_position_embeddings", "partial_rotary_factor"),
+    *("rope_type", "type", "rope_theta", "original_max_position_embeddings", "partial_rotary_factor", "truncate"),
 }
 
 
@@ -75,6 +75,12 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
     _check_given(family, given, where)
     for key, allowed in {**family.computed, **_COMPUTED}.items():
         if key in values and values[key] not in allowed:
+            if key == "quantization_config":
+                raise ConfigError(
+                    f"{where}: quantization_config={values[key]!r}: quantized weights are not read; load the model in "
+                    "transformers so that it is dequantized (MXFP4: Mxfp4Config(dequantize=True)), save_pretrained it, "
+                    "and name the new directory"
+                )
             raise ConfigError(
                 f"{where}: {key}={values[key]!r} is not computed for {family.name}; only "
                 f"{', '.join(map(repr, allowed))} is: choose another model"
@@ -187,11 +193,7 @@ def _one_rotary(family: Family, given: Mapping[str, Any], told: dict[str, Any], 
             f"{where}: rope_type={kind!r} is not computed for {family.name}; only 'default', "
             f"{', '.join(map(repr, family.scalings))} is: choose another model"
         )
-    strangers = [
-        f"{key}={value!r}"
-        for key, value in told.items()
-        if key not in _ROTARY_KEYS and value is not None and (key, value) != ("truncate", True)
-    ]
+    strangers = [f"{key}={value!r}" for key, value in told.items() if key not in _ROTARY_KEYS and value is not None]
     if strangers:
         raise ConfigError(f"{where}: rope_parameters: {', '.join(strangers)} is not computed; choose another model")
     # As ``transformers`` has it: the model's own key goes before that of the scaling.
@@ -201,7 +203,9 @@ def _one_rotary(family: Family, given: Mapping[str, Any], told: dict[str, Any], 
     if kind in ("yarn", "longrope"):
         scaling.setdefault("factor", context / original)
     scaling |= {key: [float(item) for item in told[key]] for key in _ROTARY_LISTS if told.get(key) is not None}
-    scaling = {key: float(value) if isinstance(value, int) else value for key, value in scaling.items()}
+    scaling = {key: float(value) if type(value) is int else value for key, value in scaling.items()}
+    if kind == "yarn" and told.get("truncate") is not None:
+        scaling["truncate"] = told["truncate"]
     scaling |= {"kind": kind, "original_context": None if kind == "linear" else original}
     read_section(RotaryScaling, scaling, source=f"{where}: rope_parameters")
     return {**rotary, "rotary_scaling": scaling}
@@ -315,6 +319,7 @@ def spelled_out(model: ModelConfig) -> ModelConfig:
         num_query_groups=model.query_groups,
         head_dim=model.head_size,
         vocab_divisible_by=1,
+        qkv_bias=model.qkv_bias or model.linear_bias,
         qk_norm_over=model.qk_norm_over if model.qk_norm else "head",
         attention_scale=model.head_size**-0.5 if model.attention_scale is None else model.attention_scale,
         rotary_dim=model.head_size if model.rotary_dim is None else model.rotary_dim,
@@ -330,7 +335,7 @@ def spelled_out(model: ModelConfig) -> ModelConfig:
 _SCALING_KEYS = {
     "linear": ("factor",),
     "llama3": ("factor", "original_context", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_context", "beta_fast", "beta_slow", "attention_factor"),
+    "yarn": ("factor", "original_context", "beta_fast", "beta_slow", "truncate", "attention_factor"),
     "longrope": ("factor", "original_context", "attention_factor", "short_factor", "long_factor"),
 }
 """The settings that each kind of rotary scaling uses."""

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Form = Literal["same", "stack", "halves", "qkv", "fused_qkv"]
+Form = Literal["same", "stack", "halves", "qkv", "fused_qkv", "transposed", "interleaved"]
 """How the Hugging Face tensors of a rule make one logical tensor, whose view is that of ``reshard.spec``.
 
 ``same``: one tensor, as it is. ``stack``: gate and up, ``[ffn, hidden]`` each, become ``[2, ffn, hidden]``. ``halves``:
 the same out of one tensor ``[2 * ffn, hidden]``. ``qkv``: query, key and value, weights or biases, become rows grouped
 by query group: the group's queries, its key, its value. ``fused_qkv``: the same out of one tensor with all queries,
-then all keys, then all values.
+then all keys, then all values. ``transposed``: one tensor ``[in, out]``. ``interleaved``: gate and up by turns in the
+last dim, weights ``[hidden, 2 * ffn]`` or biases.
 """
 
 
@@ -24,7 +25,8 @@ then all keys, then all values.
 class Rule:
     """One logical tensor and the Hugging Face tensors that it is made of.
 
-    ``{layer}`` stands for the layer in every name, ``{expert}`` for the expert, both counted from 0.
+    ``{layer}`` stands for the layer in every name, ``{expert}`` for the expert, both counted from 0. Where the Hugging
+    Face names have no ``{expert}``, the tensor has those of all experts in its first dim.
 
     Attributes:
         logical: Its name in ours.
@@ -35,6 +37,11 @@ class Rule:
     logical: str
     hf: tuple[str, ...]
     form: Form = "same"
+
+    @property
+    def has_all_experts(self) -> bool:
+        """Return whether the Hugging Face tensor is that of all experts of a layer."""
+        return "{expert}" in self.logical and "{expert}" not in self.hf[0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hybridflow.families.family import Family
 from hybridflow.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from hybridflow.families.glm import GLM, GLM4
+from hybridflow.families.gpt_oss import GPT_OSS
 from hybridflow.families.llama import LLAMA
 from hybridflow.families.mistral import MISTRAL
 from hybridflow.families.mixtral import MIXTRAL
@@ -18,6 +19,6 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3_TEXT, OLMO2, GLM, GLM4),
-        *(MIXTRAL, QWEN3_MOE),
+        *(MIXTRAL, QWEN3_MOE, GPT_OSS),
     )
 }

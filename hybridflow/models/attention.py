@@ -9,15 +9,17 @@ code, so that the two agree on log-probabilities.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
 from hybridflow.models import cuda_attention
@@ -140,7 +142,8 @@ class _Rectangles:
                 each[part].unflatten(0, (samples, width)).transpose(1, 2) for each in (query, key, value)
             )
             # Padding stands behind the tokens, where a causal query never looks.
-            is_plain = scoring.softcap is None and (scoring.window is None or scoring.window >= width)
+            is_plain = scoring.softcap is None and scoring.sinks is None
+            is_plain = is_plain and (scoring.window is None or scoring.window >= width)
             seen = None if is_plain else self._sight.through(scoring.window)[:width, :width]
             found.append(attend(queries, keys, values, seen, scoring).transpose(1, 2).flatten(0, 1))
         if not found:
@@ -192,7 +195,7 @@ class _Sight:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scoring: Scoring) -> Tensor:
-    """Compute scaled dot-product attention, with soft-capped scores where they are wanted.
+    """Compute scaled dot-product attention, with soft-capped scores and sinks where they are wanted.
 
     Args:
         query: ``[samples, heads/tp, queries, head]``.
@@ -201,9 +204,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scori
         seen: Which key each query sees, ``[queries, keys]`` or ``[samples, 1, queries, keys]``; None: causal.
         scoring: How scores are made.
     """
-    if scoring.softcap is None and query.is_cuda:
+    is_plain = scoring.softcap is None and scoring.sinks is None
+    if is_plain and query.is_cuda:
         return cuda_attention.plain_attention(query, key, value, seen, scoring.scale)
-    if scoring.softcap is None:
+    if is_plain:
         return scaled_dot_product_attention(
             query,
             key,
@@ -217,9 +221,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scori
     # The heads of a query group side by side: [samples, groups/tp, heads/groups, queries, head].
     query = query.unflatten(1, (key.shape[1], -1))
     scores = query @ key[:, :, None].transpose(-1, -2) * scoring.scale
-    scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
     seen = seen if seen.dim() == 2 else seen[:, :, None]
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.to(scores.dtype).view(key.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)[..., : key.shape[2]]
     return (weights @ value[:, :, None]).flatten(1, 2)
 
 
@@ -245,6 +254,7 @@ class SdpaCoreAttention(MegatronModule):
     Attributes:
         local_layer: Index of its layer among those of this stage.
         scoring: How it scores; megatron-core tells the scale alone, the rest is set after construction.
+        softmax_offset: Sinks of this rank's heads, ``[heads/tp]``; None: there are none.
     """
 
     def __init__(
@@ -259,7 +269,14 @@ class SdpaCoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.local_layer = 0
+        self.softmax_offset: nn.Parameter | None = None
         self.scoring = Scoring(scale=softmax_scale if softmax_scale is not None else config.kv_channels**-0.5)
+
+    def add_sinks(self) -> None:
+        """Give each head a sink."""
+        heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
+        self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=self.config.params_dtype))
+        set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
     def forward(
         self,
@@ -274,7 +291,8 @@ class SdpaCoreAttention(MegatronModule):
         packed_seq_params: None = None,
     ) -> Tensor:
         """Map ``[tokens, 1, heads/tp, head]`` each (groups for key and value) to ``[tokens, 1, heads/tp * head]``."""
-        context = attention_bias.attend(self.local_layer, query[:, 0], key[:, 0], value[:, 0], self.scoring)
+        scoring = self.scoring if self.softmax_offset is None else replace(self.scoring, sinks=self.softmax_offset)
+        context = attention_bias.attend(self.local_layer, query[:, 0], key[:, 0], value[:, 0], scoring)
         return context.reshape(context.shape[0], 1, -1)
 
 

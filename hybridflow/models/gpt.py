@@ -64,7 +64,7 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
             moe_router_pre_softmax=not model.normalized_experts,
             moe_router_load_balancing_type="none",
         )
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -77,6 +77,8 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         layernorm_zero_centered_gamma=model.zero_centered_norms,
         gated_linear_unit=True,
         activation_func=_ACTIVATIONS[model.activation],
+        activation_func_clamp_value=model.glu_clamp,
+        glu_linear_offset=model.glu_offset,
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
@@ -115,13 +117,20 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         apply_rope_fusion=on_gpu and has_transformer_engine() and not model.rotary_interleaved,
         **experts,
     )
+    # megatron-core refuses biases of experts that are cut; ``experts.share_bias`` mends what it lacks.
+    config.add_bias_linear = model.linear_bias
+    return config
 
 
 def _gelu_tanh(gate: Tensor) -> Tensor:
     return gelu(gate, approximate="tanh")
 
 
-_ACTIVATIONS = {"silu": silu, "gelu_tanh": _gelu_tanh}
+def _quick_gelu(gate: Tensor) -> Tensor:
+    return gate * torch.sigmoid(1.702 * gate)
+
+
+_ACTIVATIONS = {"silu": silu, "gelu_tanh": _gelu_tanh, "quick_gelu": _quick_gelu}
 
 
 def _add_rng_states() -> None:
@@ -296,7 +305,9 @@ def build_transformer(
 def _is_common(model: ModelConfig) -> bool:
     has_wide_norms = model.qk_norm and model.qk_norm_over == "projection"
     is_other_rotation = model.rotary_interleaved or model.local_rotary_base is not None
-    return model.pre_norms and not has_wide_norms and not is_other_rotation
+    is_other_gate = model.activation == "quick_gelu" or model.glu_clamp is not None or model.glu_offset != 0
+    is_other = is_other_rotation or is_other_gate or model.linear_bias or model.attention_sinks
+    return model.pre_norms and not has_wide_norms and not is_other
 
 
 def set_rotary(transformer: Transformer, model: ModelConfig, device: torch.device) -> None:
@@ -344,6 +355,8 @@ def _finish_layer(
     core, index = layer.self_attention.core_attention, layer.layer_number - 1
     has_window = model.window_layers is None or index in model.window_layers
     core.local_layer = local_layer
+    if model.attention_sinks:
+        core.add_sinks()
     if model.local_rotary_base is not None:
         layer.self_attention.rotation = int(has_window), 2
     core.scoring = Scoring(

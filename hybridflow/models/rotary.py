@@ -74,8 +74,10 @@ def _kept_yarn(model: ModelConfig, scaling: RotaryScaling) -> Tensor:
             model.head_size * math.log(_original(scaling) / (times * 2 * math.pi)) / (2 * math.log(model.rotary_base))
         )
 
-    first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
-    last = min(math.ceil(pair_that_turns(scaling.beta_slow)), model.head_size - 1)
+    fast, slow = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        fast, slow = math.floor(fast), math.ceil(slow)
+    first, last = max(fast, 0), min(slow, model.head_size - 1)
     pairs = torch.arange(model.head_size // 2, dtype=torch.float32)
     return 1 - ((pairs - first) / (0.001 if last == first else last - first)).clamp(0, 1)
 

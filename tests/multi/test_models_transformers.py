@@ -60,7 +60,7 @@ class Case:
 
     @property
     def is_mixture(self) -> bool:
-        return "Mixtral" in self.config or "Moe" in self.config
+        return "Mixtral" in self.config or "Moe" in self.config or "Oss" in self.config
 
 
 def rope(kind: str, **other: Any) -> dict[str, Any]:
@@ -151,6 +151,21 @@ CASES = {
     "mixtral": Case(config="Mixtral", given={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "mixtral, window": Case(
         config="Mixtral", given={"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 6}
+    ),
+    "gpt oss": Case(
+        config="GptOss",
+        given={
+            **{
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "sliding_window": 4,
+                "head_dim": 16,
+                "swiglu_limit": 1.5,
+            },
+            **rope(
+                "yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, beta_slow=0.5, truncate=False
+            ),
+        },
     ),
     "qwen3 moe": Case(config="Qwen3Moe", given={**MIXTURE, "norm_topk_prob": True}),
     "qwen3 moe, shares of all": Case(config="Qwen3Moe", given={**MIXTURE, "norm_topk_prob": False}),
@@ -256,7 +271,8 @@ def by_our_names(described: Described, tensors: dict[str, Tensor]) -> dict[str, 
                 if all(name in tensors for name in names):
                     used.update(names)
                     logical = rule.logical.format(layer=layer, expert=expert)
-                    ours[logical] = to_logical(rule.form, [tensors[name] for name in names], model)
+                    parts = [tensors[name][expert] if rule.has_all_experts else tensors[name] for name in names]
+                    ours[logical] = to_logical(rule.form, parts, model)
     assert used == set(tensors), f"not in the table: {sorted(set(tensors) - used)}"
     return ours
 

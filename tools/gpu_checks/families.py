@@ -40,6 +40,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 2, "tie_word_embeddings": True},
     "glm": {"head_dim": 32},
     "glm4": {"head_dim": 32},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8},
     "olmo2": {"head_dim": 32},
     "gemma": {"head_dim": 32, "tie_word_embeddings": True},
 }

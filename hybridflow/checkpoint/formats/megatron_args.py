@@ -139,6 +139,7 @@ def to_args(model: ModelConfig, dtype: DType) -> dict[str, Any]:
     names = (
         *("pre_norms", "post_norms", "qk_norm_over", "activation", "scaled_embeddings"),
         *(
+            *("linear_bias", "glu_clamp", "glu_offset", "attention_sinks"),
             "rotary_dim",
             "rotary_interleaved",
             "local_rotary_base",

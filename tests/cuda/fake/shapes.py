@@ -50,6 +50,9 @@ _CONFIGS = {
         num_local_experts=8,
         num_experts_per_tok=2,
     ),
+    "gpt_oss": dict(
+        hidden_size=2880, intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8, num_local_experts=32
+    ),
     "qwen3_moe": dict(
         hidden_size=2048,
         intermediate_size=6144,
@@ -65,7 +68,7 @@ _CONFIGS = {
 
 
 FAMILIES = tuple(_CONFIGS)
-BY_MODULES = ("gemma3_text", "glm", "glm4", "olmo2")
+BY_MODULES = ("gemma3_text", "glm", "glm4", "gpt_oss", "olmo2")
 """Families that the kernels for decoding do not know, so that they generate with the modules of training."""
 
 

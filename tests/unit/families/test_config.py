@@ -78,6 +78,7 @@ SIZES = {
     "GLM-4-32B-0414": (61, 6144, 23040, 48, 8, 32768, 151552),
     "OLMo-2-7B": (32, 4096, 11008, 32, 32, 4096, 100352),
     "Mixtral-8x7B": (32, 4096, 14336, 32, 8, 32768, 32000),
+    "gpt-oss-20b": (24, 2880, 2880, 64, 8, 131072, 201088),
     "Qwen3-30B-A3B": (48, 2048, 6144, 32, 4, 40960, 151936),
 }
 LLAMA = {"model_type": "llama", "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False}
@@ -122,6 +123,8 @@ GLM = {
     **{"partial_rotary_factor": 0.5, "tie_word_embeddings": False},
 }
 GLM_MODEL = {"head_dim": 128, "rotary_dim": 64, "rotary_interleaved": True}
+YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+YARN |= {"original_max_position_embeddings": 4096}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MOE = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.001}
 REAL = {
@@ -253,6 +256,21 @@ REAL = {
         },
         {"rotary_base": 1e6, "num_experts": 8, "experts_per_token": 2},
     ),
+    "gpt-oss-20b": (
+        {
+            **{"model_type": "gpt_oss", "hidden_act": "silu", "attention_bias": True, "attention_dropout": 0.0},
+            **{"rms_norm_eps": 1e-5, "rope_theta": 150000, "rope_scaling": YARN, "sliding_window": 128, "head_dim": 64},
+            **{"num_local_experts": 32, "num_experts_per_tok": 4, "swiglu_limit": 7.0, "tie_word_embeddings": False},
+            **{"torch_dtype": "bfloat16", "layer_types": ["sliding_attention", "full_attention"] * 12},
+            **{"experts_per_token": 4, "initial_context_length": 4096, "router_aux_loss_coef": 0.9},
+        },
+        {
+            **{"attention_sinks": True, "linear_bias": True, "qkv_bias": True, "activation": "quick_gelu"},
+            **{"glu_clamp": 7.0, "glu_offset": 1.0, "num_experts": 32, "experts_per_token": 4, "head_dim": 64},
+            **{"rotary_base": 150000.0, "window": 128, "window_layers": tuple(range(0, 24, 2))},
+            "rotary_scaling": RotaryScaling(kind="yarn", factor=32.0, original_context=4096, truncate=False),
+        },
+    ),
     "Qwen3-30B-A3B": (
         {
             **{**QWEN, **MOE, "model_type": "qwen3_moe", "head_dim": 128, "attention_bias": False},
@@ -294,7 +312,14 @@ def meaning(values):
     config = transformers.AutoConfig.for_model(**values).to_dict()
     nothing = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "cache_implementation"}
     nothing |= {"hidden_act", "auto_map", "router_aux_loss_coef", "max_window_layers", "head_dim", "attention_bias"}
-    nothing |= {"sliding_window_pattern", "original_max_position_embeddings", "mlp_bias", "dtype"}
+    nothing |= {
+        "experts_per_token",
+        "initial_context_length",
+        "sliding_window_pattern",
+        "original_max_position_embeddings",
+        "mlp_bias",
+        "dtype",
+    }
     nothing |= {"intermediate_size"} if values["model_type"] == "qwen3_moe" else set()
     return {key: value for key, value in config.items() if key not in nothing}
 
@@ -341,6 +366,7 @@ SCALINGS = {
         original_context=st.integers(1, 9999),
         beta_fast=st.floats(16.0, 64.0),
         beta_slow=st.floats(0.5, 2.0),
+        truncate=st.booleans(),
         attention_factor=st.none() | FLOATS,
     ),
     "longrope": st.builds(
@@ -490,7 +516,10 @@ REFUSED = {
     "family": ({"model_type": "gpt2"}, "model_type='gpt2': not a family known here"),
     "family of another type": ({"model_type": ["llama"]}, "model_type=['llama']"),
     "bias": ({"attention_bias": True}, "attention_bias=True is not computed for llama"),
-    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config="),
+    "quantized": (
+        {"quantization_config": {"quant_method": "mxfp4"}},
+        "quantization_config={'quant_method': 'mxfp4'}: quantized weights are not read; load the model in",
+    ),
     "bare": ({"architectures": ["LlamaModel"]}, "architectures=['LlamaModel']"),
     "labels": ({"architectures": ["LlamaForSequenceClassification"]}, "with 2 labels"),
     "layers": ({"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000: expected an integer of 1 to"),
@@ -554,7 +583,6 @@ def test_the_published_and_the_written_name_of_the_number_of_experts():
 ROTARY = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 REFUSED_ROTARY = {
     "mscale": ({**ROTARY, "mscale": 0.7}, "mscale=0.7 is not computed"),
-    "truncate": ({**ROTARY, "truncate": False}, "truncate=False is not computed"),
     "nested": ({"full_attention": ROTARY, "rope_type": "yarn"}, "full_attention={"),
     "dynamic": ({"rope_type": "dynamic", "factor": 2.0}, "rope_type='dynamic' is not computed"),
     "partial": ({**ROTARY, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not computed"),

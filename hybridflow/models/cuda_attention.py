@@ -74,6 +74,8 @@ class Chunks:
 
     def backend(self, query: Tensor, scoring: Scoring) -> Backend:
         """Choose what computes attention of ``[tokens, heads, head]``."""
+        if scoring.sinks is not None:
+            return "rectangles"
         caps = dict(has_cap=scoring.softcap is not None, has_window=self._window(scoring) is not None)
         return backend(query.dtype, query.shape[2], _capability(query.device), **caps)
 

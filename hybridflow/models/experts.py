@@ -21,7 +21,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridflow.models.grouped import grouped_experts, is_grouped
 
@@ -51,6 +51,9 @@ class ExpertLayer(BaseMoELayer):
         super().__init__(config, layer_number, groups)
         self.router = submodules.router(config=config, pg_collection=groups)
         self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=groups)
+        if config.add_bias_linear:
+            for expert in self.experts.local_experts:
+                share_bias(expert.linear_fc2, config.expert_tensor_parallel_size)
 
     def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, None]:
         """Map ``[tokens, 1, hidden]`` to the same shape. Collective: tp, ep; ranks of ep may differ in tokens."""
@@ -97,6 +100,22 @@ class ExpertLayer(BaseMoELayer):
             return grouped_experts(hidden, counts, weights, first, second, self.config.activation_func)
         output: Tensor = self.experts(hidden, counts, weights)[0]
         return output
+
+
+def share_bias(linear: nn.Module, num_ranks: int) -> None:
+    """Have each of the ranks that cut an expert add its part of the last bias, since their outputs are summed.
+
+    The bias is whole on each, and so is its gradient.
+    """
+    # megatron-core would sum the gradient over ranks that may hold other experts.
+    linear.get_parameter("bias").sequence_parallel = False  # type: ignore[attr-defined]
+
+    def divide(_: nn.Module, __: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        result, bias = output
+        # megatron-core adds the bias in place, which autograd refuses for what its group of one gave back as it was.
+        return result.clone(), bias / num_ranks + (bias - bias.detach()) * (1 - 1 / num_ranks)
+
+    linear.register_forward_hook(divide)
 
 
 def pairs(is_chosen: Tensor, num_chosen: int) -> tuple[Tensor, Tensor]:

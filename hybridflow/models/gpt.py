@@ -33,8 +33,8 @@ from hybridflow.models.cpu_linear import use_onednn
 from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.flops import ModelFlops, model_flops
 from hybridflow.models.lora import Dropout, attach
-from hybridflow.models.norm import RmsNorm, normalize_output
-from hybridflow.models.rotary import rotary_factor, rotary_frequencies
+from hybridflow.models.norm import ProjectionNorm, RmsNorm, normalize_output
+from hybridflow.models.rotary import all_frequencies, rotary_factor
 from hybridflow.models.scoring import Scoring
 from hybridflow.models.sequence_parallel import SequenceSwitch
 from hybridflow.parallel.accelerators import has_transformer_engine, has_weight_gradient_kernel
@@ -66,7 +66,7 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
             moe_router_pre_softmax=not model.normalized_experts,
             moe_router_load_balancing_type="none",
         )
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -79,6 +79,8 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         layernorm_zero_centered_gamma=model.zero_centered_norms,
         gated_linear_unit=True,
         activation_func=_ACTIVATIONS[model.activation],
+        activation_func_clamp_value=model.glu_clamp,
+        glu_linear_offset=model.glu_offset,
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
@@ -115,16 +117,24 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         bias_dropout_fusion=False,
         # Then gradients of embeddings are added in one order.
         deterministic_mode=on_gpu and torch.are_deterministic_algorithms_enabled(),
-        apply_rope_fusion=on_gpu and has_transformer_engine(),
+        rotary_interleaved=model.rotary_interleaved,
+        apply_rope_fusion=on_gpu and has_transformer_engine() and not model.rotary_interleaved,
         **experts,
     )
+    # megatron-core refuses biases of experts that are cut; ``experts.share_bias`` mends what it lacks.
+    config.add_bias_linear = model.linear_bias
+    return config
 
 
 def _gelu_tanh(gate: Tensor) -> Tensor:
     return gelu(gate, approximate="tanh")
 
 
-_ACTIVATIONS = {"silu": silu, "gelu_tanh": _gelu_tanh}
+def _quick_gelu(gate: Tensor) -> Tensor:
+    return gate * torch.sigmoid(1.702 * gate)
+
+
+_ACTIVATIONS = {"silu": silu, "gelu_tanh": _gelu_tanh, "quick_gelu": _quick_gelu}
 
 
 def _add_rng_states() -> None:
@@ -163,6 +173,8 @@ class Transformer(GPTModel):
     Attributes:
         has_scaled_embeddings: Whether input embeddings are multiplied by the root of their width.
         logit_softcap: Logits z become cap * tanh(z / cap); None: they do not.
+        num_rotations: Kinds of layers that differ in the frequencies of the rotary embedding.
+        is_common: Whether its layers compute what the kernels for decoding know, and no more.
         dropout: Dropout on the inputs of its adapters; None: none.
         flops: Operations that the whole model needs; None: they are not counted.
         sequence_switch: Splits activations by tokens over the tensor-parallel ranks; None: they are never split.
@@ -170,6 +182,8 @@ class Transformer(GPTModel):
 
     has_scaled_embeddings = False
     logit_softcap: float | None = None
+    num_rotations = 1
+    is_common = True
     dropout: Dropout | None = None
     flops: ModelFlops | None = None
     sequence_switch: SequenceSwitch | None = None
@@ -215,10 +229,11 @@ class Transformer(GPTModel):
             if self.has_scaled_embeddings:
                 # The factor in the activations' own format, as these models were trained.
                 embedded = embedded * embedded.new_tensor(embedded.shape[-1] ** 0.5)
-        angles = torch.outer(positions.float(), self.rotary_pos_emb.inv_freq)
-        rotary = torch.cat([angles, angles], dim=-1)[:, None, None]
         hidden: Tensor = self.decoder(
-            hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, attention_bias=attention
+            hidden_states=embedded,
+            attention_mask=None,
+            rotary_pos_emb=self._angles(positions),
+            attention_bias=attention,
         )
         if not self.post_process:
             return hidden
@@ -235,6 +250,14 @@ class Transformer(GPTModel):
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         output = self.output_layer(hidden, weight=weight)[0][:, 0]
         return output if self.logit_softcap is None else self.logit_softcap * torch.tanh(output / self.logit_softcap)
+
+    def _angles(self, positions: Tensor) -> Tensor:
+        """Return the angles of each dim, ``[tokens, 1, 1, dims]``, those of layers with a base of their own behind."""
+        angles = torch.outer(positions.float(), self.rotary_pos_emb.inv_freq)
+        if self.config.rotary_interleaved:
+            return angles.repeat_interleave(2, dim=-1)[:, None, None]
+        kinds = angles.chunk(self.num_rotations, dim=-1)
+        return torch.cat([each for kind in kinds for each in (kind, kind)], dim=-1)[:, None, None]
 
 
 def build_transformer(
@@ -277,8 +300,8 @@ def build_transformer(
     if device.type == "cuda":
         _add_rng_states()
     # Transformer Engine fuses norms into linear layers, whose input an adapter would not see.
-    is_local = lora is not None or not (device.type == "cuda" and has_transformer_engine())
-    block, experts = _block_spec(model, config, counts[stage], is_local=is_local)
+    has_fused_norms = lora is None and model.pre_norms and device.type == "cuda" and has_transformer_engine()
+    block, experts = _block_spec(model, config, counts[stage], is_local=not has_fused_norms)
     with torch.device("meta") if is_empty else device:
         transformer = Transformer(
             config=config,
@@ -311,15 +334,25 @@ def build_transformer(
     set_rotary(transformer, model, device)
     transformer.flops = model_flops(model, vocab_size=vocab_size, has_value_head=has_value_head)
     transformer.has_scaled_embeddings = model.scaled_embeddings
+    transformer.num_rotations = 1 if model.local_rotary_base is None else 2
+    transformer.is_common = _is_common(model)
     transformer.logit_softcap = None if has_value_head else model.logit_softcap
     # megatron-core's torch norm makes fp32 weights whatever the dtype; its own training casts them too (Float16Module).
     transformer.to(None if is_empty else device, config.params_dtype)
     return transformer
 
 
+def _is_common(model: ModelConfig) -> bool:
+    has_wide_norms = model.qk_norm and model.qk_norm_over == "projection"
+    is_other_rotation = model.rotary_interleaved or model.local_rotary_base is not None
+    is_other_gate = model.activation == "quick_gelu" or model.glu_clamp is not None or model.glu_offset != 0
+    is_other = is_other_rotation or is_other_gate or model.linear_bias or model.attention_sinks
+    return model.pre_norms and not has_wide_norms and not is_other
+
+
 def set_rotary(transformer: Transformer, model: ModelConfig, device: torch.device) -> None:
     """Set the frequencies of the rotary embedding, which no checkpoint holds."""
-    transformer.rotary_pos_emb.inv_freq = rotary_frequencies(model).to(device)
+    transformer.rotary_pos_emb.inv_freq = all_frequencies(model).to(device)
 
 
 def _block_spec(
@@ -330,7 +363,8 @@ def _block_spec(
     megatron-core's local layers, or Transformer Engine's; our attention in both. Every norm is named here: left to
     itself megatron-core takes the final one from whichever package is installed, wherever the model is.
     """
-    known: dict[str, Any] = dict(num_experts=model.num_experts, moe_grouped_gemm=False, qk_layernorm=model.qk_norm)
+    has_head_norms = model.qk_norm and model.qk_norm_over == "head"
+    known: dict[str, Any] = dict(num_experts=model.num_experts, moe_grouped_gemm=False, qk_layernorm=has_head_norms)
     if is_local:
         layer = get_gpt_layer_local_spec(**known, normalization=config.normalization)
     else:
@@ -344,8 +378,8 @@ def _block_spec(
     norm = TENorm
     if is_local:
         norm = RmsNorm if model.zero_centered_norms else WrappedTorchNorm
-        parts.input_layernorm = parts.pre_mlp_layernorm = norm
-        if model.qk_norm:
+        parts.input_layernorm = parts.pre_mlp_layernorm = norm if model.pre_norms else IdentityOp
+        if has_head_norms:
             parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = norm
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm), experts
 
@@ -361,11 +395,19 @@ def _finish_layer(
     core, index = layer.self_attention.core_attention, layer.layer_number - 1
     has_window = model.window_layers is None or index in model.window_layers
     core.local_layer = local_layer
+    if model.attention_sinks:
+        core.add_sinks()
+    if model.local_rotary_base is not None:
+        layer.self_attention.rotation = int(has_window), 2
     core.scoring = Scoring(
         scale=layer.config.softmax_scale,
         softcap=model.attention_softcap,
         window=model.window if has_window else None,
     )
+    if model.qk_norm and model.qk_norm_over == "projection":
+        attention, head = layer.self_attention, model.head_size
+        attention.q_layernorm = ProjectionNorm(layer.config, model.num_attention_heads, head, groups.tp)
+        attention.k_layernorm = ProjectionNorm(layer.config, model.query_groups, head, groups.tp)
     if experts is not None:
         layer.mlp = ExpertLayer(layer.config, experts, layer.layer_number, groups)
     if model.post_norms:

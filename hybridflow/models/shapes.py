@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from hybridflow.errors import ReshardError
 from hybridflow.families.model import ModelConfig
@@ -29,12 +29,16 @@ class ModelShape:
         vocab_divisible_by: In a layout the vocabulary is padded to a multiple of this times ``tp``.
         tied_embeddings: Whether input and output embedding are one tensor.
         qkv_bias: Whether the projections to query, key and value have a bias.
-        qk_norm: Whether queries and keys are normalized head by head.
+        linear_bias: Whether all linear layers have one, router and experts included.
+        attention_sinks: Whether each head has a sink.
+        qk_norm: Whether queries and keys are normalized.
+        qk_norm_over: What is normalized together: a head, or all heads of a projection.
         num_experts: Experts of each layer; None: a dense feed-forward block.
         shared_ffn_hidden_size: Width inside the shared expert of each layer; None: there is none.
         shared_gate: Whether a gate weighs the shared expert.
         expert_bias: Whether the router adds a bias, in fp32, when it chooses experts.
-        post_norms: Whether the outputs of attention and feed-forward block are normalized.
+        pre_norms: Whether the inputs of attention and feed-forward block are normalized.
+        post_norms: The same of their outputs.
         dtype: Number format of the weights.
     """
 
@@ -48,11 +52,15 @@ class ModelShape:
     vocab_divisible_by: int = 1
     tied_embeddings: bool = False
     qkv_bias: bool = False
+    linear_bias: bool = False
+    attention_sinks: bool = False
     qk_norm: bool = False
+    qk_norm_over: Literal["head", "projection"] = "head"
     num_experts: int | None = None
     shared_ffn_hidden_size: int | None = None
     shared_gate: bool = False
     expert_bias: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     dtype: DType = "bf16"
 
@@ -96,8 +104,12 @@ def shape_of(model: ModelConfig, vocab_size: int) -> ModelShape:
         vocab_divisible_by=model.vocab_divisible_by,
         tied_embeddings=model.tied_embeddings,
         qkv_bias=model.qkv_bias,
+        linear_bias=model.linear_bias,
+        attention_sinks=model.attention_sinks,
         qk_norm=model.qk_norm,
+        qk_norm_over=model.qk_norm_over,
         num_experts=model.num_experts,
+        pre_norms=model.pre_norms,
         post_norms=model.post_norms,
         dtype=model.dtype,
     )
@@ -141,22 +153,31 @@ def _attention(model: ModelShape, layer: int) -> Iterator[TensorSpec]:
     prefix, hidden, dtype = f"decoder.layers.{layer}", model.hidden_size, model.dtype
     queries = model.num_attention_heads * model.head_dim
     qkv = queries + 2 * model.num_query_groups * model.head_dim
-    yield _whole(f"{prefix}.input_layernorm.weight", (hidden,), dtype, layer)
+    if model.pre_norms:
+        yield _whole(f"{prefix}.input_layernorm.weight", (hidden,), dtype, layer)
     prefix += ".self_attention"
+    if model.attention_sinks:
+        name = f"{prefix}.core_attention.softmax_offset"
+        yield TensorSpec(name=name, shape=(model.num_attention_heads,), dtype=dtype, tp_dim=0, place=layer)
     yield TensorSpec(name=f"{prefix}.linear_proj.weight", shape=(hidden, queries), dtype=dtype, tp_dim=1, place=layer)
+    if model.linear_bias:
+        yield _whole(f"{prefix}.linear_proj.bias", (hidden,), dtype, layer)
     yield TensorSpec(name=f"{prefix}.linear_qkv.weight", shape=(qkv, hidden), dtype=dtype, tp_dim=0, place=layer)
-    if model.qkv_bias:
+    if model.qkv_bias or model.linear_bias:
         yield TensorSpec(name=f"{prefix}.linear_qkv.bias", shape=(qkv,), dtype=dtype, tp_dim=0, place=layer)
     if model.qk_norm:
-        yield _whole(f"{prefix}.q_layernorm.weight", (model.head_dim,), dtype, layer)
-        yield _whole(f"{prefix}.k_layernorm.weight", (model.head_dim,), dtype, layer)
+        is_wide = model.qk_norm_over == "projection"
+        widths = (queries, model.num_query_groups * model.head_dim) if is_wide else (model.head_dim, model.head_dim)
+        yield _whole(f"{prefix}.q_layernorm.weight", widths[:1], dtype, layer)
+        yield _whole(f"{prefix}.k_layernorm.weight", widths[1:], dtype, layer)
     if model.post_norms:
         yield _whole(f"{prefix}.post_layernorm.weight", (hidden,), dtype, layer)
 
 
 def _feed_forward(model: ModelShape, layer: int) -> Iterator[TensorSpec]:
     prefix, hidden, dtype = f"decoder.layers.{layer}.mlp", model.hidden_size, model.dtype
-    yield _whole(f"decoder.layers.{layer}.pre_mlp_layernorm.weight", (hidden,), dtype, layer)
+    if model.pre_norms:
+        yield _whole(f"decoder.layers.{layer}.pre_mlp_layernorm.weight", (hidden,), dtype, layer)
     if model.num_experts is None:
         yield from _gated(prefix, model, model.ffn_hidden_size, layer)
     else:
@@ -170,6 +191,8 @@ def _mixture(prefix: str, model: ModelShape, layer: int) -> Iterator[TensorSpec]
     hidden, dtype = model.hidden_size, model.dtype
     assert model.num_experts is not None, "a mixture has experts"
     yield _whole(f"{prefix}.router.weight", (model.num_experts, hidden), dtype, layer)
+    if model.linear_bias:
+        yield _whole(f"{prefix}.router.bias", (model.num_experts,), dtype, layer)
     for index in range(model.num_experts):
         expert = index, model.num_experts
         yield from _gated(f"{prefix}.experts.{index}", model, model.ffn_hidden_size, layer, expert)
@@ -183,10 +206,18 @@ def _gated(
     prefix: str, model: ModelShape, width: int, layer: int, expert: tuple[int, int] | None = None
 ) -> Iterator[TensorSpec]:
     """Yield gate and up, then down."""
-    for name, sizes in (("linear_fc1", (2, width, model.hidden_size)), ("linear_fc2", (model.hidden_size, width))):
-        yield TensorSpec(
-            name=f"{prefix}.{name}.weight", shape=sizes, dtype=model.dtype, tp_dim=1, place=layer, expert=expert
+    hidden = model.hidden_size
+    for name, shape, bias in (
+        ("linear_fc1", (2, width, hidden), (2, width)),
+        ("linear_fc2", (hidden, width), (hidden,)),
+    ):
+        weight = TensorSpec(
+            name=f"{prefix}.{name}.weight", shape=shape, dtype=model.dtype, tp_dim=1, place=layer, expert=expert
         )
+        yield weight
+        if model.linear_bias:
+            tp_dim = 1 if len(bias) == 2 else None
+            yield replace(weight, name=f"{prefix}.{name}.bias", shape=bias, tp_dim=tp_dim)
 
 
 def _whole(name: str, shape: tuple[int, ...], dtype: DType, place: Place) -> TensorSpec:

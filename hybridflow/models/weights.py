@@ -176,7 +176,7 @@ def _initial_value(tensor: TensorSpec, std: float, num_layers: int, norm: float,
     """Return the whole logical tensor, fp32 in host memory."""
     if is_factor(tensor.name):
         return initial_factor(tensor.name, tensor.shape, seed=seed, variant=variant)
-    if tensor.name.endswith("bias"):
+    if tensor.name.endswith(("bias", "softmax_offset")):
         return torch.zeros(tensor.shape)
     if len(tensor.shape) == 1:
         return torch.full(tensor.shape, norm)

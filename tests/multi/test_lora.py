@@ -52,7 +52,14 @@ RANK, ALPHA = 3, 7.0
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SOME = ("v_proj", "o_proj", "up_proj")
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-CASES = [("llama", ALL), ("qwen3", SOME), ("phi3", FUSED)]
+CASES = [
+    *(("llama", ALL), ("qwen3", SOME), ("phi3", FUSED)),
+    *(
+        ("olmo2", ALL),
+        ("glm4", ("q_proj", "o_proj", "gate_up_proj")),
+        ("gpt_oss", ("q_proj", "k_proj", "v_proj", "o_proj")),
+    ),
+]
 LAYOUTS = ["tp1", "dp2", "tp2", "pp2", "cp2", "tp2.pp2", "tp2.dp2", "pp2.dp2", "tp2.cp2"]
 LENGTHS = [(3, 6), (1, 9), (5, 4), (2, 2), (4, 11)]
 """Tokens of each sample's prompt and response."""

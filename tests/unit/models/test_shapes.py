@@ -104,6 +104,9 @@ RECIPES = [
     dataclasses.replace(MODEL, tied_embeddings=True, qkv_bias=True),
     dataclasses.replace(MODEL, post_norms=True, zero_centered_norms=True, qk_norm=True, dtype="bf16"),
     dataclasses.replace(MODEL, num_experts=4, post_norms=True, dtype="bf16"),
+    dataclasses.replace(MODEL, num_experts=4, linear_bias=True, attention_sinks=True),
+    dataclasses.replace(MODEL, linear_bias=True),
+    dataclasses.replace(MODEL, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_over="projection"),
 ]
 
 

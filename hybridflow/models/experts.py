@@ -1,8 +1,7 @@
-"""A mixture of experts in place of the feed-forward block, in every TP×EP layout, with gradients.
+"""A mixture of experts in place of the feed-forward block, in every TP×EP×ETP layout, with gradients.
 
-megatron-core's router and experts, with an exchange of tokens of our own. megatron-core 0.16.1 wants the ranks of a
-tensor-parallel group to hold different tokens (sequence parallelism); here they hold the same, so that it would count
-each token ``tp`` times in the experts' gradients. Its dispatchers need CUDA streams or a global buffer besides.
+megatron-core's experts, with an exchange of tokens of our own. Its dispatchers need CUDA streams or a global buffer,
+and they want the ranks of a tensor-parallel group to hold different tokens (sequence parallelism).
 """
 
 from __future__ import annotations
@@ -17,11 +16,14 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from hybridflow.families.model import ModelConfig
 from hybridflow.models.grouped import grouped_experts, is_grouped
+from hybridflow.models.router import ExpertRouter
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # Without Transformer Engine megatron-core 0.16.1 leaves this name undefined, and asks whether it is None.
@@ -33,29 +35,43 @@ class ExpertLayer(BaseMoELayer):
 
     Args:
         config: megatron-core's.
-        submodules: Submodules of megatron-core's own layer: the router and the experts.
+        submodules: Submodules of megatron-core's own layer: the experts.
         layer_number: Number of the layer, counted from 1.
         groups: This rank's process groups.
+        model: Settings of the model.
+        device: Where the weights live.
     """
 
     def __init__(
-        self, config: TransformerConfig, submodules: MoESubmodules, layer_number: int, groups: ProcessGroupCollection
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules,
+        layer_number: int,
+        groups: ProcessGroupCollection,
+        model: ModelConfig,
+        device: torch.device,
     ) -> None:
         super().__init__(config, layer_number, groups)
-        self.router = submodules.router(config=config, pg_collection=groups)
+        self.router = ExpertRouter(config, groups, model, device)
         self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=groups)
+        if self.use_shared_expert:
+            dense = submodules.experts.submodules
+            self.shared_experts = SharedExpertMLP(config, dense, gate=False, pg_collection=groups)
 
     def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, None]:
         """Map ``[tokens, 1, hidden]`` to the same shape. Collective: tp, ep; ranks of ep may differ in tokens."""
-        weights, is_chosen = self.router(hidden)
+        weights, chosen = self.router(hidden)
         # Each tensor-parallel rank computes a slice of every expert, hence a part of these gradients and of the output.
         flat = copy_to_tensor_model_parallel_region(hidden[:, 0], group=self.attn_tp_group)
         weights = copy_to_tensor_model_parallel_region(weights, group=self.attn_tp_group)
-        expert, token = pairs(is_chosen, self.router.topk)
-        output = self._through_experts(flat[token], weights[token, expert], is_chosen.sum(0))
+        expert, order = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(expert, torch.arange(self.router.num_experts, device=chosen.device), right=True)
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        output = self._through_experts(flat[order // self.router.topk], weights.flatten()[order], counts)
         # By token again; all have equally many experts, so that the sum has one order on every device.
-        combined = output[token.argsort(stable=True)].view(len(flat), self.router.topk, -1).sum(1)
-        return reduce_from_tensor_model_parallel_region(combined, group=self.attn_tp_group)[:, None], None
+        combined = torch.empty_like(output).index_copy(0, order, output).view(len(flat), self.router.topk, -1).sum(1)
+        output = reduce_from_tensor_model_parallel_region(combined, group=self.attn_tp_group)[:, None]
+        return output if self.shared_experts is None else output + self.shared_experts(hidden), None
 
     def _through_experts(self, hidden: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         """Compute outputs for ``[pairs, hidden]`` of tokens and experts, ordered by expert, ``counts`` per expert."""
@@ -84,19 +100,3 @@ class ExpertLayer(BaseMoELayer):
             return grouped_experts(hidden, counts, weights, first, second, self.config.activation_func)
         output: Tensor = self.experts(hidden, counts, weights)[0]
         return output
-
-
-def pairs(is_chosen: Tensor, num_chosen: int) -> tuple[Tensor, Tensor]:
-    """Return expert and token of each pair, by expert, then token, ``[pairs]`` each.
-
-    Args:
-        is_chosen: Which token goes to which expert, ``[tokens, experts]``.
-        num_chosen: Experts of each token.
-    """
-    if is_chosen.device.type == "cpu":
-        expert, token = is_chosen.T.nonzero(as_tuple=True)
-        return expert, token
-    # A GPU need not be asked how many there are.
-    expert = is_chosen.int().topk(num_chosen, dim=1).indices.flatten()
-    order = expert.argsort(stable=True)
-    return expert[order], order // num_chosen

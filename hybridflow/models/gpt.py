@@ -63,6 +63,7 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
             # Shares of all experts, or of those that were chosen.
             moe_router_pre_softmax=not model.normalized_experts,
             moe_router_load_balancing_type="none",
+            moe_shared_expert_intermediate_size=model.shared_ffn_hidden_size,
         )
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -260,7 +261,7 @@ def build_transformer(
         if has_value_head and last:
             transformer.output_layer = ValueHead(config.hidden_size, config.params_dtype, device)
         for index, layer in enumerate(transformer.decoder.layers):
-            _finish_layer(layer, index, model, experts, groups)
+            _finish_layer(layer, index, model, experts, groups, device)
         if lora is not None:
             transformer.requires_grad_(False)
             transformer.dropout = Dropout(lora.dropout, seed) if lora.dropout else None
@@ -274,6 +275,10 @@ def build_transformer(
     transformer.logit_softcap = None if has_value_head else model.logit_softcap
     # megatron-core's torch norm makes fp32 weights whatever the dtype; its own training casts them too (Float16Module).
     transformer.to(None if is_empty else device, config.params_dtype)
+    for layer in transformer.decoder.layers:
+        if isinstance(layer.mlp, ExpertLayer) and layer.mlp.router.expert_bias is not None:
+            # Steps of it are smaller than bf16 can tell.
+            layer.mlp.router.expert_bias.data = layer.mlp.router.expert_bias.float()
     return transformer
 
 
@@ -316,6 +321,7 @@ def _finish_layer(
     model: ModelConfig,
     experts: MoESubmodules | None,
     groups: ProcessGroupCollection,
+    device: torch.device,
 ) -> None:
     """Put in what megatron-core's layer lacks, or has the same for all layers."""
     core, index = layer.self_attention.core_attention, layer.layer_number - 1
@@ -327,7 +333,7 @@ def _finish_layer(
         window=model.window if has_window else None,
     )
     if experts is not None:
-        layer.mlp = ExpertLayer(layer.config, experts, layer.layer_number, groups)
+        layer.mlp = ExpertLayer(layer.config, experts, layer.layer_number, groups, model, device)
     if model.post_norms:
         for module in (layer.self_attention, layer.mlp):
             normalize_output(module, layer.config)

@@ -98,6 +98,8 @@ def shape_of(model: ModelConfig, vocab_size: int) -> ModelShape:
         qkv_bias=model.qkv_bias,
         qk_norm=model.qk_norm,
         num_experts=model.num_experts,
+        shared_ffn_hidden_size=model.shared_ffn_hidden_size,
+        expert_bias=model.router_bias,
         post_norms=model.post_norms,
         dtype=model.dtype,
     )

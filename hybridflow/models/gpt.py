@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, gelu, silu
 
 from hybridflow.config.roles import LoRAConfig
-from hybridflow.errors import LayoutError
 from hybridflow.families.cut import check_cut
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -86,7 +85,7 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.tp,
+        expert_tensor_parallel_size=layout.expert_tp,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -233,11 +232,9 @@ def build_transformer(
         is_empty: The weights are on ``meta``, and take no memory yet; see ``fsdp.shard_model``.
 
     Raises:
-        LayoutError: The layout does not cut the model into equal parts, or cuts experts otherwise than the rest.
+        LayoutError: The layout does not cut the model into equal parts.
     """
     check_cut(model, layout, f"layout {layout}")
-    if layout.expert_tp != layout.tp:
-        raise LayoutError(f"layout {layout}: etp other than tp={layout.tp} is described but not computed; leave it out")
     config = transformer_config(model, layout, device)
     first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
     if device.type == "cuda":

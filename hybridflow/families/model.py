@@ -87,6 +87,12 @@ class ModelConfig:
         experts_per_token: Experts that each token goes to.
         normalized_experts: Whether the weights of a token's experts add up to 1. Otherwise they are shares of all
             experts'.
+        router_score: Function that turns the router's logits into scores of experts. ``softmax`` is over all experts.
+            ``sigmoid`` scores each by itself (arXiv 2412.19437).
+        router_bias: Whether a bias for each expert is added to the scores when experts are chosen. It does not change
+            their weights (arXiv 2408.15664). It needs ``router_score: sigmoid``.
+        shared_ffn_hidden_size: Width inside the shared expert of each layer, which every token goes to. None means no
+            shared expert.
         init_std: Standard deviation of initial weights.
         dtype: Number format of weights and activations. Gradients are summed, and optimizer steps taken, in fp32. fp16
             is for generating alone.
@@ -134,6 +140,9 @@ class ModelConfig:
     num_experts: ListedCount | None = None
     experts_per_token: Count = 2
     normalized_experts: bool = True
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    router_bias: bool = False
+    shared_ffn_hidden_size: Count | None = None
     init_std: Positive = field(default=0.02, metadata=MAY_CHANGE)
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     implementation: Literal["megatron", "transformers"] = "megatron"
@@ -221,7 +230,18 @@ def _check_window(model: ModelConfig, owner: str) -> None:
 
 def _check_experts(model: ModelConfig, owner: str) -> None:
     if model.num_experts is None:
+        for key, plain in (("router_score", "softmax"), ("router_bias", False), ("shared_ffn_hidden_size", None)):
+            if getattr(model, key) != plain:
+                raise ConfigError(
+                    f"{owner}.{key}={getattr(model, key)!r} without {owner}.num_experts; give the number of experts, "
+                    "or remove it"
+                )
         return
+    if model.router_bias and model.router_score != "sigmoid":
+        raise ConfigError(
+            f"{owner}.router_bias=true with {owner}.router_score={model.router_score!r}: the bias is added to scores "
+            "of sigmoid alone; set router_score to sigmoid, or router_bias to false"
+        )
     if model.num_layers * model.num_experts > _MOST_EXPERTS:
         raise ConfigError(
             f"{owner}.num_layers={model.num_layers} × {owner}.num_experts={model.num_experts} = "
@@ -232,7 +252,7 @@ def _check_experts(model: ModelConfig, owner: str) -> None:
             f"{owner}.experts_per_token={model.experts_per_token} is more than "
             f"{owner}.num_experts={model.num_experts}; lower the first or raise the second"
         )
-    if model.experts_per_token == 1 and model.normalized_experts:
+    if model.experts_per_token == 1 and model.normalized_experts and model.router_score == "softmax":
         raise ConfigError(
             f"{owner}.experts_per_token=1 with {owner}.normalized_experts=true is not computed: the one weight would "
             "always be 1 and the router learn nothing; set normalized_experts to false, or choose more experts"

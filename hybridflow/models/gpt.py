@@ -24,13 +24,12 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, gelu, pad, silu
 
 from hybridflow.config.roles import LoRAConfig
-from hybridflow.errors import LayoutError
 from hybridflow.families.cut import check_cut
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, PackedAttention, SdpaCoreAttention
 from hybridflow.models.cpu_linear import use_onednn
-from hybridflow.models.experts import ExpertLayer
+from hybridflow.models.experts import ExpertLayer, RoutedLayer
 from hybridflow.models.flops import ModelFlops, model_flops
 from hybridflow.models.lora import Dropout, attach
 from hybridflow.models.norm import ProjectionNorm, RmsNorm, normalize_output
@@ -65,6 +64,7 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
             # Shares of all experts, or of those that were chosen.
             moe_router_pre_softmax=not model.normalized_experts,
             moe_router_load_balancing_type="none",
+            moe_shared_expert_intermediate_size=model.shared_ffn_hidden_size,
         )
     config = TransformerConfig(
         num_layers=model.num_layers,
@@ -90,7 +90,7 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=None if layout.vpp == 1 else layout.vpp,
         expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.tp,
+        expert_tensor_parallel_size=layout.expert_tp,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -288,11 +288,9 @@ def build_transformer(
         chunk: Which of the stage's virtual pipeline chunks.
 
     Raises:
-        LayoutError: The layout cannot cut the model, or cuts experts otherwise than the rest.
+        LayoutError: The layout cannot cut the model.
     """
     check_cut(model, layout, f"layout {layout}")
-    if layout.expert_tp != layout.tp:
-        raise LayoutError(f"layout {layout}: etp other than tp={layout.tp} is described but not computed; leave it out")
     config = transformer_config(model, layout, device)
     stage = chunk * layout.pp + groups.pp.rank()
     first, last = stage == 0, stage == layout.pp * layout.vpp - 1
@@ -321,7 +319,7 @@ def build_transformer(
         for index, layer in enumerate(transformer.decoder.layers):
             # megatron-core's own count takes stages to be equal.
             layer.layer_number = layer.self_attention.layer_number = sum(counts[:stage]) + index + 1
-            _finish_layer(layer, index, model, experts, groups)
+            _finish_layer(layer, index, model, experts, groups, device)
         if lora is not None:
             transformer.requires_grad_(False)
             transformer.dropout = Dropout(lora.dropout, seed) if lora.dropout else None
@@ -339,6 +337,10 @@ def build_transformer(
     transformer.logit_softcap = None if has_value_head else model.logit_softcap
     # megatron-core's torch norm makes fp32 weights whatever the dtype; its own training casts them too (Float16Module).
     transformer.to(None if is_empty else device, config.params_dtype)
+    for layer in transformer.decoder.layers:
+        if isinstance(layer.mlp, ExpertLayer) and layer.mlp.router.expert_bias is not None:
+            # Steps of it are smaller than bf16 can tell.
+            layer.mlp.router.expert_bias.data = layer.mlp.router.expert_bias.float()
     return transformer
 
 
@@ -374,7 +376,7 @@ def _block_spec(
     parts.self_attention.submodules.core_attention = SdpaCoreAttention
     experts = None
     if model.num_experts is not None:
-        experts, parts.mlp = parts.mlp.submodules, IdentityOp
+        experts, parts.mlp, layer.module = parts.mlp.submodules, IdentityOp, RoutedLayer
     norm = TENorm
     if is_local:
         norm = RmsNorm if model.zero_centered_norms else WrappedTorchNorm
@@ -390,6 +392,7 @@ def _finish_layer(
     model: ModelConfig,
     experts: MoESubmodules | None,
     groups: ProcessGroupCollection,
+    device: torch.device,
 ) -> None:
     """Put in what megatron-core's layer lacks, or has the same for all layers."""
     core, index = layer.self_attention.core_attention, layer.layer_number - 1
@@ -409,7 +412,7 @@ def _finish_layer(
         attention.q_layernorm = ProjectionNorm(layer.config, model.num_attention_heads, head, groups.tp)
         attention.k_layernorm = ProjectionNorm(layer.config, model.query_groups, head, groups.tp)
     if experts is not None:
-        layer.mlp = ExpertLayer(layer.config, experts, layer.layer_number, groups)
+        layer.mlp = ExpertLayer(layer.config, experts, layer.layer_number, groups, model, device)
     if model.post_norms:
         for module in (layer.self_attention, layer.mlp):
             normalize_output(module, layer.config)

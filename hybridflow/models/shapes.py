@@ -110,6 +110,8 @@ def shape_of(model: ModelConfig, vocab_size: int) -> ModelShape:
         qk_norm_over=model.qk_norm_over,
         num_experts=model.num_experts,
         pre_norms=model.pre_norms,
+        shared_ffn_hidden_size=model.shared_ffn_hidden_size,
+        expert_bias=model.router_bias,
         post_norms=model.post_norms,
         dtype=model.dtype,
     )

@@ -107,6 +107,9 @@ RECIPES = [
     dataclasses.replace(MODEL, num_experts=4, linear_bias=True, attention_sinks=True),
     dataclasses.replace(MODEL, linear_bias=True),
     dataclasses.replace(MODEL, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_over="projection"),
+    dataclasses.replace(
+        MODEL, num_experts=4, router_score="sigmoid", router_bias=True, shared_ffn_hidden_size=20, dtype="bf16"
+    ),
 ]
 
 

@@ -85,6 +85,8 @@ GIVEN = {
     ],
     r"(.*\bmodel)\.trust_remote_code": [r"\1.implementation=transformers"],
     r"(.*\bmodel)\.window_layers": [r"\1.window=4"],
+    r"(.*\bmodel)\.(router_score|router_bias|shared_ffn_hidden_size)": [r"\1.num_experts=4"],
+    r"(.*\bmodel)\.router_bias": [r"\1.router_score=sigmoid"],
     r"(.*\bmodel)\.rotary_scaling": [r"\1.rotary_scaling={kind: linear, original_context: 8}"],
     r"(.*\bmodel)\.rotary_scaling\.(short|long)_factor": [
         *(r"\1.rotary_scaling.kind=longrope", r"\1.rotary_scaling.short_factor=[1, 1, 1, 1]"),

@@ -17,6 +17,7 @@ from typing import Any
 
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import LoRAConfig, OptimizerConfig
+from hybridflow.config.types import Recompute
 from hybridflow.errors import ConfigError
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh, format_ranks
@@ -267,7 +268,9 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
         gradients=share * gradient_bytes(trained, model),
         optimizer=share
         * optimizer_bytes(placed.trained, placed.states if is_distributed else None, rank, model, trained),
-        activations=training_bytes(model, mesh, rank, tokens, lora, is_recomputed=section.gradient_checkpointing)
+        activations=training_bytes(
+            model, mesh, rank, tokens, lora, recompute=section.recompute, recompute_layers=section.recompute_layers
+        )
         + _stacked_bytes(model, mesh)
         + output(copies=2)
         # With its gradients before they are summed.
@@ -388,8 +391,9 @@ def _spare_bytes(recipe: Recipe, mesh: DeviceMesh) -> int:
 
 
 def _sequence_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:
-    """Return keys and values of a sequence as long as the context, in whole blocks, in a stage's layers."""
-    layers, groups = model.num_layers // mesh.layout.pp, max(1, model.query_groups // mesh.layout.tp)
+    """Return keys and values of a sequence as long as the context, in whole blocks, in the layers of the longest stage."""
+    layers = max(mesh.layout.num_layers_of(stage, model.num_layers) for stage in range(mesh.layout.pp))
+    groups = max(1, model.query_groups // mesh.layout.tp)
     tokens = -(-model.max_context // BLOCK_TOKENS) * BLOCK_TOKENS
     return 2 * layers * tokens * groups * model.head_size * ITEM_BYTES[model.dtype]
 
@@ -401,22 +405,62 @@ def training_bytes(
     tokens: int,
     lora: LoRAConfig | None = None,
     *,
-    is_recomputed: bool = False,
+    recompute: Recompute = "none",
+    recompute_layers: int | None = None,
 ) -> int:
     """Return what a stage's layers keep for the backward pass, of micro-batches of ``tokens`` tokens.
 
-    In 1F1B stage ``s`` of ``pp`` has ``pp - s`` micro-batches under way. The activations between the layers are not cut
-    over the tensor-parallel ranks. Weights below adapters are frozen, and need no input for a gradient; that is not
-    taken off. With ``is_recomputed`` each layer keeps its input, and one layer at a time has the rest.
+    The activations between the layers are not cut over the tensor-parallel ranks. Weights below adapters are frozen,
+    and need no input for a gradient; that is not taken off. What is recomputed, one layer at a time has. ``selective``
+    counts as ``none``: what the formula has of the attention is what a fused kernel keeps, and recomputing keeps it too.
+
+    Args:
+        model: The model.
+        mesh: Where it is.
+        rank: Whose stage.
+        tokens: Of each micro-batch.
+        lora: Its adapters.
+        recompute: With ``full`` a layer keeps its input alone.
+        recompute_layers: With ``full`` so many of the stage's layers, from the first; None: all.
     """
-    stages = mesh.layout.pp
-    under_way = stages - mesh.coordinate(rank).pp
-    token_bytes = _layer_bytes(model, mesh.layout.tp)
-    token_bytes += 0 if lora is None else _adapter_bytes(model, mesh.layout.tp, lora)
-    layers = model.num_layers // stages
-    if is_recomputed:
-        return tokens * (under_way * layers * model.hidden_size * ITEM_BYTES[model.dtype] + token_bytes)
-    return under_way * tokens * layers * token_bytes
+    layout, stage = mesh.layout, mesh.coordinate(rank).pp
+    token_bytes = _layer_bytes(model, layout.tp)
+    token_bytes += 0 if lora is None else _adapter_bytes(model, layout.tp, lora)
+    left = 0
+    if recompute == "full":
+        left = model.num_layers if recompute_layers is None else recompute_layers
+    at_once = token_bytes if left else 0
+    chunks: list[int] = []
+    for layers in layout.layer_counts(model.num_layers, f"layout {layout}")[stage :: layout.pp]:
+        anew = min(layers, left)
+        left -= anew
+        chunks.append(anew * model.hidden_size * ITEM_BYTES[model.dtype] + (layers - anew) * token_bytes)
+    return tokens * (_most_under_way(chunks, stage, layout.pp) + at_once)
+
+
+def _most_under_way(chunks: Sequence[int], stage: int, pp: int) -> int:
+    """Return the largest sum over the forward passes of a stage whose backward pass is yet to come.
+
+    In 1F1B stage ``s`` of ``pp`` has ``pp - s`` micro-batches under way. Interleaved it begins with
+    ``2 (pp - s - 1) + (vpp - 1) pp`` passes, then goes one forward and one back: with equal chunks the first stage keeps
+    ``1 + (pp - 1) / (pp vpp)`` times what all its layers keep of ``pp`` micro-batches.
+
+    Args:
+        chunks: What a pass through each virtual chunk keeps.
+        stage: The stage.
+        pp: Stages.
+    """
+    vpp = len(chunks)
+    if vpp == 1:
+        return (pp - stage) * chunks[0]
+    begun = 2 * (pp - stage - 1) + (vpp - 1) * pp
+    kept = sum(chunks[index // pp % vpp] for index in range(begun))
+    most = 0
+    for index in range(2 * pp * vpp):
+        kept += chunks[(begun + index) // pp % vpp]
+        most = max(most, kept)
+        kept -= chunks[vpp - 1 - index // pp % vpp]
+    return most
 
 
 def _adapter_bytes(model: ModelConfig, tp: int, lora: LoRAConfig) -> int:

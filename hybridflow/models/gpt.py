@@ -31,6 +31,7 @@ from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, Sdp
 from hybridflow.models.cpu_linear import use_onednn
 from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.flops import ModelFlops, model_flops
+from hybridflow.models.layers import Chunks
 from hybridflow.models.lora import Dropout, attach
 from hybridflow.models.norm import RmsNorm, normalize_output
 from hybridflow.models.rotary import rotary_factor, rotary_frequencies
@@ -284,6 +285,14 @@ def build_transformer(
     # megatron-core's torch norm makes fp32 weights whatever the dtype; its own training casts them too (Float16Module).
     transformer.to(None if is_empty else device, config.params_dtype)
     return transformer
+
+
+def build_stage(
+    model: ModelConfig, layout: ParallelLayout, groups: ProcessGroupCollection, device: torch.device, **options: Any
+) -> Transformer | Chunks:
+    """Build this rank's stage and shard of a model as ``build_transformer`` does: with ``vpp`` above 1 all its chunks."""
+    parts = [build_transformer(model, layout, groups, device, chunk=chunk, **options) for chunk in range(layout.vpp)]
+    return parts[0] if layout.vpp == 1 else Chunks(parts)
 
 
 def set_rotary(transformer: Transformer, model: ModelConfig, device: torch.device) -> None:

@@ -63,7 +63,8 @@ def recompute_activations(model: nn.Module, owner: str, mode: str, num_layers: i
     if mode == "none":
         return
     if mode == "selective":
-        recompute([layer.self_attention.core_attention for layer in transformer_layers(model, owner)])
+        layers: Sequence[Any] = transformer_layers(model, owner)
+        recompute([layer.self_attention.core_attention for layer in layers])
         return
     done = 0
     for chunk in chunks_of(model):

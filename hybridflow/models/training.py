@@ -86,9 +86,7 @@ class Trainable:
             overlap_param_gather=bucket_size is not None and settings.distributed,
             bucket_size=bucket_size,
         )
-        self._ddp = [
-            DistributedDataParallel(chunk.config, ddp_config, chunk, pg_collection=groups) for chunk in chunks
-        ]
+        self._ddp = [DistributedDataParallel(chunk.config, ddp_config, chunk, pg_collection=groups) for chunk in chunks]
         self._overlap = None if bucket_size is None else Overlap(self._ddp, chunks)
         with gathering_within(groups.intra_dist_opt):
             self._optimizer = get_megatron_optimizer(

@@ -297,7 +297,9 @@ def cases_of_stages(size: int) -> list[Case]:
         layout = ParallelLayout.parse(text)
         case = Case(layout=layout, algorithm=algorithm, model=model, recompute=recompute, recompute_layers=layers)
         # More micro-batches than pp, and fewer: then some are blank.
-        cases.append(replace(case, micro_batch_tokens=SMALL if algorithm == "ppo" else LARGE, distributed=layout.dp > 1))
+        cases.append(
+            replace(case, micro_batch_tokens=SMALL if algorithm == "ppo" else LARGE, distributed=layout.dp > 1)
+        )
     return cases
 
 

@@ -226,8 +226,8 @@ class ParallelLayout:
         """
         if self.vpp > 1 and self.pp == 1:
             raise LayoutError(
-                f"{owner}.vpp={self.vpp}: virtual chunks interleave pipeline stages, and pp=1 has one stage; set vpp=1, "
-                "or pp to 2 or more"
+                f"{owner}.vpp={self.vpp}: virtual chunks interleave pipeline stages, and pp=1 has one stage; set "
+                "vpp=1, or pp to 2 or more"
             )
         for axis, what in (("cp", "context"), ("ep", "expert")):
             size = getattr(self, axis)

@@ -391,7 +391,7 @@ def _spare_bytes(recipe: Recipe, mesh: DeviceMesh) -> int:
 
 
 def _sequence_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:
-    """Return keys and values of a sequence as long as the context, in whole blocks, in the layers of the longest stage."""
+    """Return keys and values of a sequence as long as the context, in whole blocks, on the longest stage."""
     layers = max(mesh.layout.num_layers_of(stage, model.num_layers) for stage in range(mesh.layout.pp))
     groups = max(1, model.query_groups // mesh.layout.tp)
     tokens = -(-model.max_context // BLOCK_TOKENS) * BLOCK_TOKENS
@@ -412,7 +412,7 @@ def training_bytes(
 
     The activations between the layers are not cut over the tensor-parallel ranks. Weights below adapters are frozen,
     and need no input for a gradient; that is not taken off. What is recomputed, one layer at a time has. ``selective``
-    counts as ``none``: what the formula has of the attention is what a fused kernel keeps, and recomputing keeps it too.
+    counts as ``none``: the formula has of the attention what a fused kernel keeps, and recomputing keeps it too.
 
     Args:
         model: The model.
@@ -442,8 +442,8 @@ def _most_under_way(chunks: Sequence[int], stage: int, pp: int) -> int:
     """Return the largest sum over the forward passes of a stage whose backward pass is yet to come.
 
     In 1F1B stage ``s`` of ``pp`` has ``pp - s`` micro-batches under way. Interleaved it begins with
-    ``2 (pp - s - 1) + (vpp - 1) pp`` passes, then goes one forward and one back: with equal chunks the first stage keeps
-    ``1 + (pp - 1) / (pp vpp)`` times what all its layers keep of ``pp`` micro-batches.
+    ``2 (pp - s - 1) + (vpp - 1) pp`` passes, then goes one forward and one back: with equal chunks the first stage
+    keeps ``1 + (pp - 1) / (pp vpp)`` times what all its layers keep of ``pp`` micro-batches.
 
     Args:
         chunks: What a pass through each virtual chunk keeps.

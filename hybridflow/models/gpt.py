@@ -290,7 +290,7 @@ def build_transformer(
 def build_stage(
     model: ModelConfig, layout: ParallelLayout, groups: ProcessGroupCollection, device: torch.device, **options: Any
 ) -> Transformer | Chunks:
-    """Build this rank's stage and shard of a model as ``build_transformer`` does: with ``vpp`` above 1 all its chunks."""
+    """Build this rank's stage and shard as ``build_transformer`` does; with ``vpp`` above 1 all its chunks."""
     parts = [build_transformer(model, layout, groups, device, chunk=chunk, **options) for chunk in range(layout.vpp)]
     return parts[0] if layout.vpp == 1 else Chunks(parts)
 

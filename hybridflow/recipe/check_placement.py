@@ -43,8 +43,8 @@ def check_recompute(recipe: Recipe, in_memory: Mapping[str, ModelInfo]) -> None:
             continue
         if section.recompute_layers is not None and section.recompute != "full":
             raise ConfigError(
-                f"{role}.recompute_layers={section.recompute_layers}: counts the layers of {role}.recompute=full, and it "
-                f"is {section.recompute}; remove the key, or set recompute to full"
+                f"{role}.recompute_layers={section.recompute_layers}: counts the layers of {role}.recompute=full, and "
+                f"it is {section.recompute}; remove the key, or set recompute to full"
             )
         is_ours = role not in foreign and recipe.model_of(role).implementation == "megatron"
         if section.recompute == "selective" and not is_ours:
@@ -73,8 +73,8 @@ def check_placement(recipe: Recipe) -> None:
         )
     if recipe.actor.rollout is not None and recipe.actor.rollout.vpp > 1:
         raise LayoutError(
-            f"actor.rollout.vpp={recipe.actor.rollout.vpp}: a rollout has no backward pass to interleave; set vpp=1 with "
-            f"pp={recipe.actor.rollout.pp}, and the weights are resharded from actor.update"
+            f"actor.rollout.vpp={recipe.actor.rollout.vpp}: a rollout has no backward pass to interleave; set vpp=1 "
+            f"with pp={recipe.actor.rollout.pp}, and the weights are resharded from actor.update"
         )
     _check_fsdp_adapters(recipe)
     _check_offload(recipe)

@@ -190,10 +190,14 @@ class ParallelLayout:
         return sum(self.layer_counts(num_layers, f"layout {self}")[stage :: self.pp])
 
     def for_rollout(self) -> ParallelLayout:
-        """Return the layout in which a model generates that learns in this one: whole layers, in one piece."""
-        if self.vpp == 1:
-            return self.without_sharding()
-        return replace(self.without_sharding(), vpp=1, layers=None)
+        """Return the layout in which a model generates that learns in this one: whole layers, in one piece.
+
+        Context-parallel ranks and shards are replicas.
+        """
+        layers = self.layers
+        if self.vpp > 1 and isinstance(layers, tuple):
+            layers = tuple(sum(layers[stage :: self.pp]) for stage in range(self.pp))
+        return replace(self.without_sharding(), cp=1, dp=self.dp * self.cp, vpp=1, layers=layers)
 
     def check_fits(self, num_ranks: int, owner: str) -> None:
         """Refuse ranks that this layout does not fill exactly.

@@ -213,6 +213,15 @@ def test_what_cannot_be_recomputed_is_refused(recipe_file, overrides, says):
     complains(lambda: load_recipe(recipe_file, overrides), says, ConfigError)
 
 
+def test_attention_that_is_not_ours_is_not_recomputed_alone(recipe_file, tmp_path):
+    path = write_config(tmp_path / "policy", POLICY)
+    whole = ["actor.update={dp: 4}", "actor.rollout=null", "critic.layout={dp: 4}"]
+    given = [f"model={{path: {path}, implementation: transformers}}", *whole]
+    says = ["actor.recompute=selective", "layers of its own; set it to full or none"]
+    complains(lambda: load_recipe(recipe_file, [*given, "actor.recompute=selective"]), says, ConfigError)
+    assert load_recipe(recipe_file, [*given, "actor.recompute=full"]).actor.recompute == "full"
+
+
 def test_stages_are_balanced_by_what_they_compute(recipe_file):
     """An output layer of 40 entries costs what a layer costs, about: the last stage has one layer less."""
     sizes = ["model.num_layers=7", "model.vocab_size=VOCAB", "actor.update={pp: 4, layers: auto}"]

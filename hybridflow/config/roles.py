@@ -151,7 +151,7 @@ class ActorConfig:
             (under FSDP) keeps weights, gradients and optimizer state in host memory during the update too. A layer
             comes to the accelerator to compute, and the optimizer runs on the host.
         recompute: Activations to compute again in the backward pass in the place of keeping them. ``selective`` means
-            those inside the core attention, ``full`` all but the input of each layer.
+            inside the core attention, ``full`` all but the input of each layer. See docs/layouts.md.
         recompute_layers: Layers of each pipeline stage that ``recompute: full`` holds for, from the first. None means
             all.
         lora: Train adapters instead of the weights. None trains the weights.
@@ -186,7 +186,7 @@ class CriticConfig:
         offload: Keep the optimizer's state in host memory while the critic does not learn, and free the gradients.
             ``always`` as for the actor.
         recompute: Activations to compute again in the backward pass in the place of keeping them. ``selective`` means
-            those inside the core attention, ``full`` all but the input of each layer.
+            inside the core attention, ``full`` all but the input of each layer. See docs/layouts.md.
         recompute_layers: Layers of each pipeline stage that ``recompute: full`` holds for, from the first. None means
             all.
     """

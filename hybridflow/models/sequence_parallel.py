@@ -25,15 +25,13 @@ class SequenceSwitch:
     def __init__(self, transformer: GPTModel) -> None:
         self._is_on = False
         self._embedding = getattr(transformer, "embedding", None)
+        mixtures = [name for name, module in transformer.named_modules() if isinstance(module, ExpertLayer)]
         # Experts have tokens of other ranks, whole ones.
-        experts = [
-            f"{name}.experts." for name, module in transformer.named_modules() if isinstance(module, ExpertLayer)
-        ]
+        experts = tuple(f"{name}.experts." for name in mixtures)
         self._modules = [
             module
             for name, module in transformer.decoder.named_modules(prefix="decoder")
-            if hasattr(module, "sequence_parallel")
-            and not name.startswith(tuple(f"{mixture}.experts." for mixture in mixtures))
+            if hasattr(module, "sequence_parallel") and not name.startswith(experts)
         ]
         for name, parameter in transformer.decoder.named_parameters():
             if name.endswith(_NORMS) and not any(norm in name for norm in _HEAD_NORMS):

@@ -105,6 +105,7 @@ GIVEN = {
     r"data\.arithmetic": ["data.arithmetic={num_train: 4, num_held_out: 2}"],
     r"warm_start": ["warm_start={steps: 1, batch_size: 2, lr: 1e-3}"],
     r"actor\.lora": ["actor.lora={rank: 4}"],
+    r"(\w+)\.recompute_layers": [r"\1.recompute=full"],
     r"rollout\.environment": ["rollout.environment={name: calculator}"],
     r"rollout\.engine\.kind": ["cluster.ranks=1"],
     r"rollout\.engine\.(urls|model|auth_env|log_probs|off_policy)": [

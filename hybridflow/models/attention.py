@@ -20,7 +20,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.nn.functional import embedding, scaled_dot_product_attention
+from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 from hybridflow.models import cuda_attention
 from hybridflow.models.norm import ProjectionNorm
@@ -291,9 +291,13 @@ class SdpaCoreAttention(MegatronModule):
         packed_seq_params: None = None,
     ) -> Tensor:
         """Map ``[tokens, 1, heads/tp, head]`` each (groups for key and value) to ``[tokens, 1, heads/tp * head]``."""
+        num_tokens, num_padded = len(attention_bias.positions), len(query)
+        # What stands behind the tokens sees nothing and is not seen.
+        query, key, value = (each[:num_tokens, 0] for each in (query, key, value))
         scoring = self.scoring if self.softmax_offset is None else replace(self.scoring, sinks=self.softmax_offset)
-        context = attention_bias.attend(self.local_layer, query[:, 0], key[:, 0], value[:, 0], scoring)
-        return context.reshape(context.shape[0], 1, -1)
+        context = attention_bias.attend(self.local_layer, query, key, value, scoring)
+        context = context.reshape(num_tokens, 1, -1)
+        return context if num_padded == num_tokens else pad(context, (0, 0, 0, 0, 0, num_padded - num_tokens))
 
 
 class GroupedSelfAttention(SelfAttention):

@@ -13,7 +13,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     all_to_all,
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoESubmodules
@@ -36,7 +38,12 @@ class ExpertLayer(BaseMoELayer):
         submodules: Submodules of megatron-core's own layer: the router and the experts.
         layer_number: Number of the layer, counted from 1.
         groups: This rank's process groups.
+
+    Attributes:
+        sequence_parallel: Whether each tensor-parallel rank has a slice of the tokens.
     """
+
+    sequence_parallel = False
 
     def __init__(
         self, config: TransformerConfig, submodules: MoESubmodules, layer_number: int, groups: ProcessGroupCollection
@@ -50,15 +57,21 @@ class ExpertLayer(BaseMoELayer):
 
     def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, None]:
         """Map ``[tokens, 1, hidden]`` to the same shape. Collective: tp, ep; ranks of ep may differ in tokens."""
+        group = self.attn_tp_group
+        if self.sequence_parallel:
+            # All of them then compute the same with it, so that each has the whole gradient.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=group)
         weights, is_chosen = self.router(hidden)
         # Each tensor-parallel rank computes a slice of every expert, hence a part of these gradients and of the output.
-        flat = copy_to_tensor_model_parallel_region(hidden[:, 0], group=self.attn_tp_group)
-        weights = copy_to_tensor_model_parallel_region(weights, group=self.attn_tp_group)
+        flat = copy_to_tensor_model_parallel_region(hidden[:, 0], group=group)
+        weights = copy_to_tensor_model_parallel_region(weights, group=group)
         expert, token = pairs(is_chosen, self.router.topk)
         output = self._through_experts(flat[token], weights[token, expert], is_chosen.sum(0))
         # By token again; all have equally many experts, so that the sum has one order on every device.
         combined = output[token.argsort(stable=True)].view(len(flat), self.router.topk, -1).sum(1)
-        return reduce_from_tensor_model_parallel_region(combined, group=self.attn_tp_group)[:, None], None
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(combined, group=group)[:, None], None
+        return reduce_from_tensor_model_parallel_region(combined, group=group)[:, None], None
 
     def _through_experts(self, hidden: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         """Compute outputs for ``[pairs, hidden]`` of tokens and experts, ordered by expert, ``counts`` per expert."""

@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -20,14 +21,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
-from torch.nn.functional import embedding, gelu, silu
+from torch.nn.functional import embedding, gelu, pad, silu
 
 from hybridflow.config.roles import LoRAConfig
 from hybridflow.errors import LayoutError
 from hybridflow.families.cut import check_cut
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, SdpaCoreAttention
+from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, PackedAttention, SdpaCoreAttention
 from hybridflow.models.cpu_linear import use_onednn
 from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.flops import ModelFlops, model_flops
@@ -35,6 +36,7 @@ from hybridflow.models.lora import Dropout, attach
 from hybridflow.models.norm import ProjectionNorm, RmsNorm, normalize_output
 from hybridflow.models.rotary import all_frequencies, rotary_factor
 from hybridflow.models.scoring import Scoring
+from hybridflow.models.sequence_parallel import SequenceSwitch
 from hybridflow.parallel.accelerators import has_transformer_engine, has_weight_gradient_kernel
 from hybridflow.parallel.cpu import use_cpu_for_cuda
 
@@ -86,6 +88,7 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=None if layout.vpp == 1 else layout.vpp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.tp,
         params_dtype=dtype,
@@ -99,7 +102,8 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         # Our losses carry the global batch's denominators: megatron-core must not divide again.
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
-        batch_p2p_comm=on_gpu,
+        # Of two stages with chunks each is both before and behind the other: a batch could not tell what is for which.
+        batch_p2p_comm=on_gpu and layout.vpp == 1,
         # What is sent and received is waited for on the stream; the host need not.
         batch_p2p_sync=False,
         # Weights are a function of (seed, name), set after construction; megatron-core's own initialization, which
@@ -173,6 +177,7 @@ class Transformer(GPTModel):
         is_common: Whether its layers compute what the kernels for decoding know, and no more.
         dropout: Dropout on the inputs of its adapters; None: none.
         flops: Operations that the whole model needs; None: they are not counted.
+        sequence_switch: Splits activations by tokens over the tensor-parallel ranks; None: they are never split.
     """
 
     has_scaled_embeddings = False
@@ -181,37 +186,63 @@ class Transformer(GPTModel):
     is_common = True
     dropout: Dropout | None = None
     flops: ModelFlops | None = None
+    sequence_switch: SequenceSwitch | None = None
+
+    def stage_tokens(self, num_tokens: int) -> int:
+        """Return the tokens that a stage hands to the next in a forward pass over packed tokens, with padding.
+
+        Args:
+            num_tokens: This rank's of a micro-batch; under context parallelism it may have none.
+        """
+        return -(-max(num_tokens, 1) // self._num_slices)
+
+    @property
+    def _num_slices(self) -> int:
+        return 1 if self.sequence_switch is None else int(self.pg_collection.tp.size())
 
     def forward(self, tokens: Tensor, attention: AttentionPlan, rows: Tensor | None = None) -> Tensor:
         """Run this stage's part of the forward pass.
 
-        Collective: tp.
+        Collective: tp, cp.
 
         Args:
-            tokens: Token ids of all sequences one after the other, ``[tokens]``; read by the first stage.
+            tokens: This rank's token ids of all sequences one after the other, ``[tokens]``; read by the first stage.
             attention: Which token sees which, and each token's position.
             rows: Which tokens' outputs are wanted, ``[rows]`` int64; None for all.
 
         Returns:
-            Hidden states ``[tokens, 1, hidden]`` on all but the last stage; there logits ``[rows, padded_vocab/tp]``,
+            Hidden states ``[tokens, 1, hidden]`` on all but the last stage, with sequence parallelism this rank's slice
+            ``[stage_tokens, 1, hidden]``; on the last logits ``[rows, padded_vocab/tp]``,
             this rank's columns, or values ``[rows, 1]``.
         """
-        embedded = None
+        embedded, num_tokens, positions = None, len(attention.positions), attention.positions
         if self.dropout is not None:
             self.dropout.begin(tokens, attention)
+        is_packed, is_split = isinstance(attention, PackedAttention), False
+        if self.sequence_switch is not None:
+            is_split = is_packed
+            self.sequence_switch.turn(is_split)
+        if is_packed and (missing := self.stage_tokens(num_tokens) * self._num_slices - num_tokens):
+            tokens, positions = pad(tokens, (0, missing)), pad(positions, (0, missing))
         if self.pre_process:
-            embedded = self.embedding(input_ids=tokens[None], position_ids=attention.positions[None])
+            embedded = self.embedding(input_ids=tokens[None], position_ids=positions[None])
             if self.has_scaled_embeddings:
                 # The factor in the activations' own format, as these models were trained.
                 embedded = embedded * embedded.new_tensor(embedded.shape[-1] ** 0.5)
         hidden: Tensor = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
-            rotary_pos_emb=self._angles(attention.positions),
+            rotary_pos_emb=self._angles(positions),
             attention_bias=attention,
         )
         if not self.post_process:
             return hidden
+        if is_split:
+            # All ranks go on with the same, so that each has the whole gradient.
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        hidden = hidden[:num_tokens]
         if rows is not None:
             # One that several samples go on from comes more than once.
             chosen = hidden[:, 0][rows] if self.config.deterministic_mode else embedding(rows, hidden[:, 0])
@@ -240,8 +271,9 @@ def build_transformer(
     lora: LoRAConfig | None = None,
     seed: int = 1,
     is_empty: bool = False,
+    chunk: int = 0,
 ) -> Transformer:
-    """Build this rank's stage and shard of a model, with weights not yet set.
+    """Build this rank's stage and shard of a model, with weights not yet set; with ``vpp`` above 1 one of its chunks.
 
     Args:
         model: Shape of the model.
@@ -253,20 +285,23 @@ def build_transformer(
         lora: Adapters, which are then all that can be trained of it.
         seed: Seed of the adapters' dropout.
         is_empty: The weights are on ``meta``, and take no memory yet; see ``fsdp.shard_model``.
+        chunk: Which of the stage's virtual pipeline chunks.
 
     Raises:
-        LayoutError: The layout does not cut the model into equal parts, or cuts experts otherwise than the rest.
+        LayoutError: The layout cannot cut the model, or cuts experts otherwise than the rest.
     """
     check_cut(model, layout, f"layout {layout}")
     if layout.expert_tp != layout.tp:
         raise LayoutError(f"layout {layout}: etp other than tp={layout.tp} is described but not computed; leave it out")
     config = transformer_config(model, layout, device)
-    first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
+    stage = chunk * layout.pp + groups.pp.rank()
+    first, last = stage == 0, stage == layout.pp * layout.vpp - 1
+    counts = layout.layer_counts(model.num_layers, f"layout {layout}")
     if device.type == "cuda":
         _add_rng_states()
     # Transformer Engine fuses norms into linear layers, whose input an adapter would not see.
     has_fused_norms = lora is None and model.pre_norms and device.type == "cuda" and has_transformer_engine()
-    block, experts = _block_spec(model, config, model.num_layers // layout.pp, is_local=not has_fused_norms)
+    block, experts = _block_spec(model, config, counts[stage], is_local=not has_fused_norms)
     with torch.device("meta") if is_empty else device:
         transformer = Transformer(
             config=config,
@@ -279,16 +314,21 @@ def build_transformer(
             position_embedding_type="rope",
             rotary_base=model.rotary_base,
             pg_collection=groups,
+            vp_stage=chunk if layout.vpp > 1 else None,
         )
         if has_value_head and last:
             transformer.output_layer = ValueHead(config.hidden_size, config.params_dtype, device)
         for index, layer in enumerate(transformer.decoder.layers):
+            # megatron-core's own count takes stages to be equal.
+            layer.layer_number = layer.self_attention.layer_number = sum(counts[:stage]) + index + 1
             _finish_layer(layer, index, model, experts, groups)
         if lora is not None:
             transformer.requires_grad_(False)
             transformer.dropout = Dropout(lora.dropout, seed) if lora.dropout else None
             for layer in transformer.decoder.layers:
                 attach(layer, lora, transformer.dropout, groups)
+    if layout.splits_sequences:
+        transformer.sequence_switch = SequenceSwitch(transformer)
     if device.type == "cpu" and config.params_dtype is torch.float32:
         use_onednn(transformer)
     set_rotary(transformer, model, device)

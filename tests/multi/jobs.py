@@ -83,7 +83,7 @@ def tiny_recipe(
         cluster=ClusterConfig(ranks=layout.world_size),
         model=ModelConfig(**{**vars(model), "vocab_size": VOCAB, "init_std": 0.1}),
         data=DataConfig(train="none", held_out="none"),
-        actor=ActorConfig(update=layout, rollout=layout.without_sharding(), optimizer=optimizer),
+        actor=ActorConfig(update=layout, rollout=layout.for_rollout(), optimizer=optimizer),
         critic=CriticConfig(layout=layout if critic is None else critic, optimizer=optimizer, value_clip=value_clip)
         if is_ppo
         else None,

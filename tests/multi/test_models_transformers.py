@@ -26,13 +26,14 @@ from hybridflow.models.microbatch import pack
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.models.specs import logical_parameters
 from hybridflow.models.training import Trainable, forward_only
-from hybridflow.models.weights import describe_model, local_shards
+from hybridflow.models.weights import local_shards
 from hybridflow.rollout.cpu.kernels import load_kernels
 from hybridflow.rollout.cpu.transformer import runs_on_cpu
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.paged import PagedAttention, PagedCache
 from tests.multi.jobs import inner_of, outer_of
 from tests.multi.models import place
+from tests.support.described import describe_model
 from tests.support.plain_models import token_log_probs
 from tests.support.ranks import run_ranks
 

@@ -12,6 +12,7 @@ from torch import nn
 from hybridflow.models.experts import ExpertLayer
 
 _NORMS = ("layernorm.weight", "layer_norm_weight")
+_ADDED_LAST = ("linear_proj.bias", "linear_fc2.bias")
 _HEAD_NORMS = ("q_layernorm", "k_layernorm")
 
 
@@ -33,7 +34,10 @@ class SequenceSwitch:
             for name, module in transformer.decoder.named_modules(prefix="decoder")
             if hasattr(module, "sequence_parallel") and not name.startswith(experts)
         ]
-        for name, parameter in transformer.decoder.named_parameters():
+        for name, parameter in transformer.decoder.named_parameters(prefix="decoder"):
+            # A bias behind the sum over the ranks is added to each rank's own tokens; those of experts come before it.
+            if name.endswith(_ADDED_LAST) and not name.startswith(tuple(experts)):
+                parameter.sequence_parallel = True
             if name.endswith(_NORMS) and not any(norm in name for norm in _HEAD_NORMS):
                 # Of norms of heads megatron-core sums the gradients anyway.
                 parameter.sequence_parallel = True

@@ -141,8 +141,8 @@ class ExpertLayer(BaseMoELayer):
         token = order // chosen.shape[1]
         output = self._compute(rows[token], _counts(expert, self.num_local_experts), shares.flatten()[order])
         mixed = torch.zeros_like(rows).index_add(0, token, output)
-        own: Tensor = reduce_scatter_to_sequence_parallel_region(mixed, group=self._group)
-        return own[: len(hidden)]
+        summed: Tensor = reduce_scatter_to_sequence_parallel_region(mixed, group=self._group)
+        return summed[: len(hidden)]
 
     def _through_experts(self, hidden: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         """Compute outputs for ``[pairs, hidden]`` of tokens and experts, ordered by expert, ``counts`` per expert."""

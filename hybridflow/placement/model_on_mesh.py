@@ -93,7 +93,13 @@ class ModelOnMesh:
         return self.transformer
 
     def make_engine(
-        self, *, seed: int, max_concurrent: int, cache_memory: float = 0.5, tokenizer: Tokenizer | None = None
+        self,
+        *,
+        seed: int,
+        max_concurrent: int,
+        cache_memory: float = 0.5,
+        tokenizer: Tokenizer | None = None,
+        keeps_choices: bool = False,
     ) -> MegatronEngine:
         """Make an engine that generates with these weights; arguments as ``MegatronEngine`` takes them."""
         return MegatronEngine(
@@ -105,6 +111,7 @@ class ModelOnMesh:
             cache_memory=cache_memory,
             ranks_per_node=min(self._world.ranks_per_node, self._world.size),
             tokenizer=tokenizer,
+            keeps_choices=keeps_choices,
         )
 
     def shards(self, spec: ModelSpec | None = None) -> dict[str, tuple[Tensor, Shard]]:

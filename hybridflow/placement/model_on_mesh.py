@@ -96,7 +96,13 @@ class ModelOnMesh:
         return self.transformer
 
     def make_engine(
-        self, *, seed: int, max_concurrent: int, cache_memory: float = 0.5, tokenizer: Tokenizer | None = None
+        self,
+        *,
+        seed: int,
+        max_concurrent: int,
+        cache_memory: float = 0.5,
+        tokenizer: Tokenizer | None = None,
+        keeps_choices: bool = False,
     ) -> MegatronEngine:
         """Make an engine that generates with these weights; arguments as ``MegatronEngine`` takes them."""
         assert isinstance(self.transformer, Transformer), "a model that generates is in one piece: check_placement"
@@ -109,6 +115,7 @@ class ModelOnMesh:
             cache_memory=cache_memory,
             ranks_per_node=min(self._world.ranks_per_node, self._world.size),
             tokenizer=tokenizer,
+            keeps_choices=keeps_choices,
         )
 
     def shards(self, spec: ModelSpec | None = None) -> dict[str, tuple[Tensor, Shard]]:

@@ -456,12 +456,12 @@ def _adapter_bytes(model: ModelConfig, tp: int, slices: int, lora: LoRAConfig) -
 def _layer_bytes(model: ModelConfig, tp: int, slices: int) -> int:
     """Return what a layer keeps of each token.
 
-    In elements: input and output of its two norms, ``4 h / slices`` (6 in the place of 4 with norms behind the blocks),
-    where a kernel fuses them as on a GPU; sine and cosine of the rotation, ``4 d``; of the attention, with ``q``
-    and ``kv`` columns of query and key, the projections, rotated query and key, what the kernel takes and gives,
-    and the context: ``5 (q + kv) / tp``; of the feed-forward block gate and up, the activated gate, up once more,
-    and the product, ``5 f / tp``. In a mixture these are there for each expert that a token goes to, and so is the
-    input, ``h``.
+    In elements: input and output of its two norms, ``4 h / slices`` (6 in the place of 4 with norms behind the
+    blocks), where a kernel fuses them as on a GPU; sine and cosine of the rotation, ``4 d``; of the attention, with
+    ``q`` and ``kv`` columns of query and key, the projections, rotated query and key, what the kernel takes and
+    gives, and the context: ``5 (q + kv) / tp``; of the feed-forward block gate and up, the activated gate, up once
+    more, and the product, ``5 f / tp``. In a mixture these are there for each expert that a token goes to, and so
+    is the input, ``h``.
     """
     queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
     whole = -(-(6 if model.post_norms else 4) * model.hidden_size // slices) + 4 * model.head_size

@@ -136,7 +136,8 @@ class ActorConfig:
         ranks: Global ranks, in mesh order. None means all ranks except ``rollout_ranks``.
         update: Layout of the update phase, which learns and computes log-probabilities.
         rollout: Layout of the rollout phase, on the same ranks unless ``rollout_ranks`` names others. The ranks are
-            ordered so that each keeps as many of its weights as it can. None means the update layout.
+            ordered so that each keeps as many of its weights as it can. None means the update layout, its
+            context-parallel ranks and shards as replicas.
         rollout_ranks: Separate ranks that generate, in mesh order. They must not be among ``ranks``. None means that
             ``ranks`` generate too. See docs/async.md.
         optimizer: Optimizer of the actor.

@@ -18,7 +18,11 @@ _COMPUTED: dict[str, tuple[object, ...]] = {"quantization_config": (None,)}
 _MAX_LAYERS = 10_000
 _OLDER = ("rope_theta", "rope_scaling", "original_max_position_embeddings")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_ROTARY_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+_YARN_NUMBERS = ("mscale", "mscale_all_dim")
+_ROTARY_NUMBERS = (
+    *("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"),
+    *_YARN_NUMBERS,
+)
 _ROTARY_LISTS = ("short_factor", "long_factor")
 _ROTARY_KEYS = {
     *_ROTARY_NUMBERS,
@@ -162,7 +166,9 @@ def _rotary(family: Family, given: Mapping[str, Any], where: str) -> dict[str, A
     strangers = [
         f"{key}={value!r}"
         for key, value in told.items()
-        if key not in _ROTARY_KEYS and value is not None and (key, value) != ("truncate", True)
+        if (key not in _ROTARY_KEYS or kind != "yarn" and key in _YARN_NUMBERS)
+        and value is not None
+        and (key, value) != ("truncate", True)
     ]
     if strangers:
         raise ConfigError(f"{where}: rope_parameters: {', '.join(strangers)} is not computed; choose another model")
@@ -264,6 +270,8 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
         # Newer files lack what older readers go by, who would compute other positions without a word.
         older = {key: config[key] for key in (*_OLDER, *described.family.aliases.values()) if key in config}
         config = {**older, **kept, **head}
+        if described.family.further_layers is not None and described.family.further_layers[1] in config:
+            config[described.family.further_layers[1]] = 0
     elif original is not None:
         config |= {key: original[key] for key in _TOKENS if key in original}
     for key in ("dtype", "torch_dtype"):
@@ -295,7 +303,7 @@ def spelled_out(model: ModelConfig) -> ModelConfig:
 _SCALING_KEYS = {
     "linear": ("factor",),
     "llama3": ("factor", "original_context", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_context", "beta_fast", "beta_slow", "attention_factor"),
+    "yarn": ("factor", "original_context", "beta_fast", "beta_slow", "attention_factor", *_YARN_NUMBERS),
     "longrope": ("factor", "original_context", "attention_factor", "short_factor", "long_factor"),
 }
 """The settings that each kind of rotary scaling uses."""
@@ -310,7 +318,9 @@ def _unsaid(described: Described) -> list[str]:
     try:
         found = read_config(_written(described), where="config.json").model
     except ConfigError:
-        return [key for key in ("rotary_scaling",) if described.model.rotary_scaling is not None] or ["num_layers"]
+        return [key for key in ("rotary_scaling",) if described.model.rotary_scaling is not None] or [
+            *to_dict(described.model)
+        ]
     expected, read = to_dict(spelled_out(described.model)), to_dict(spelled_out(found))
     return [key for key in expected if expected[key] != read[key]]
 
@@ -336,7 +346,7 @@ def _written(described: Described) -> dict[str, Any]:
     config |= {key: allowed[0] for key, allowed in family.computed.items() if allowed[0] is not None}
     config |= {key: getattr(model, setting) for key, setting in family.keys.items()}
     config["num_key_value_heads"] = model.query_groups
-    config["head_dim"] = model.head_size
+    config["head_dim"] = model.head_size if model.kv_lora_rank is None else model.rotary_size
     if "query_pre_attn_scalar" in family.defaults:
         scale = model.head_size**-0.5 if model.attention_scale is None else model.attention_scale
         # An integer to transformers, so that not every scale can be said.

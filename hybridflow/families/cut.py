@@ -19,8 +19,8 @@ def check_cut(model: ModelConfig, layout: ParallelLayout, name: str) -> None:
         LayoutError: A part would be empty or not like the others.
     """
     tp, pp, ep, groups = layout.tp, layout.pp, layout.ep, model.query_groups
-    for key in ("num_attention_heads", "ffn_hidden_size"):
-        if getattr(model, key) % tp:
+    for key in ("num_attention_heads", "ffn_hidden_size", "dense_ffn_hidden_size"):
+        if (getattr(model, key) or 0) % tp:
             raise LayoutError(f"{name}: tp={tp} does not divide model.{key}={getattr(model, key)}; choose a divisor")
     if groups % tp and tp % groups:
         raise LayoutError(

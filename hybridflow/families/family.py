@@ -55,6 +55,8 @@ class Family:
             every second layer from the first; a ``layer_types`` in ``config.json`` goes before the last two.
         scalings: Kinds of rotary scaling that its files may ask for.
         rules: Every tensor of the language model.
+        further_layers: End of a name by which a layer behind the last is told that predicts further tokens (multi-token
+            prediction), and the key that counts such layers. They are skipped, and written as none.
         ignored: Regular expressions of tensors that hold nothing learned, such as tables of frequencies.
     """
 
@@ -69,6 +71,7 @@ class Family:
     window: Literal["none", "all", "switched", "upper_layers", "even_layers"] = "none"
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
     rules: tuple[Rule, ...]
+    further_layers: tuple[str, str] | None = None
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
 
 

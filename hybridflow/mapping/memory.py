@@ -349,7 +349,8 @@ def packed_bytes(spec: ModelSpec, model: ModelConfig, mesh: DeviceMesh, rank: in
 
     ``rollout.cpu.transformer`` copies them to generate on a CPU.
     """
-    fits = model.num_experts is None and model.head_size % 16 == 0 and model.query_groups >= mesh.layout.tp
+    fits = model.num_experts is None and model.kv_lora_rank is None
+    fits = fits and model.head_size % 16 == 0 and model.query_groups >= mesh.layout.tp
     if model.dtype != "fp32" or not fits:
         return 0
     held = WeightHoldings(spec, mesh)
@@ -389,9 +390,9 @@ def _spare_bytes(recipe: Recipe, mesh: DeviceMesh) -> int:
 
 def _sequence_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:
     """Return keys and values of a sequence as long as the context, in whole blocks, in a stage's layers."""
-    layers, groups = model.num_layers // mesh.layout.pp, max(1, model.query_groups // mesh.layout.tp)
+    layers = model.num_layers // mesh.layout.pp
     tokens = -(-model.max_context // BLOCK_TOKENS) * BLOCK_TOKENS
-    return 2 * layers * tokens * groups * model.head_size * ITEM_BYTES[model.dtype]
+    return layers * tokens * model.cached_size(mesh.layout.tp) * ITEM_BYTES[model.dtype]
 
 
 def training_bytes(
@@ -433,13 +434,16 @@ def _layer_bytes(model: ModelConfig, tp: int) -> int:
     them as on a GPU; sine and cosine of the rotation, ``4 d``; of the attention, with ``q`` and ``kv`` columns of query
     and key, the projections, rotated query and key, what the kernel takes and gives, and the context:
     ``5 (q + kv) / tp``; of the feed-forward block gate and up, the activated gate, up once more, and the product,
-    ``5 f / tp``. In a mixture these are there for each expert that a token goes to, and so is the input, ``h``.
+    ``5 f / tp``. In a mixture these are there for each expert that a token goes to, and so is the input, ``h``; or
+    those of a dense layer, where it is wider. Latent attention keeps the compressed vectors too, uncut.
     """
     queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
-    whole = (6 if model.post_norms else 4) * model.hidden_size + 4 * model.head_size
+    whole = (6 if model.post_norms else 4) * model.hidden_size + 4 * model.rotary_size
+    whole += 2 * ((model.q_lora_rank or 0) + (model.kv_lora_rank or 0))
     experts = 1 if model.num_experts is None else model.experts_per_token
     whole += 0 if model.num_experts is None else experts * model.hidden_size
-    cut = 5 * (queries + keys + experts * model.ffn_hidden_size)
+    width = max(experts * model.ffn_hidden_size, model.dense_ffn_hidden_size or 0)
+    cut = 5 * (queries + keys + width)
     return (whole - (-cut // tp)) * ITEM_BYTES[model.dtype]
 
 

@@ -18,7 +18,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.functional import embedding, scaled_dot_product_attention
+from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 from hybridflow.models import cuda_attention
 from hybridflow.models.scoring import Scoring
@@ -42,6 +42,8 @@ class PackedAttention:
     Attributes:
         positions: Place of each token in its sequence, ``[tokens]`` int64.
     """
+
+    is_compressed = False
 
     def __init__(self, lengths: list[int], device: torch.device, places: Tensor | None = None) -> None:
         counts = torch.tensor(lengths, dtype=torch.int64)
@@ -68,12 +70,17 @@ class PackedAttention:
             layer: Local layer index.
             query: ``[tokens, heads/tp, head]``.
             key: ``[tokens, groups/tp, head]``.
-            value: As ``key``.
+            value: ``[tokens, groups/tp, width]``.
             scoring: How scores are made of them.
 
         Returns:
-            ``[tokens, heads/tp, head]``.
+            ``[tokens, heads/tp, width]``.
         """
+        width = value.shape[2]
+        if query.is_cuda and width < query.shape[2]:
+            # The kernels want values as wide as keys.
+            value = pad(value, (0, query.shape[2] - width))
+            return self.attend(layer, query, key, value, scoring)[..., :width]
         if query.is_cuda:
             backend = self._sequences.backend(query, scoring)
             if backend != "rectangles":
@@ -143,7 +150,7 @@ class _Rectangles:
             seen = None if is_plain else self._sight.through(scoring.window)[:width, :width]
             found.append(attend(queries, keys, values, seen, scoring).transpose(1, 2).flatten(0, 1))
         if not found:
-            return torch.empty_like(query)
+            return query.new_empty(*query.shape[:2], value.shape[2])
         context = found[0] if len(found) == 1 else torch.cat(found)
         return context if self._is_rectangle else _rows(context, self._cells)
 
@@ -196,7 +203,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scori
     Args:
         query: ``[samples, heads/tp, queries, head]``.
         key: ``[samples, groups/tp, keys, head]``.
-        value: As ``key``.
+        value: ``[samples, groups/tp, keys, width]``.
         seen: Which key each query sees, ``[queries, keys]`` or ``[samples, 1, queries, keys]``; None: causal.
         scoring: How scores are made.
     """
@@ -227,9 +234,11 @@ class AttentionPlan(Protocol):
 
     Attributes:
         positions: Place of each token in its sequence, ``[tokens]`` int64.
+        is_compressed: Whether keys and values of latent attention are compressed.
     """
 
     positions: Tensor
+    is_compressed: bool
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Compute the attention of one layer, as ``PackedAttention.attend`` does."""
@@ -272,7 +281,10 @@ class SdpaCoreAttention(MegatronModule):
         attn_mask_type: Any = None,
         packed_seq_params: None = None,
     ) -> Tensor:
-        """Map ``[tokens, 1, heads/tp, head]`` each (groups for key and value) to ``[tokens, 1, heads/tp * head]``."""
+        """Map ``[tokens, 1, heads/tp, head]`` each (groups for key and value) to ``[tokens, 1, heads/tp * head]``.
+
+        In latent attention ``head`` is another number for values, and so for what is returned.
+        """
         context = attention_bias.attend(self.local_layer, query[:, 0], key[:, 0], value[:, 0], self.scoring)
         return context.reshape(context.shape[0], 1, -1)
 

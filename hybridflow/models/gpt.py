@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -31,9 +35,10 @@ from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, Sdp
 from hybridflow.models.cpu_linear import use_onednn
 from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.flops import ModelFlops, model_flops
+from hybridflow.models.latent_attention import LatentSelfAttention
 from hybridflow.models.lora import Dropout, attach
 from hybridflow.models.norm import RmsNorm, normalize_output
-from hybridflow.models.rotary import rotary_factor, rotary_frequencies
+from hybridflow.models.rotary import rotary_frequencies, score_scale
 from hybridflow.models.scoring import Scoring
 from hybridflow.parallel.accelerators import has_transformer_engine, has_weight_gradient_kernel
 from hybridflow.parallel.cpu import use_cpu_for_cuda
@@ -53,7 +58,6 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
     """Return megatron-core's configuration of this model in this layout."""
     on_gpu = device.type == "cuda"
     dtype = DTYPES[model.dtype]
-    scale = model.head_size**-0.5 if model.attention_scale is None else model.attention_scale
     experts: dict[str, Any] = {}
     if model.num_experts is not None:
         experts = dict(
@@ -63,6 +67,9 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
             # Shares of all experts, or of those that were chosen.
             moe_router_pre_softmax=not model.normalized_experts,
             moe_router_load_balancing_type="none",
+            moe_router_num_groups=model.router_groups,
+            moe_router_group_topk=model.router_groups_per_token,
+            moe_router_topk_scaling_factor=None if model.routed_scaling == 1 else model.routed_scaling,
         )
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -70,8 +77,8 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         ffn_hidden_size=model.ffn_hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups or model.num_attention_heads,
-        kv_channels=model.head_dim,
-        softmax_scale=scale * rotary_factor(model) ** 2,
+        kv_channels=model.head_size,
+        softmax_scale=score_scale(model),
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
         layernorm_zero_centered_gamma=model.zero_centered_norms,
@@ -296,8 +303,13 @@ def _block_spec(
     else:
         layer = get_gpt_layer_with_transformer_engine_spec(**known)
     parts = layer.submodules
-    parts.self_attention.module = GroupedSelfAttention
-    parts.self_attention.submodules.core_attention = SdpaCoreAttention
+    if model.kv_lora_rank is not None:
+        parts.self_attention = ModuleSpec(module=LatentSelfAttention, params={"model": model})
+        # Transformer Engine's would be in the projection that is not there.
+        parts.input_layernorm = TENorm
+    else:
+        parts.self_attention.module = GroupedSelfAttention
+        parts.self_attention.submodules.core_attention = SdpaCoreAttention
     experts = None
     if model.num_experts is not None:
         experts, parts.mlp = parts.mlp.submodules, IdentityOp
@@ -308,6 +320,10 @@ def _block_spec(
         if model.qk_norm:
             parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = norm
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm), experts
+
+
+_DENSE = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+"""Of the dense layers of a mixture, whose norms stand before them as in the other layers."""
 
 
 def _finish_layer(
@@ -326,7 +342,12 @@ def _finish_layer(
         softcap=model.attention_softcap,
         window=model.window if has_window else None,
     )
-    if experts is not None:
+    if experts is not None and (width := model.ffn_size(index)) is not None:
+        # Of the width megatron-core asks the configuration too.
+        dense = copy.copy(layer.config)
+        dense.ffn_hidden_size = width
+        layer.mlp = MLP(dense, _DENSE, ffn_hidden_size=width, tp_group=groups.tp)
+    elif experts is not None:
         layer.mlp = ExpertLayer(layer.config, experts, layer.layer_number, groups)
     if model.post_norms:
         for module in (layer.self_attention, layer.mlp):

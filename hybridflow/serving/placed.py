@@ -157,8 +157,7 @@ def memory_line(model: ModelConfig, layout: ParallelLayout, cached_tokens: int, 
     )
     held = WeightHoldings(spec, mesh)
     weights = max(held_bytes(spec, held, mesh.rank_at(pp=stage)) for stage in range(layout.pp))
-    groups = max(1, model.query_groups // layout.tp)
-    of_a_token = 2 * (model.num_layers // layout.pp) * groups * model.head_size * ITEM_BYTES[model.dtype]
+    of_a_token = model.num_layers // layout.pp * model.cached_size(layout.tp) * ITEM_BYTES[model.dtype]
     cache = cached_tokens * of_a_token
     most = int(cache_memory) if cache_memory >= 1 else cache
     least = format_bytes(min(cache, most))

@@ -79,6 +79,7 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
             )
     model = {setting: given[key] for key, setting in family.keys.items() if given.get(key) is not None}
     model |= family.always
+    model |= _mixture(given, model)
     model |= _rotary(family, given, where)
     model |= _window(family, given, where)
     if given.get("query_pre_attn_scalar") is not None:
@@ -91,6 +92,18 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
         model=settings,
         has_value_head=_has_value_head(family, values, where),
     )
+
+
+def _mixture(given: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the keys of shared experts, dense layers and groups of experts mean together."""
+    found: dict[str, Any] = {}
+    if given.get("n_shared_experts"):
+        found["shared_ffn_hidden_size"] = given["n_shared_experts"] * model["ffn_hidden_size"]
+    if model.get("num_dense_layers") == 0:
+        found["dense_ffn_hidden_size"] = None
+    if model.get("router_groups") == 1:
+        found |= {"router_groups": None, "router_groups_per_token": None}
+    return found
 
 
 def dtype_of(values: Mapping[str, Any]) -> str:
@@ -347,6 +360,7 @@ def _written(described: Described) -> dict[str, Any]:
     config |= {key: getattr(model, setting) for key, setting in family.keys.items()}
     config["num_key_value_heads"] = model.query_groups
     config["head_dim"] = model.head_size if model.kv_lora_rank is None else model.rotary_size
+    config |= _written_mixture(family, model)
     if "query_pre_attn_scalar" in family.defaults:
         scale = model.head_size**-0.5 if model.attention_scale is None else model.attention_scale
         # An integer to transformers, so that not every scale can be said.
@@ -357,6 +371,21 @@ def _written(described: Described) -> dict[str, Any]:
     config |= {"dtype": name, "torch_dtype": name}
     if described.has_value_head:
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return config
+
+
+def _written_mixture(family: Family, model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of shared experts, dense layers and groups, where the family has them; see ``_mixture``."""
+    config: dict[str, Any] = {}
+    if "n_shared_experts" in family.defaults:
+        config["n_shared_experts"] = (model.shared_ffn_hidden_size or 0) // model.ffn_hidden_size
+    if "first_k_dense_replace" in family.keys and model.dense_ffn_hidden_size is None:
+        # A number to transformers, which nothing uses then.
+        config["intermediate_size"] = model.ffn_hidden_size
+    if "n_group" in family.keys and model.router_groups is None:
+        config |= {"n_group": 1, "topk_group": 1}
+    if family.further_layers is not None:
+        config[family.further_layers[1]] = 0
     return config
 
 

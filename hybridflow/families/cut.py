@@ -19,9 +19,14 @@ def check_cut(model: ModelConfig, layout: ParallelLayout, name: str) -> None:
         LayoutError: A part would be empty or not like the others.
     """
     tp, pp, ep, groups = layout.tp, layout.pp, layout.ep, model.query_groups
-    for key in ("num_attention_heads", "ffn_hidden_size", "dense_ffn_hidden_size"):
-        if (getattr(model, key) or 0) % tp:
-            raise LayoutError(f"{name}: tp={tp} does not divide model.{key}={getattr(model, key)}; choose a divisor")
+    if model.num_experts is None and layout.etp is not None:
+        raise LayoutError(f"{name}: etp={layout.etp} without experts in the model; leave etp out")
+    inner = "tp" if model.num_experts is None or layout.etp is None else "etp"
+    widths = ("num_attention_heads", "shared_ffn_hidden_size", "dense_ffn_hidden_size")
+    for axis, key in (*(("tp", key) for key in widths), (inner, "ffn_hidden_size")):
+        size, width = getattr(layout, axis), getattr(model, key)
+        if width is not None and width % size:
+            raise LayoutError(f"{name}: {axis}={size} does not divide model.{key}={width}; choose a divisor")
     if groups % tp and tp % groups:
         raise LayoutError(
             f"{name}: tp={tp} neither divides nor is a multiple of model.num_query_groups={groups}; change one"

@@ -86,12 +86,18 @@ class ModelConfig:
         experts_per_token: Experts that each token goes to.
         normalized_experts: Whether the weights of a token's experts add up to 1. Otherwise they are shares of all
             experts'.
+        router_score: Function that turns the router's logits into scores of experts. ``softmax`` is over all experts.
+            ``sigmoid`` scores each by itself (arXiv 2412.19437).
+        router_bias: Whether a bias for each expert is added to the scores when experts are chosen. It does not change
+            their weights (arXiv 2408.15664). It needs ``router_score: sigmoid``.
+        shared_ffn_hidden_size: Width inside the shared expert of each layer, which every token goes to. None means no
+            shared expert.
         num_dense_layers: Layers from the first with a dense feed-forward block instead of experts.
         dense_ffn_hidden_size: Width inside the feed-forward block of these layers.
         router_groups: Equal groups of experts. A token goes to experts of its best ``router_groups_per_token`` groups,
             by the sum of the two best scores of each (arXiv 2412.19437). None means no groups.
-        router_groups_per_token: Groups that each token goes to; half of ``experts_per_token``.
-        routed_scaling: Factor on the output of the routed experts.
+        router_groups_per_token: Groups that each token goes to.
+        routed_scaling: Factor on the output of the routed experts. It and the groups need ``router_score: sigmoid``.
         init_std: Standard deviation of initial weights.
         dtype: Number format of weights and activations. Gradients are summed, and optimizer steps taken, in fp32. fp16
             is for generating alone.
@@ -135,6 +141,9 @@ class ModelConfig:
     num_experts: ListedCount | None = None
     experts_per_token: Count = 2
     normalized_experts: bool = True
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    router_bias: bool = False
+    shared_ffn_hidden_size: Count | None = None
     num_dense_layers: Annotated[int, Bounds(low=0)] = 0
     dense_ffn_hidden_size: Count | None = None
     router_groups: Count | None = None
@@ -287,6 +296,7 @@ def _check_window(model: ModelConfig, owner: str) -> None:
 
 
 _EXPERT_KEYS = {
+    **{"router_score": "softmax", "router_bias": False, "shared_ffn_hidden_size": None},
     **{"num_dense_layers": 0, "dense_ffn_hidden_size": None, "routed_scaling": 1.0},
     **{"router_groups": None, "router_groups_per_token": None},
 }
@@ -302,6 +312,17 @@ def _check_experts(model: ModelConfig, owner: str) -> None:
                     "or remove it"
                 )
         return
+    if model.router_score == "softmax" and (model.router_groups is not None or model.routed_scaling != 1):
+        key = "routed_scaling" if model.router_groups is None else "router_groups"
+        raise ConfigError(
+            f"{owner}.{key}={getattr(model, key)} with {owner}.router_score='softmax' is not computed; only with "
+            "'sigmoid' is: set router_score to sigmoid, or remove the key"
+        )
+    if model.router_bias and model.router_score != "sigmoid":
+        raise ConfigError(
+            f"{owner}.router_bias=true with {owner}.router_score={model.router_score!r}: the bias is added to scores "
+            "of sigmoid alone; set router_score to sigmoid, or router_bias to false"
+        )
     _check_dense_layers(model, owner)
     _check_router_groups(model, owner)
     if model.num_layers * model.num_experts > _MOST_EXPERTS:
@@ -314,7 +335,7 @@ def _check_experts(model: ModelConfig, owner: str) -> None:
             f"{owner}.experts_per_token={model.experts_per_token} is more than "
             f"{owner}.num_experts={model.num_experts}; lower the first or raise the second"
         )
-    if model.experts_per_token == 1 and model.normalized_experts:
+    if model.experts_per_token == 1 and model.normalized_experts and model.router_score == "softmax":
         raise ConfigError(
             f"{owner}.experts_per_token=1 with {owner}.normalized_experts=true is not computed: the one weight would "
             "always be 1 and the router learn nothing; set normalized_experts to false, or choose more experts"
@@ -349,10 +370,11 @@ def _check_router_groups(model: ModelConfig, owner: str) -> None:
             f"{chosen}: expected at least 2 groups of equally many experts, at least 2, and no more groups for a token "
             "than there are; change one"
         )
-    if model.experts_per_token != 2 * chosen:
+    most = experts // groups * chosen
+    if model.experts_per_token > most:
         raise ConfigError(
-            f"{owner}.experts_per_token={model.experts_per_token} with {owner}.router_groups_per_token={chosen} is not "
-            f"computed; only two experts for each group of a token, {2 * chosen}, are: change one"
+            f"{owner}.experts_per_token={model.experts_per_token} is more than the {most} experts of "
+            f"{owner}.router_groups_per_token={chosen} groups; lower the first or raise the second"
         )
 
 

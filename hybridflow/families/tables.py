@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hybridflow.families.deepseek import DEEPSEEK_V3
 from hybridflow.families.family import Family
 from hybridflow.families.gemma import GEMMA, GEMMA2
 from hybridflow.families.llama import LLAMA
@@ -13,5 +14,6 @@ from hybridflow.families.qwen3 import QWEN3
 from hybridflow.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, MIXTRAL, QWEN3_MOE)
+    family.name: family
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)
 }

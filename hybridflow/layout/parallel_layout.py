@@ -185,15 +185,14 @@ class ParallelLayout:
         """Refuse by name the axes that this version describes but cannot train with.
 
         Raises:
-            LayoutError: ``cp``, ``ep`` or ``vpp`` is above 1, or ``etp`` or ``layers`` is given.
+            LayoutError: ``cp`` or ``vpp`` is above 1, or ``layers`` is given.
         """
-        for axis, what in (("cp", "context"), ("ep", "expert"), ("vpp", "virtual pipeline")):
+        for axis, what in (("cp", "context"), ("vpp", "virtual pipeline")):
             size = getattr(self, axis)
             if size > 1:
                 raise LayoutError(
                     f"{owner}.{axis}={size}: {what} parallelism cannot be trained yet; "
                     f"set {axis}=1 and use tp, pp and dp"
                 )
-        for axis in ("etp", "layers"):
-            if getattr(self, axis) is not None:
-                raise LayoutError(f"{owner}.{axis}: cannot be trained yet; leave it out")
+        if self.layers is not None:
+            raise LayoutError(f"{owner}.layers: cannot be trained yet; leave it out")

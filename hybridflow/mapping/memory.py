@@ -166,7 +166,11 @@ class _Placed:
     @property
     def trained(self) -> ModelSpec:
         """Return the tensors that have gradients, if any has."""
-        return self.spec if self.adapters is None else self.adapters
+        if self.adapters is not None:
+            return self.adapters
+        # The bias of a router is no parameter.
+        tensors = tuple(tensor for tensor in self.spec.tensors if not tensor.name.endswith(".expert_bias"))
+        return replace(self.spec, tensors=tensors)
 
     @property
     def whole(self) -> ModelSpec:
@@ -434,16 +438,17 @@ def _layer_bytes(model: ModelConfig, tp: int) -> int:
     them as on a GPU; sine and cosine of the rotation, ``4 d``; of the attention, with ``q`` and ``kv`` columns of query
     and key, the projections, rotated query and key, what the kernel takes and gives, and the context:
     ``5 (q + kv) / tp``; of the feed-forward block gate and up, the activated gate, up once more, and the product,
-    ``5 f / tp``. In a mixture these are there for each expert that a token goes to, and so is the input, ``h``; or
-    those of a dense layer, where it is wider. Latent attention keeps the compressed vectors too, uncut.
+    ``5 f / tp``. In a mixture these are there for each expert that a token goes to, and so is the input, ``h``; and for
+    the shared expert; or those of a dense layer, where it is wider. Latent attention keeps the compressed vectors too,
+    uncut.
     """
     queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
     whole = (6 if model.post_norms else 4) * model.hidden_size + 4 * model.rotary_size
     whole += 2 * ((model.q_lora_rank or 0) + (model.kv_lora_rank or 0))
     experts = 1 if model.num_experts is None else model.experts_per_token
     whole += 0 if model.num_experts is None else experts * model.hidden_size
-    width = max(experts * model.ffn_hidden_size, model.dense_ffn_hidden_size or 0)
-    cut = 5 * (queries + keys + width)
+    width = experts * model.ffn_hidden_size + (model.shared_ffn_hidden_size or 0)
+    cut = 5 * (queries + keys + max(width, model.dense_ffn_hidden_size or 0))
     return (whole - (-cut // tp)) * ITEM_BYTES[model.dtype]
 
 
@@ -459,7 +464,7 @@ def _stacked_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:
     """
     if model.num_experts is None or model.dtype != "bf16":
         return 0
-    rows = model.num_experts // mesh.layout.ep * 2 * model.ffn_hidden_size // mesh.layout.tp
+    rows = model.num_experts // mesh.layout.ep * 2 * model.ffn_hidden_size // mesh.layout.expert_tp
     return rows * model.hidden_size * ITEM_BYTES[model.dtype]
 
 

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, gelu, silu
 
 from hybridflow.config.roles import LoRAConfig
-from hybridflow.errors import LayoutError
 from hybridflow.families.cut import check_cut
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -67,9 +66,7 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
             # Shares of all experts, or of those that were chosen.
             moe_router_pre_softmax=not model.normalized_experts,
             moe_router_load_balancing_type="none",
-            moe_router_num_groups=model.router_groups,
-            moe_router_group_topk=model.router_groups_per_token,
-            moe_router_topk_scaling_factor=None if model.routed_scaling == 1 else model.routed_scaling,
+            moe_shared_expert_intermediate_size=model.shared_ffn_hidden_size,
         )
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -92,7 +89,7 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.tp,
+        expert_tensor_parallel_size=layout.expert_tp,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -239,11 +236,9 @@ def build_transformer(
         is_empty: The weights are on ``meta``, and take no memory yet; see ``fsdp.shard_model``.
 
     Raises:
-        LayoutError: The layout does not cut the model into equal parts, or cuts experts otherwise than the rest.
+        LayoutError: The layout does not cut the model into equal parts.
     """
     check_cut(model, layout, f"layout {layout}")
-    if layout.expert_tp != layout.tp:
-        raise LayoutError(f"layout {layout}: etp other than tp={layout.tp} is described but not computed; leave it out")
     config = transformer_config(model, layout, device)
     first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
     if device.type == "cuda":
@@ -267,7 +262,7 @@ def build_transformer(
         if has_value_head and last:
             transformer.output_layer = ValueHead(config.hidden_size, config.params_dtype, device)
         for index, layer in enumerate(transformer.decoder.layers):
-            _finish_layer(layer, index, model, experts, groups)
+            _finish_layer(layer, index, model, experts, groups, device)
         if lora is not None:
             transformer.requires_grad_(False)
             transformer.dropout = Dropout(lora.dropout, seed) if lora.dropout else None
@@ -281,6 +276,10 @@ def build_transformer(
     transformer.logit_softcap = None if has_value_head else model.logit_softcap
     # megatron-core's torch norm makes fp32 weights whatever the dtype; its own training casts them too (Float16Module).
     transformer.to(None if is_empty else device, config.params_dtype)
+    for layer in transformer.decoder.layers:
+        if isinstance(layer.mlp, ExpertLayer) and layer.mlp.router.expert_bias is not None:
+            # Steps of it are smaller than bf16 can tell.
+            layer.mlp.router.expert_bias.data = layer.mlp.router.expert_bias.float()
     return transformer
 
 
@@ -332,6 +331,7 @@ def _finish_layer(
     model: ModelConfig,
     experts: MoESubmodules | None,
     groups: ProcessGroupCollection,
+    device: torch.device,
 ) -> None:
     """Put in what megatron-core's layer lacks, or has the same for all layers."""
     core, index = layer.self_attention.core_attention, layer.layer_number - 1
@@ -348,7 +348,7 @@ def _finish_layer(
         dense.ffn_hidden_size = width
         layer.mlp = MLP(dense, _DENSE, ffn_hidden_size=width, tp_group=groups.tp)
     elif experts is not None:
-        layer.mlp = ExpertLayer(layer.config, experts, layer.layer_number, groups)
+        layer.mlp = ExpertLayer(layer.config, experts, layer.layer_number, groups, model, device)
     if model.post_norms:
         for module in (layer.self_attention, layer.mlp):
             normalize_output(module, layer.config)

@@ -117,6 +117,8 @@ def shape_of(model: ModelConfig, vocab_size: int) -> ModelShape:
         num_experts=model.num_experts,
         num_dense_layers=model.num_dense_layers,
         dense_ffn_hidden_size=model.dense_ffn_hidden_size or 0,
+        shared_ffn_hidden_size=model.shared_ffn_hidden_size,
+        expert_bias=model.router_bias,
         post_norms=model.post_norms,
         dtype=model.dtype,
     )

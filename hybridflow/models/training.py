@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hybridflow.config.roles import OptimizerConfig
 from hybridflow.models.gpt import Transformer
-from hybridflow.models.microbatch import MicroBatch
+from hybridflow.models.microbatch import MicroBatch, blank
 from hybridflow.models.overlap import Overlap
 from hybridflow.models.specs import logical_parameters
 from hybridflow.observe.work import add_work
@@ -116,6 +116,7 @@ class Trainable:
             What ``loss`` gave for each micro-batch; empty but on the last stage.
         """
         self.begin()
+        micro_batches = equally_many(self.model, self._groups, micro_batches)
         if not micro_batches:
             self.finish()
             return []
@@ -368,6 +369,7 @@ def forward_only(
 
     Collective: tp, pp.
     """
+    micro_batches = equally_many(model, groups, micro_batches)
     if not micro_batches:
         return []
 
@@ -376,6 +378,23 @@ def forward_only(
 
     count_work(model, micro_batches, groups.tp.size() * groups.pp.size())
     return run_schedule(model, model.config, groups, micro_batches, loss, forward_only=True)
+
+
+def equally_many(
+    model: Transformer, groups: ProcessGroupCollection, micro_batches: list[MicroBatch]
+) -> list[MicroBatch]:
+    """Add blank micro-batches, so that all replicas that share a set of experts have equally many.
+
+    Collective: ep.
+    """
+    config = model.config
+    is_apart = config.expert_model_parallel_size > 1 or groups.expt_tp.size() != groups.tp.size()
+    if config.num_moe_experts is None or not is_apart or groups.tp_ep.size() == 1:
+        return micro_batches
+    device = next(model.parameters()).device
+    most = torch.tensor(len(micro_batches), device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=groups.tp_ep)
+    return micro_batches + [blank(device)] * (int(most) - len(micro_batches))
 
 
 def count_work(

@@ -62,6 +62,10 @@ MIXTURE = ModelConfig(
     experts_per_token=2,
     normalized_experts=False,
 )
+# What DeepSeek-V3 has beside.
+SHARED = replace(
+    MIXTURE, num_layers=2, router_score="sigmoid", router_bias=True, shared_ffn_hidden_size=16, normalized_experts=True
+)
 VOCAB = 29
 
 

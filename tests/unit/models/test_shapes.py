@@ -119,6 +119,9 @@ RECIPES = [
     dataclasses.replace(MODEL, tied_embeddings=True, qkv_bias=True),
     dataclasses.replace(MODEL, post_norms=True, zero_centered_norms=True, qk_norm=True, dtype="bf16"),
     dataclasses.replace(MODEL, num_experts=4, post_norms=True, dtype="bf16"),
+    dataclasses.replace(
+        MODEL, num_experts=4, router_score="sigmoid", router_bias=True, shared_ffn_hidden_size=20, dtype="bf16"
+    ),
     dataclasses.replace(MODEL, **LATENT, post_norms=True),
     dataclasses.replace(
         MODEL, **LATENT, q_lora_rank=10, num_experts=4, num_dense_layers=1, dense_ffn_hidden_size=40, dtype="bf16"

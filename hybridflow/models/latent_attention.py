@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -59,9 +62,12 @@ class LatentSelfAttention(MegatronModule):
 
     Attributes:
         kv_lora_rank: Width of the compressed keys and values.
+        sequence_parallel: Whether this rank is given a slice of the tokens.
         compressed_size: Numbers of a token that a cache holds: compressed keys and values, and the part of the keys
             that turns with the position.
     """
+
+    sequence_parallel = False
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, model: ModelConfig, pg_collection: ProcessGroupCollection
@@ -95,6 +101,10 @@ class LatentSelfAttention(MegatronModule):
         self.linear_kv_up_proj = ColumnParallelLinear(
             self.kv_lora_rank, heads * (self._plain + self._value), gather_output=False, **cut
         )
+        for name, parameter in self.named_parameters():
+            if name.endswith(("down_proj.weight", "layernorm.weight")):
+                # Where each rank has a slice of the tokens its gradient is a part of the whole.
+                parameter.sequence_parallel = True
         self.core_attention = SdpaCoreAttention(config, layer_number, softmax_scale=config.softmax_scale)
         self.linear_proj = RowParallelLinear(
             heads * self._value, config.hidden_size, input_is_parallel=True, **{**cut, "skip_bias_add": True}
@@ -109,12 +119,12 @@ class LatentSelfAttention(MegatronModule):
         attention_bias: AttentionPlan,
         **_: object,
     ) -> tuple[Tensor, None]:
-        """Map ``[tokens, 1, hidden]`` to the same shape. Collective: tp.
+        """Map ``[tokens, 1, hidden]`` to the same shape, slices of the tokens to slices. Collective: tp.
 
         Args:
             hidden: Normalized input of the layer.
             attention_mask: Not used.
-            rotary_pos_emb: Angles of each token, ``[tokens, 1, 1, rotary]``, twice the same half.
+            rotary_pos_emb: Angles of each token of all ranks, ``[tokens, 1, 1, rotary]``, twice the same half.
             attention_bias: Which token sees which.
         """
         angles = rotary_pos_emb[..., : self._rotary // 2]
@@ -122,6 +132,11 @@ class LatentSelfAttention(MegatronModule):
         plain, turning = self._query(hidden).split([self._plain, self._rotary], dim=-1)
         query = plain, _turned(turning, *turn)
         latent, turning = self.linear_kv_down_proj(hidden).split([self.kv_lora_rank, self._rotary], dim=-1)
+        if self.sequence_parallel:
+            turning = gather_from_sequence_parallel_region(turning, group=self._group)
+        elif not attention_bias.is_compressed:
+            # Each rank has a part of its gradient, from its own heads.
+            turning = copy_to_tensor_model_parallel_region(turning, group=self._group)
         latent, shared = self.kv_layernorm(latent), _turned(turning[:, :, None], *turn)
         attend = self._attend_compressed if attention_bias.is_compressed else self._attend
         output: Tensor = self.linear_proj(attend(query, latent, shared, attention_bias))[0]
@@ -140,8 +155,6 @@ class LatentSelfAttention(MegatronModule):
         """Attend with keys and values of each head, ``[tokens, 1, heads/tp * value]``."""
         both = self.linear_kv_up_proj(latent)[0].unflatten(-1, (-1, self._plain + self._value))
         plain, value = both.split([self._plain, self._value], dim=-1)
-        # Each rank has a part of its gradient, from its own heads.
-        shared = copy_to_tensor_model_parallel_region(shared, group=self._group)
         key = torch.cat([plain, shared.expand(*plain.shape[:3], -1)], dim=-1)
         found: Tensor = self.core_attention(torch.cat(query, dim=-1), key, value, None, attention_bias=plan)
         return found

@@ -104,6 +104,31 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Set how the experts of the actor are kept in balance, and how tokens travel to them. See docs/experts.md.
+
+    Attributes:
+        aux_loss: Weight of the auxiliary loss that balances the experts within each sample. Losses of layers add up.
+        z_loss: Weight of the z-loss, which keeps the router's logits small. Losses of layers add up.
+        bias_update_rate: Amount by which the bias of each expert rises or falls after an optimizer step, towards equal
+            loads. It needs ``model.router_bias``. 0 leaves the bias as it is.
+        dispatcher: How tokens reach experts on other ranks. ``alltoall`` sends each token to the ranks of its experts.
+            ``allgather`` brings all tokens to all of these ranks. ``auto`` means ``allgather`` where a token has more
+            experts than there are such ranks.
+        router_replay: What is done with the rollout's choices of experts. ``replay`` takes them in log-probabilities
+            and training. ``measure`` only compares. ``none`` does not keep them.
+
+    Paper: arXiv 2412.19437, 2202.08906, 2408.15664.
+    """
+
+    aux_loss: NotNegative = field(default=0.0, metadata=MAY_CHANGE)
+    z_loss: NotNegative = field(default=0.0, metadata=MAY_CHANGE)
+    bias_update_rate: NotNegative = field(default=0.0, metadata=MAY_CHANGE)
+    dispatcher: Literal["auto", "alltoall", "allgather"] = field(default="auto", metadata=MAY_CHANGE)
+    router_replay: Literal["none", "measure", "replay"] = field(default="none", metadata=MAY_CHANGE)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ActorConfig:
     """Set the policy, with one layout for each of its two phases.
 
@@ -128,6 +153,7 @@ class ActorConfig:
         gradient_checkpointing: Keep only the input of each layer for the backward pass, and compute its activations
             again there.
         lora: Train adapters instead of the weights. None trains the weights.
+        moe: Experts of the actor's model.
     """
 
     ranks: tuple[int, ...] | None = field(default=None, metadata=MAY_CHANGE)
@@ -140,6 +166,7 @@ class ActorConfig:
     offload: Offload = field(default=False, metadata=MAY_CHANGE)
     gradient_checkpointing: bool = field(default=False, metadata=MAY_CHANGE)
     lora: LoRAConfig | None = None
+    moe: MoEConfig = field(default_factory=MoEConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,10 @@ def check_cut(model: ModelConfig, layout: ParallelLayout, name: str) -> None:
         )
     if model.num_layers % pp:
         raise LayoutError(f"{name}: pp={pp} does not divide model.num_layers={model.num_layers}; choose a divisor")
+    if layout.is_sharded and model.router_bias:
+        raise LayoutError(
+            f"{name}: {layout} with model.router_bias=true: FSDP has no place for the routers' biases; use dp and ep"
+        )
     if ep > 1 and (model.num_experts is None or model.num_experts % ep):
         found = "null" if model.num_experts is None else model.num_experts
         raise LayoutError(f"{name}: ep={ep} does not divide model.num_experts={found}; choose a divisor, or set ep=1")

@@ -41,9 +41,11 @@ class PackedAttention:
 
     Attributes:
         positions: Place of each token in its sequence, ``[tokens]`` int64.
+        routing: What routers of a mixture are told, a ``routing.Routing``; None: nothing.
     """
 
     is_compressed = False
+    routing: Any = None
 
     def __init__(self, lengths: list[int], device: torch.device, places: Tensor | None = None) -> None:
         counts = torch.tensor(lengths, dtype=torch.int64)

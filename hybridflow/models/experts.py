@@ -27,6 +27,7 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -37,6 +38,16 @@ from hybridflow.models.router import ExpertRouter
 if not hasattr(moe_utils, "te_general_gemm"):
     # Without Transformer Engine megatron-core 0.16.1 leaves this name undefined, and asks whether it is None.
     moe_utils.te_general_gemm = None
+
+
+class RoutedLayer(TransformerLayer):
+    """megatron-core's layer, whose router is told what travels with the attention plan."""
+
+    def forward(self, *args: Any, **known: Any) -> Any:
+        """Run the layer. Here, since this is what is called again where activations are computed anew."""
+        if isinstance(self.mlp, ExpertLayer):
+            self.mlp.router.routing = getattr(known["attention_bias"], "routing", None)
+        return super().forward(*args, **known)
 
 
 class ExpertLayer(BaseMoELayer):
@@ -64,7 +75,7 @@ class ExpertLayer(BaseMoELayer):
         device: torch.device,
     ) -> None:
         super().__init__(config, layer_number, groups)
-        self.router = ExpertRouter(config, groups, model, device)
+        self.router = ExpertRouter(config, groups, model, layer_number - 1, device)
         self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=groups)
         if self.use_shared_expert:
             dense = submodules.experts.submodules
@@ -130,7 +141,8 @@ class ExpertLayer(BaseMoELayer):
         token = order // chosen.shape[1]
         output = self._compute(rows[token], _counts(expert, self.num_local_experts), shares.flatten()[order])
         mixed = torch.zeros_like(rows).index_add(0, token, output)
-        return reduce_scatter_to_sequence_parallel_region(mixed, group=self._group)[: len(hidden)]
+        own: Tensor = reduce_scatter_to_sequence_parallel_region(mixed, group=self._group)
+        return own[: len(hidden)]
 
     def _through_experts(self, hidden: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         """Compute outputs for ``[pairs, hidden]`` of tokens and experts, ordered by expert, ``counts`` per expert."""

@@ -32,7 +32,7 @@ from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, SdpaCoreAttention
 from hybridflow.models.cpu_linear import use_onednn
-from hybridflow.models.experts import ExpertLayer
+from hybridflow.models.experts import ExpertLayer, RoutedLayer
 from hybridflow.models.flops import ModelFlops, model_flops
 from hybridflow.models.latent_attention import LatentSelfAttention
 from hybridflow.models.lora import Dropout, attach
@@ -311,7 +311,7 @@ def _block_spec(
         parts.self_attention.submodules.core_attention = SdpaCoreAttention
     experts = None
     if model.num_experts is not None:
-        experts, parts.mlp = parts.mlp.submodules, IdentityOp
+        experts, parts.mlp, layer.module = parts.mlp.submodules, IdentityOp, RoutedLayer
     norm = TENorm
     if is_local:
         norm = RmsNorm if model.zero_centered_norms else WrappedTorchNorm

@@ -9,6 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from hybridflow.families.model import ModelConfig
+from hybridflow.models.routing import Routing
 
 
 class ExpertRouter(TopKRouter):
@@ -18,18 +19,29 @@ class ExpertRouter(TopKRouter):
         config: megatron-core's.
         groups: This rank's process groups.
         model: Settings of the model.
+        layer: Index of its layer in the whole model.
         device: Where the weights live.
 
     Attributes:
+        layer: Index of its layer in the whole model.
+        routing: What is to be known of the present micro-batch; None: nothing.
         expert_bias: Added to the scores when experts are chosen, ``[experts]`` fp32; None: nothing is added.
     """
 
     expert_bias: Tensor | None
+    routing: Routing | None
 
     def __init__(
-        self, config: TransformerConfig, groups: ProcessGroupCollection, model: ModelConfig, device: torch.device
+        self,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        model: ModelConfig,
+        layer: int,
+        device: torch.device,
     ) -> None:
         super().__init__(config=config, pg_collection=groups)
+        self.layer = layer
+        self.routing = None
         self._model = model
         if model.router_bias:
             # megatron-core registers it as None, or on the GPU wherever the model is.
@@ -49,7 +61,20 @@ class ExpertRouter(TopKRouter):
         """
         logits = self.gating(hidden)[:, 0]
         chosen = self.choose(self._scores(logits))
-        return self._weights(logits, chosen), chosen
+        if self.routing is None:
+            return self._weights(logits, chosen), chosen
+        # With sequence parallelism each tensor-parallel rank has a slice of the tokens.
+        first = self.tp_group.rank() * len(chosen) if self.config.sequence_parallel else 0
+        chosen = self.routing.settle(self.layer, chosen, first)
+        weights = self._weights(logits, chosen)
+        return self.routing.observe(self.layer, logits, self._shares(logits), chosen, weights, first), chosen
+
+    def _shares(self, logits: Tensor) -> Tensor:
+        """Return scores of the experts that add up to 1, ``[tokens, experts]`` fp32."""
+        if self.is_softmax:
+            return logits.softmax(-1, dtype=torch.float32)
+        scores = logits.float().sigmoid()
+        return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
     def _scores(self, logits: Tensor) -> Tensor:
         """Return what experts are chosen by, ``[tokens, experts]`` fp32."""

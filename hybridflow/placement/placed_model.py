@@ -23,6 +23,7 @@ from hybridflow.models.user_model import Uncut
 from hybridflow.models.weights import describe_model
 from hybridflow.placement.job import Job
 from hybridflow.placement.model_on_mesh import ModelOnMesh
+from hybridflow.placement.routing import ROUTER_CHOICES, attach_choices, set_dispatcher
 from hybridflow.placement.user_objects import has_weights, role_of, user_class_of, weights_of
 from hybridflow.reshard.optimizer import bucket_elements
 from hybridflow.reshard.spec import ModelSpec
@@ -77,6 +78,8 @@ class PlacedModel(ModelOnMesh):
         self.build(has_value_head=has_value_head, lora=recipe.actor.lora if self._role == "actor" else None)
         if mesh.name != "actor.rollout" and getattr(getattr(recipe, self._role), "gradient_checkpointing", False):
             recompute(transformer_layers(self.transformer, f"{self._role}.gradient_checkpointing"))
+        if self._role == "actor" and isinstance(self.transformer, Transformer):
+            set_dispatcher(self.transformer, recipe.actor.moe.dispatcher)
         if not (is_filled_later or job.is_resumed):
             self._initialize()
 
@@ -119,7 +122,11 @@ class PlacedModel(ModelOnMesh):
 
     def micro_batches(self, batch: Batch, group_size: int = 1) -> list[MicroBatch]:
         """Split the batch by the recipe's token budget; ``group_size`` consecutive samples stay together."""
-        return self.pack(batch.ragged("tokens").to_list(), batch.dense("prompt_lengths").tolist(), group_size)
+        parts = self.pack(batch.ragged("tokens").to_list(), batch.dense("prompt_lengths").tolist(), group_size)
+        if ROUTER_CHOICES in batch.columns:
+            is_replayed = self._job.recipe.actor.moe.router_replay == "replay"
+            attach_choices(parts, batch, self.groups, self.megatron_model, is_replayed=is_replayed)
+        return parts
 
     def pack(self, sequences: list[Tensor], prompt_lengths: list[int], group_size: int = 1) -> list[MicroBatch]:
         """Split sequences, each ``[tokens]`` of prompt and response, as ``micro_batches`` does."""

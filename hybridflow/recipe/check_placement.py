@@ -13,6 +13,7 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.adapters import MODULES
 from hybridflow.recipe.check_transformers import check_whole, transformers_meshes
 from hybridflow.recipe.meshes import SAMPLING_MESHES, meshes_in_recipe_order, reference_is_base
+from hybridflow.sections import changed_keys
 
 
 def check_uncut(recipe: Recipe, in_memory: Mapping[str, ModelInfo]) -> None:
@@ -220,6 +221,26 @@ _NOT_AHEAD = {
     "sft": "samples nothing to learn from",
 }
 """Algorithms whose samples cannot be made ahead of the step that learns from them, and why."""
+
+
+def check_moe(recipe: Recipe) -> None:
+    """Refuse settings of experts that the actor's model has not. Raises ConfigError."""
+    moe, model = recipe.actor.moe, recipe.model_of("actor")
+    given = changed_keys(moe)
+    if given and model.num_experts is None:
+        raise ConfigError(
+            f"actor.moe.{given[0]}={getattr(moe, given[0])!r}: the actor's model has no experts; remove the key"
+        )
+    if moe.bias_update_rate and not model.router_bias:
+        raise ConfigError(
+            f"actor.moe.bias_update_rate={moe.bias_update_rate}: the model's routers have no bias; set it to 0, or "
+            "train a model with model.router_bias"
+        )
+    if moe.bias_update_rate and recipe.actor.lora is not None:
+        raise ConfigError(
+            f"actor.moe.bias_update_rate={moe.bias_update_rate} with actor.lora: adapters leave the model's own "
+            "tensors as they are; set it to 0, or remove actor.lora"
+        )
 
 
 def check_lora(recipe: Recipe) -> None:

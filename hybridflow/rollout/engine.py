@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
+from hybridflow.models.attention import PackedAttention
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.rollout.blocks import BLOCK_TOKENS, BlockPool
@@ -44,6 +45,9 @@ TakeTokens = Callable[[], Tensor]
 
 class MegatronEngine:
     """Generates with one data-parallel replica of a model; all its ranks make the same calls with the same arguments.
+
+    Replicas that share experts compute in lockstep: whoever has nothing to compute takes part with a blank token, until
+    all of them have come to ``finish``.
 
     Args:
         model: This rank's stage and shard.
@@ -90,6 +94,8 @@ class MegatronEngine:
         self._runner = make_runner(model, groups, vocab_size, max_rows=max_concurrent, max_steps=LOOK_STEPS)
         self._sent: tuple[dist.Work, Tensor] | None = None
         self._num_changes = 0
+        mates, own = (dist.get_process_group_ranks(group) for group in (groups.tp_ep, groups.tp))
+        self._is_in_lockstep = model.config.num_moe_experts is not None and not {*mates} <= {*own}
 
     @property
     def num_changes(self) -> int:
@@ -165,6 +171,7 @@ class MegatronEngine:
                     num_told = len(done)
                 if progress.is_stopping():
                     left = session.pause()
+                    self.finish()
                     self.metrics = session.metrics()
                     if ended := [pair for pair in left if pair[1].finish != "paused"]:
                         progress.finished(ended)
@@ -172,6 +179,7 @@ class MegatronEngine:
             done += session.step(LOOK_STEPS if num_added == len(expected) else FEW_STEPS)
         if progress is not None and len(done) > num_told:
             progress.finished(done[num_told:])
+        self.finish()
         self.metrics = session.metrics()
         return done
 
@@ -245,17 +253,39 @@ class MegatronEngine:
         return self._runner.attention(cache, tables, step.slots, step.positions)
 
     def run(self, tokens: Tensor, attention: Any, rows: Tensor) -> Tensor | None:
-        """Run this stage's part of a forward pass.
+        """Run this stage's part of a forward pass. Collective: tp, ep.
 
         Return logits of the rows, ``[rows, padded_vocab/tp]``, on the last stage.
         """
+        self._meet(has_work=True)
+        return self._through(self._runner, tokens, attention, rows)
+
+    @torch.inference_mode()
+    def finish(self) -> None:
+        """Take part in what replicas that share experts with this one still compute.
+
+        Collective: ep. To be called after the last step of a session.
+        """
+        while self._meet(has_work=False):
+            tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self._through(self.model, tokens, PackedAttention([1], self.device), tokens)
+
+    def _meet(self, *, has_work: bool) -> bool:
+        """Return whether a replica that shares experts with this one has something to compute. Collective: ep."""
+        if not self._is_in_lockstep:
+            return False
+        working = torch.tensor(has_work, dtype=torch.int32, device=self.device)
+        dist.all_reduce(working, group=self.groups.tp_ep)
+        return has_work or bool(working)
+
+    def _through(self, compute: Callable[..., Tensor], tokens: Tensor, attention: Any, rows: Tensor) -> Tensor | None:
         stage, stages = self.groups.pp.rank(), self._stage_ranks
         config = self.model.config
         if stage > 0:
             hidden = torch.empty(len(tokens), 1, config.hidden_size, dtype=config.params_dtype, device=self.device)
             dist.recv(hidden, src=stages[stage - 1], group=self.groups.pp)
             self.model.set_input_tensor(hidden)
-        output = self._runner(tokens, attention, rows)
+        output = compute(tokens, attention, rows)
         if self.model.post_process:
             return output
         if self._sent is not None:

@@ -12,7 +12,7 @@ import torch
 
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.families.cut import check_cut
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
@@ -140,6 +140,19 @@ def place_model(arguments: argparse.Namespace, world: World) -> Placed:
         everyone=everyone,
         is_reporter=mesh.speaks(world.rank),
     )
+
+
+def check_lockstep(layout: ParallelLayout) -> None:
+    """Refuse replicas that share experts where each answers whenever it is asked: they would wait for each other.
+
+    Raises:
+        LayoutError: Experts are cut over more ranks than a replica has.
+    """
+    if layout.tp % (layout.expert_tp * layout.ep):
+        raise LayoutError(
+            f"--layout {layout}: etp·ep = {layout.expert_tp * layout.ep} ranks share experts, which a server can cut "
+            f"over the tp={layout.tp} ranks of a replica alone; raise tp and set etp=1, or lower ep"
+        )
 
 
 def memory_line(model: ModelConfig, layout: ParallelLayout, cached_tokens: int, cache_memory: float) -> str:

@@ -120,6 +120,22 @@ def assert_same_text(found: dict, by_request: dict, shape: ModelConfig = TINY) -
             assert gap < 1e-4, (where, first, gap)
 
 
+def rollout_of_uneven_shares(world, layouts: list[ParallelLayout]):
+    """Responses of a mixture whose experts replicas share, where one replica has nearly all requests, or all."""
+    found = {}
+    for layout in layouts:
+        model, mesh, groups, _ = make_model(world, layout, model=MIXTURE)
+        engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=4)
+        replica = mesh.coordinate(world.rank).dp
+        for name, first in (("most", 13), ("all", 15)):
+            first = 15 if layout.dp == 1 else first
+            mine = requests()[:first] if replica == layout.dp - 1 else requests()[first:] if replica == 0 else []
+            for ask, got in zip(mine, engine.generate(mine), strict=True):
+                if model.post_process:
+                    found[str(layout), name, ask.prompt_index, ask.index] = got.tokens.tolist(), got.log_probs.tolist()
+    return found
+
+
 @pytest.fixture(scope="module")
 def reference():
     """What one rank samples, all requests at once."""
@@ -233,3 +249,25 @@ def test_finished_responses_are_handed_over_once_and_generating_stops_where_it_i
                 assert all(tokens == texts[name][: len(tokens)] for name, tokens in left)
                 numbers.append(len(before))
             assert numbers[1] == 0 and numbers[1:] == sorted(numbers[1:]) and 0 < numbers[-1] < numbers[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "texts"),
+    [
+        (2, ["dp2.ep2"]),
+        pytest.param(
+            4, ["dp4.ep4", "tp2.dp2.ep2", "tp4.ep2.etp2", "tp2.dp2.ep4.etp1", "pp2.dp2.ep2"], marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_replicas_that_share_experts_sample_the_same_with_uneven_shares(size, texts):
+    (expected,) = run_ranks(rollout_of_uneven_shares, 1, [ParallelLayout()])
+    expected = {key[1:]: value for key, value in expected.items()}
+    found: dict = {}
+    for part in run_ranks(rollout_of_uneven_shares, size, [ParallelLayout.parse(text) for text in texts]):
+        found.update(part)
+    assert len(found) == len(texts) * 2 * 15
+    for (layout, *key), (tokens, log_probs) in found.items():
+        wanted, wanted_log_probs = expected[tuple(key)]
+        assert tokens == wanted, (layout, key)
+        assert max(abs(one - other) for one, other in zip(log_probs, wanted_log_probs, strict=True)) < 1e-5, layout

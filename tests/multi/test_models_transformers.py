@@ -31,6 +31,7 @@ from hybridflow.rollout.cpu.kernels import load_kernels
 from hybridflow.rollout.cpu.transformer import runs_on_cpu
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.paged import PagedAttention, PagedCache
+from hybridflow.rollout.request import Request, SamplingParams
 from tests.multi.jobs import inner_of, outer_of
 from tests.multi.models import place
 from tests.support.plain_models import token_log_probs
@@ -38,6 +39,8 @@ from tests.support.ranks import run_ranks
 
 VOCAB = 29
 LENGTHS = (12, 19, 3, 15)
+NUM_GIVEN, NUM_NEW = 9, 7
+"""Tokens given and generated greedily. With LongRoPE all of them on one side of the context of pre-training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +176,7 @@ class Theirs:
         logits: For each sequence, ``[tokens, vocab]``.
         values: For each sequence, ``[tokens]``, of a head whose weight is ``head``.
         head: ``[1, hidden]``.
+        text: What it generates greedily after the first tokens of the first sequence.
     """
 
     described: Described
@@ -183,6 +187,7 @@ class Theirs:
     logits: list[Tensor]
     values: list[Tensor]
     head: Tensor
+    text: list[int]
 
 
 def loss_weight(index: int, length: int) -> Tensor:
@@ -221,6 +226,7 @@ def their_answers(case: Case, folder: Path) -> Theirs:
     # Token 0 is their padding, for which they make no gradient.
     sequences = [torch.randint(1, VOCAB, (length,), generator=generator) for length in case.lengths]
     head = 0.1 * torch.randn(1, config.hidden_size, generator=generator)
+    generated = model.generate(sequences[0][None, :NUM_GIVEN], max_new_tokens=NUM_NEW, do_sample=False)
     outputs = [model(sequence[None], output_hidden_states=True) for sequence in sequences]
     loss = torch.zeros(())
     for index, (sequence, output) in enumerate(zip(sequences, outputs, strict=True)):
@@ -243,6 +249,7 @@ def their_answers(case: Case, folder: Path) -> Theirs:
         logits=logits,
         values=values,
         head=head,
+        text=generated[0, NUM_GIVEN:].tolist(),
     )
 
 
@@ -303,6 +310,7 @@ def compare(world, theirs: Theirs, layouts: list[str]) -> dict[str, dict[str, fl
         found[text]["paged"] = paged_differ(world, ours, theirs, is_fast=False)
         if runs_on_cpu(ours.model):
             found[text]["fast"] = paged_differ(world, ours, theirs, is_fast=True)
+        found[text]["text"] = float(greedy_text(ours, theirs) != theirs.text)
         if text == ALONE or layout.world_size == 4:
             scorer = load(world, theirs, layout, mesh, groups, has_value_head=True)
             found[text]["values"] = values_differ(world, scorer, theirs)
@@ -311,6 +319,17 @@ def compare(world, theirs: Theirs, layouts: list[str]) -> dict[str, dict[str, fl
             again = load(world, theirs, layout, mesh, groups)
             found[text]["distributed"] = distributed_step_differs(world, ours, again, theirs)
     return found
+
+
+def greedy_text(ours: Ours, theirs: Theirs) -> list[int]:
+    """What the engine generates, on every rank."""
+    engine = MegatronEngine(ours.model, ours.groups, vocab_size=VOCAB, seed=1, max_concurrent=1)
+    params = SamplingParams(max_new_tokens=NUM_NEW, greedy=True, stop_ids=(2,))
+    (response,) = engine.generate(
+        [Request(prompt=theirs.sequences[0][:NUM_GIVEN], params=params, prompt_index=0, index=0)]
+    )
+    tokens: list[int] = response.tokens.tolist()
+    return tokens
 
 
 def chosen(ours: Ours, theirs: Theirs, rank: int) -> list[int]:
@@ -467,7 +486,15 @@ def test_every_family_computes_what_transformers_computes(answers):
     for name, found in worst.items():
         # A head of 12 is none for the compiled kernels.
         is_fast = not (CASES[name].is_mixture or name == "qwen3, yarn") and load_kernels() is not None
-        assert set(found) == {"logits", "paged", "values", "gradients", "norm", *(["fast"] if is_fast else [])}, name
+        assert set(found) == {
+            "logits",
+            "paged",
+            "text",
+            "values",
+            "gradients",
+            "norm",
+            *(["fast"] if is_fast else []),
+        }, name
     assert not too_far(worst)
 
 

@@ -22,7 +22,8 @@ def check_cut(model: ModelConfig, layout: ParallelLayout, name: str) -> None:
     if model.num_experts is None and layout.etp is not None:
         raise LayoutError(f"{name}: etp={layout.etp} without experts in the model; leave etp out")
     inner = "tp" if model.num_experts is None or layout.etp is None else "etp"
-    for axis, key in (("tp", "num_attention_heads"), (inner, "ffn_hidden_size"), ("tp", "shared_ffn_hidden_size")):
+    widths = ("num_attention_heads", "shared_ffn_hidden_size", "dense_ffn_hidden_size")
+    for axis, key in (*(("tp", key) for key in widths), (inner, "ffn_hidden_size")):
         size, width = getattr(layout, axis), getattr(model, key)
         if width is not None and width % size:
             raise LayoutError(f"{name}: {axis}={size} does not divide model.{key}={width}; choose a divisor")

@@ -362,7 +362,8 @@ def packed_bytes(spec: ModelSpec, model: ModelConfig, mesh: DeviceMesh, rank: in
 
     ``rollout.cpu.transformer`` copies them to generate on a CPU.
     """
-    fits = model.num_experts is None and model.head_size % 16 == 0 and model.query_groups >= mesh.layout.tp
+    fits = model.num_experts is None and model.kv_lora_rank is None
+    fits = fits and model.head_size % 16 == 0 and model.query_groups >= mesh.layout.tp
     if model.dtype != "fp32" or not fits:
         return 0
     held = WeightHoldings(spec, mesh)
@@ -403,9 +404,8 @@ def _spare_bytes(recipe: Recipe, mesh: DeviceMesh) -> int:
 def _sequence_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:
     """Return keys and values of a sequence as long as the context, in whole blocks, on the longest stage."""
     layers = max(mesh.layout.num_layers_of(stage, model.num_layers) for stage in range(mesh.layout.pp))
-    groups = max(1, model.query_groups // mesh.layout.tp)
     tokens = -(-model.max_context // BLOCK_TOKENS) * BLOCK_TOKENS
-    return 2 * layers * tokens * groups * model.head_size * ITEM_BYTES[model.dtype]
+    return layers * tokens * model.cached_size(mesh.layout.tp) * ITEM_BYTES[model.dtype]
 
 
 def training_bytes(
@@ -421,8 +421,9 @@ def training_bytes(
     """Return what a stage's layers keep for the backward pass, of micro-batches of ``tokens`` tokens.
 
     The activations between the layers are cut over the tensor-parallel ranks with sequence parallelism alone. Weights
-    below adapters are frozen, and need no input for a gradient; that is not taken off. What is recomputed, one layer at a time has. ``selective``
-    counts as ``none``: the formula has of the attention what a fused kernel keeps, and recomputing keeps it too.
+    below adapters are frozen, and need no input for a gradient; that is not taken off. What is recomputed, one layer at
+    a time has. ``selective`` counts as ``none``: the formula has of the attention what a fused kernel keeps, and
+    recomputing keeps it too.
 
     Args:
         model: The model.
@@ -508,13 +509,16 @@ def _layer_bytes(model: ModelConfig, tp: int, slices: int) -> int:
     ``kv`` columns of query and key, the projections, rotated query and key, what the kernel takes and gives, and the
     context: ``5 (q + kv) / tp``; of the feed-forward block gate and up, the activated gate, up once more, and the
     product, ``5 f / tp``. In a mixture these are there for each expert that a token goes to and for the shared one, and
-    so is the input, ``h``.
+    so is the input, ``h``; or those of a dense layer, where it is wider. Latent attention keeps the compressed vectors
+    too, uncut.
     """
     queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
-    whole = -(-2 * (1 + model.pre_norms + model.post_norms) * model.hidden_size // slices) + 4 * model.head_size
+    whole = -(-2 * (1 + model.pre_norms + model.post_norms) * model.hidden_size // slices) + 4 * model.rotary_size
+    whole += 2 * ((model.q_lora_rank or 0) + (model.kv_lora_rank or 0))
     experts = 1 if model.num_experts is None else model.experts_per_token
     whole += 0 if model.num_experts is None else experts * model.hidden_size
-    cut = 5 * (queries + keys + experts * model.ffn_hidden_size + (model.shared_ffn_hidden_size or 0))
+    width = experts * model.ffn_hidden_size + (model.shared_ffn_hidden_size or 0)
+    cut = 5 * (queries + keys + max(width, model.dense_ffn_hidden_size or 0))
     return (whole - (-cut // tp)) * ITEM_BYTES[model.dtype]
 
 

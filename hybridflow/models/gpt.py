@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -12,10 +13,13 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -31,10 +35,11 @@ from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, Pac
 from hybridflow.models.cpu_linear import use_onednn
 from hybridflow.models.experts import ExpertLayer, RoutedLayer
 from hybridflow.models.flops import ModelFlops, model_flops
+from hybridflow.models.latent_attention import LatentSelfAttention
 from hybridflow.models.layers import Chunks
 from hybridflow.models.lora import Dropout, attach
 from hybridflow.models.norm import ProjectionNorm, RmsNorm, normalize_output
-from hybridflow.models.rotary import all_frequencies, rotary_factor
+from hybridflow.models.rotary import all_frequencies, score_scale
 from hybridflow.models.scoring import Scoring
 from hybridflow.models.sequence_parallel import SequenceSwitch
 from hybridflow.parallel.accelerators import has_transformer_engine, has_weight_gradient_kernel
@@ -55,7 +60,6 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
     """Return megatron-core's configuration of this model in this layout."""
     on_gpu = device.type == "cuda"
     dtype = DTYPES[model.dtype]
-    scale = model.head_size**-0.5 if model.attention_scale is None else model.attention_scale
     experts: dict[str, Any] = {}
     if model.num_experts is not None:
         experts = dict(
@@ -73,8 +77,8 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         ffn_hidden_size=model.ffn_hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups or model.num_attention_heads,
-        kv_channels=model.head_dim,
-        softmax_scale=scale * rotary_factor(model) ** 2,
+        kv_channels=model.head_size,
+        softmax_scale=score_scale(model),
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
         layernorm_zero_centered_gamma=model.zero_centered_norms,
@@ -381,8 +385,13 @@ def _block_spec(
     else:
         layer = get_gpt_layer_with_transformer_engine_spec(**known)
     parts = layer.submodules
-    parts.self_attention.module = GroupedSelfAttention
-    parts.self_attention.submodules.core_attention = SdpaCoreAttention
+    if model.kv_lora_rank is not None:
+        parts.self_attention = ModuleSpec(module=LatentSelfAttention, params={"model": model})
+        # Transformer Engine's would be in the projection that is not there.
+        parts.input_layernorm = TENorm
+    else:
+        parts.self_attention.module = GroupedSelfAttention
+        parts.self_attention.submodules.core_attention = SdpaCoreAttention
     experts = None
     if model.num_experts is not None:
         experts, parts.mlp, layer.module = parts.mlp.submodules, IdentityOp, RoutedLayer
@@ -393,6 +402,10 @@ def _block_spec(
         if has_head_norms:
             parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = norm
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm), experts
+
+
+_DENSE = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+"""Of the dense layers of a mixture, whose norms stand before them as in the other layers."""
 
 
 def _finish_layer(
@@ -420,7 +433,12 @@ def _finish_layer(
         attention, head = layer.self_attention, model.head_size
         attention.q_layernorm = ProjectionNorm(layer.config, model.num_attention_heads, head, groups.tp)
         attention.k_layernorm = ProjectionNorm(layer.config, model.query_groups, head, groups.tp)
-    if experts is not None:
+    if experts is not None and (width := model.ffn_size(index)) is not None:
+        # Of the width megatron-core asks the configuration too.
+        dense = copy.copy(layer.config)
+        dense.ffn_hidden_size = width
+        layer.mlp = MLP(dense, _DENSE, ffn_hidden_size=width, tp_group=groups.tp)
+    elif experts is not None:
         layer.mlp = ExpertLayer(layer.config, experts, layer.layer_number, groups, model, device)
     if model.post_norms:
         for module in (layer.self_attention, layer.mlp):

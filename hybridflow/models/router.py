@@ -92,6 +92,12 @@ class ExpertRouter(TopKRouter):
         Args:
             scores: ``[tokens, experts]``.
         """
+        groups, most = self._model.router_groups, self._model.router_groups_per_token
+        if groups is not None and most is not None:
+            grouped = scores.unflatten(1, (groups, -1))
+            best = grouped.topk(2).values.sum(-1).topk(most, dim=1).indices
+            is_out = torch.ones_like(grouped[:, :, 0], dtype=torch.bool).scatter(1, best, False)
+            scores = grouped.masked_fill(is_out[:, :, None], -torch.inf).flatten(1)
         return scores.topk(self.topk, dim=1).indices.sort(dim=1).values
 
     def _weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
@@ -106,4 +112,4 @@ class ExpertRouter(TopKRouter):
             weights = logits.float().sigmoid().gather(1, chosen)
             if model.normalized_experts:
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights.type_as(logits)
+        return (weights * model.routed_scaling).type_as(logits)

@@ -295,6 +295,12 @@ def check_lora(recipe: Recipe) -> None:
         raise ConfigError(f"{key}={found}: expected at least one layer, and each once")
     if recipe.model.implementation == "megatron" and (strangers := [each for each in found if each not in MODULES]):
         raise ConfigError(f"{key}: {', '.join(strangers)}: expected some of {', '.join(MODULES)}; name these")
+    queries = [each for each in ("q_proj", "k_proj", "v_proj", "qkv_proj") if each in found]
+    if recipe.model.kv_lora_rank is not None and queries:
+        raise ConfigError(
+            f"{key}={found}: latent attention has no {', '.join(queries)}, and its projections to and from compressed "
+            "vectors have no adapters here; set it to [o_proj]"
+        )
     parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     for whole, pieces in parts.items():
         if whole in found and set(pieces) & set(found):

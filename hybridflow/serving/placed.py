@@ -171,9 +171,8 @@ def memory_line(model: ModelConfig, layout: ParallelLayout, cached_tokens: int, 
     )
     held = WeightHoldings(spec, mesh)
     weights = max(held_bytes(spec, held, mesh.rank_at(pp=stage)) for stage in range(layout.pp))
-    groups = max(1, model.query_groups // layout.tp)
     max_layers = max(layout.num_layers_of(stage, model.num_layers) for stage in range(layout.pp))
-    of_a_token = 2 * max_layers * groups * model.head_size * ITEM_BYTES[model.dtype]
+    of_a_token = max_layers * model.cached_size(layout.tp) * ITEM_BYTES[model.dtype]
     cache = cached_tokens * of_a_token
     most = int(cache_memory) if cache_memory >= 1 else cache
     least = format_bytes(min(cache, most))

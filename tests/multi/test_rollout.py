@@ -11,10 +11,12 @@ from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import pack, split_by_tokens
 from hybridflow.models.training import forward_only
 from hybridflow.rollout import engine as engine_module
+from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.engine import MegatronEngine
+from hybridflow.rollout.paged import PagedCache, block_bytes
 from hybridflow.rollout.request import Request, Response, RolloutStopped, SamplingParams
 from hybridflow.rollout.sampling import gumbel_noise, row_keys, sequence_key
-from tests.multi.models import CAPPED, DEEP, MIXTURE, TINY, VOCAB, layouts_of, make_model
+from tests.multi.models import CAPPED, DEEP, MIXTURE, SHARED, TINY, VOCAB, layouts_of, make_model
 from tests.support.ranks import run_ranks
 
 PARAMS = {
@@ -46,6 +48,8 @@ def rollout(
     for layout in layouts:
         model, mesh, groups, _ = make_model(world, layout, model=shape)
         engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=max_concurrent)
+        cached = len(model.decoder.layers) * shape.cached_size(layout.tp) * BLOCK_TOKENS * 4
+        assert block_bytes(model) == PagedCache(model, 1, world.device).num_bytes == cached
         for name in kinds:
             params = PARAMS[name]
             mine = requests(params)[mesh.coordinate(world.rank).dp :: layout.dp]
@@ -173,8 +177,8 @@ def test_same_text_in_eight_stages():
     assert_same_text(found, {key[1:]: value for key, value in reference.items()}, DEEP)
 
 
-@pytest.mark.parametrize("shape", [CAPPED, MIXTURE], ids=["capped", "mixture"])
-def test_windows_caps_and_experts_give_the_same_text_in_layouts_and_the_log_probs_of_training(shape):
+@pytest.mark.parametrize("shape", [CAPPED, MIXTURE, SHARED], ids=["capped", "mixture", "latent"])
+def test_windows_caps_experts_and_compressed_caches_give_the_same_text_in_layouts_and_the_log_probs_of_training(shape):
     layouts = [ParallelLayout.parse(text) for text in ("tp2.pp2.dp1", "tp1.pp2.dp2", "tp2.pp2.layers1-3")]
     reference = merged(1, [ParallelLayout()], 256, ("plain",), shape)
     found = merged(4, layouts, 7, ("plain",), shape)

@@ -152,7 +152,9 @@ def to_args(model: ModelConfig, dtype: DType) -> dict[str, Any]:
         *("glu_offset", "attention_sinks", "rotary_dim", "rotary_interleaved", "local_rotary_base", "attention_scale"),
         *("attention_softcap", "logit_softcap", "window_layers"),
     )
-    strange = [name for name in names if getattr(model, name) != getattr(plain, name)]
+    # Megatron-LM has arguments for these, and names for their tensors, that are neither written nor read here.
+    unwritten = ("kv_lora_rank", "num_dense_layers", "router_groups", "routed_scaling")
+    strange = [name for name in (*names, *unwritten) if getattr(model, name) != getattr(plain, name)]
     if model.router_score == "sigmoid" and not model.normalized_experts:
         strange.append("normalized_experts")
     scaling = model.rotary_scaling
@@ -162,7 +164,7 @@ def to_args(model: ModelConfig, dtype: DType) -> dict[str, Any]:
             strange.append("rotary_scaling")
     if strange:
         values = ", ".join(f"{name}={getattr(model, name)!r}" for name in strange)
-        raise ConfigError(f"Megatron-LM has no arguments for a model with {values}; write another format")
+        raise ConfigError(f"a checkpoint of Megatron-LM is not written of a model with {values}; write another format")
     args: dict[str, Any] = {name: getattr(model, setting) for name, setting in _SAME.items()}
     args |= {name: allowed[0] for name, allowed in _REQUIRED.items()}
     args |= {

@@ -142,7 +142,7 @@ ADAPTERS = (
 CASES = [
     (model, has_value_head, lora)
     for model, has_value_head, lora in itertools.product(RECIPES, (False, True), ADAPTERS)
-    if lora is None or model.num_experts is None
+    if lora is None or (model.num_experts is None and model.kv_lora_rank is None)
 ]
 
 

@@ -86,13 +86,19 @@ WIDE = ModelConfig(
 LENGTHS = [48, 44, 44]
 
 
-def kept_by_layers(world, model: ModelConfig, lora: LoRAConfig | None = None) -> tuple[int, int]:
+def kept_by_layers(
+    world, model: ModelConfig, lora: LoRAConfig | None = None, layout: ParallelLayout | None = None
+) -> tuple[int, int]:
     """Bytes that the layers of a model keep for the backward pass, weights aside: as they are, and as estimated."""
-    mesh, groups = place(world, ParallelLayout())
+    mesh, groups = place(world, ParallelLayout() if layout is None else layout)
     built = build_transformer(model, mesh.layout, groups, world.device, vocab_size=VOCAB, lora=lora)
     initialize(built, describe_model(world, model, vocab_size=VOCAB, lora=lora), mesh, world.rank, seed=3, std=0.1)
     micro_batch = pack(
-        [0, 1, 2], [(torch.arange(each) + place) % VOCAB for place, each in enumerate(LENGTHS)], [1, 1, 1], world.device
+        [0, 1, 2],
+        [(torch.arange(each) + place) % VOCAB for place, each in enumerate(LENGTHS)],
+        [1, 1, 1],
+        world.device,
+        groups.cp,
     )
     weights = {parameter.untyped_storage().data_ptr() for parameter in built.parameters()}
     kept: dict[int, int] = {}
@@ -110,7 +116,8 @@ def kept_by_layers(world, model: ModelConfig, lora: LoRAConfig | None = None) ->
         assert output.requires_grad  # what is kept stays alive until here
         return sum(kept.values())
 
-    return all_kept(torch.tensor([0])), memory.training_bytes(model, mesh, world.rank, sum(LENGTHS), lora)
+    tokens = -(-sum(LENGTHS) // mesh.layout.cp)
+    return all_kept(torch.tensor([0])), memory.training_bytes(model, mesh, world.rank, tokens, lora)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -124,6 +131,28 @@ def test_activations_are_what_is_kept_for_the_backward_pass(dtype):
     # Sequences are padded to the longest for the kernel, which also keeps a number for each head. Of queries, keys and
     # values that are laid out for it, only that copy is kept.
     assert 0.9 * expected <= found <= 1.05 * expected, (found, estimated)
+
+
+SPLITS = {"tp2": 2, "cp2": 2, "tp2.cp2": 4}
+"""Layout -> parts into which what norms keep is cut."""
+
+
+def kept_where_split(world) -> dict[str, tuple[int, int]]:
+    found = {}
+    for text in SPLITS:
+        layout = ParallelLayout.parse(text)
+        if layout.world_size == world.size:
+            found[text] = kept_by_layers(world, WIDE, None, layout)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_activations_are_split_by_tokens_as_estimated(size):
+    for found in run_ranks(kept_where_split, size):
+        for text, (kept, estimated) in found.items():
+            # As above, of a CPU that does not fuse norms.
+            unfused = sum(LENGTHS) * WIDE.hidden_size * (4 * 2 * WIDE.num_layers + 8) / SPLITS[text]
+            assert 0.9 * (estimated + unfused) <= kept <= 1.05 * (estimated + unfused), (text, kept, estimated)
 
 
 def test_adapters_keep_no_more_than_is_estimated():

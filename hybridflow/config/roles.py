@@ -104,6 +104,31 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Set how the experts of the actor are kept in balance, and how tokens travel to them. See docs/experts.md.
+
+    Attributes:
+        aux_loss: Weight of the auxiliary loss that balances the experts within each sample. Losses of layers add up.
+        z_loss: Weight of the z-loss, which keeps the router's logits small. Losses of layers add up.
+        bias_update_rate: Amount by which the bias of each expert rises or falls after an optimizer step, towards equal
+            loads. It needs ``model.router_bias``. 0 leaves the bias as it is.
+        dispatcher: How tokens reach experts on other ranks. ``alltoall`` sends each token to the ranks of its experts.
+            ``allgather`` brings all tokens to all of these ranks. ``auto`` means ``allgather`` where a token has more
+            experts than there are such ranks.
+        router_replay: What is done with the rollout's choices of experts. ``replay`` takes them in log-probabilities
+            and training. ``measure`` only compares. ``none`` does not keep them.
+
+    Paper: arXiv 2412.19437, 2202.08906, 2408.15664.
+    """
+
+    aux_loss: NotNegative = field(default=0.0, metadata=MAY_CHANGE)
+    z_loss: NotNegative = field(default=0.0, metadata=MAY_CHANGE)
+    bias_update_rate: NotNegative = field(default=0.0, metadata=MAY_CHANGE)
+    dispatcher: Literal["auto", "alltoall", "allgather"] = field(default="auto", metadata=MAY_CHANGE)
+    router_replay: Literal["none", "measure", "replay"] = field(default="none", metadata=MAY_CHANGE)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ActorConfig:
     """Set the policy, with one layout for each of its two phases.
 
@@ -111,7 +136,8 @@ class ActorConfig:
         ranks: Global ranks, in mesh order. None means all ranks except ``rollout_ranks``.
         update: Layout of the update phase, which learns and computes log-probabilities.
         rollout: Layout of the rollout phase, on the same ranks unless ``rollout_ranks`` names others. The ranks are
-            ordered so that each keeps as many of its weights as it can. None means the update layout.
+            ordered so that each keeps as many of its weights as it can. None means the update layout, its
+            context-parallel ranks and shards as replicas.
         rollout_ranks: Separate ranks that generate, in mesh order. They must not be among ``ranks``. None means that
             ``ranks`` generate too. See docs/async.md.
         optimizer: Optimizer of the actor.
@@ -126,10 +152,11 @@ class ActorConfig:
             (under FSDP) keeps weights, gradients and optimizer state in host memory during the update too. A layer
             comes to the accelerator to compute, and the optimizer runs on the host.
         recompute: Activations to compute again in the backward pass in the place of keeping them. ``selective`` means
-            those inside the core attention, ``full`` all but the input of each layer.
+            inside the core attention, ``full`` all but the input of each layer. See docs/layouts.md.
         recompute_layers: Layers of each pipeline stage that ``recompute: full`` holds for, from the first. None means
             all.
         lora: Train adapters instead of the weights. None trains the weights.
+        moe: Experts of the actor's model.
     """
 
     ranks: tuple[int, ...] | None = field(default=None, metadata=MAY_CHANGE)
@@ -143,6 +170,7 @@ class ActorConfig:
     recompute: Recompute = field(default="none", metadata=MAY_CHANGE)
     recompute_layers: Count | None = field(default=None, metadata=MAY_CHANGE)
     lora: LoRAConfig | None = None
+    moe: MoEConfig = field(default_factory=MoEConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +187,7 @@ class CriticConfig:
         offload: Keep the optimizer's state in host memory while the critic does not learn, and free the gradients.
             ``always`` as for the actor.
         recompute: Activations to compute again in the backward pass in the place of keeping them. ``selective`` means
-            those inside the core attention, ``full`` all but the input of each layer.
+            inside the core attention, ``full`` all but the input of each layer. See docs/layouts.md.
         recompute_layers: Layers of each pipeline stage that ``recompute: full`` holds for, from the first. None means
             all.
     """

@@ -24,7 +24,11 @@ _OLDER = (
     "original_max_position_embeddings",
 )
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_ROTARY_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+_YARN_NUMBERS = ("mscale", "mscale_all_dim")
+_ROTARY_NUMBERS = (
+    *("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"),
+    *_YARN_NUMBERS,
+)
 _ROTARY_LISTS = ("short_factor", "long_factor")
 _ROTARY_KEYS = {
     *_ROTARY_NUMBERS,
@@ -87,6 +91,7 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
             )
     model = {setting: given[key] for key, setting in family.keys.items() if given.get(key) is not None}
     model |= family.always
+    model |= _mixture(given, model)
     model |= _rotary(family, given, where)
     model |= _window(family, given, where)
     if given.get("query_pre_attn_scalar") is not None:
@@ -99,6 +104,18 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
         model=settings,
         has_value_head=_has_value_head(family, values, where),
     )
+
+
+def _mixture(given: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the keys of shared experts, dense layers and groups of experts mean together."""
+    found: dict[str, Any] = {}
+    if given.get("n_shared_experts"):
+        found["shared_ffn_hidden_size"] = given["n_shared_experts"] * model["ffn_hidden_size"]
+    if model.get("num_dense_layers") == 0:
+        found["dense_ffn_hidden_size"] = None
+    if model.get("router_groups") == 1:
+        found |= {"router_groups": None, "router_groups_per_token": None}
+    return found
 
 
 def dtype_of(values: Mapping[str, Any]) -> str:
@@ -193,7 +210,11 @@ def _one_rotary(family: Family, given: Mapping[str, Any], told: dict[str, Any], 
             f"{where}: rope_type={kind!r} is not computed for {family.name}; only 'default', "
             f"{', '.join(map(repr, family.scalings))} is: choose another model"
         )
-    strangers = [f"{key}={value!r}" for key, value in told.items() if key not in _ROTARY_KEYS and value is not None]
+    strangers = [
+        f"{key}={value!r}"
+        for key, value in told.items()
+        if (key not in _ROTARY_KEYS or kind != "yarn" and key in _YARN_NUMBERS) and value is not None
+    ]
     if strangers:
         raise ConfigError(f"{where}: rope_parameters: {', '.join(strangers)} is not computed; choose another model")
     # As ``transformers`` has it: the model's own key goes before that of the scaling.
@@ -297,6 +318,8 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
         # Newer files lack what older readers go by, who would compute other positions without a word.
         older = {key: config[key] for key in (*_OLDER, *described.family.aliases.values()) if key in config}
         config = {**older, **kept, **head}
+        if described.family.further_layers is not None and described.family.further_layers[1] in config:
+            config[described.family.further_layers[1]] = 0
     elif original is not None:
         config |= {key: original[key] for key in _TOKENS if key in original}
     for key in ("dtype", "torch_dtype"):
@@ -335,7 +358,7 @@ def spelled_out(model: ModelConfig) -> ModelConfig:
 _SCALING_KEYS = {
     "linear": ("factor",),
     "llama3": ("factor", "original_context", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_context", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+    "yarn": ("factor", "original_context", "beta_fast", "beta_slow", "truncate", "attention_factor", *_YARN_NUMBERS),
     "longrope": ("factor", "original_context", "attention_factor", "short_factor", "long_factor"),
 }
 """The settings that each kind of rotary scaling uses."""
@@ -350,7 +373,9 @@ def _unsaid(described: Described) -> list[str]:
     try:
         found = read_config(_written(described), where="config.json").model
     except ConfigError:
-        return [key for key in ("rotary_scaling",) if described.model.rotary_scaling is not None] or ["num_layers"]
+        return [key for key in ("rotary_scaling",) if described.model.rotary_scaling is not None] or [
+            *to_dict(described.model)
+        ]
     expected, read = to_dict(spelled_out(described.model)), to_dict(spelled_out(found))
     return [key for key in expected if expected[key] != read[key]]
 
@@ -376,7 +401,8 @@ def _written(described: Described) -> dict[str, Any]:
     config |= {key: allowed[0] for key, allowed in family.computed.items() if allowed[0] is not None}
     config |= {key: getattr(model, setting) for key, setting in family.keys.items()}
     config["num_key_value_heads"] = model.query_groups
-    config["head_dim"] = model.head_size
+    config["head_dim"] = model.head_size if model.kv_lora_rank is None else model.rotary_size
+    config |= _written_mixture(family, model)
     if "query_pre_attn_scalar" in family.defaults:
         scale = model.head_size**-0.5 if model.attention_scale is None else model.attention_scale
         # An integer to transformers, so that not every scale can be said.
@@ -387,6 +413,21 @@ def _written(described: Described) -> dict[str, Any]:
     config |= {"dtype": name, "torch_dtype": name}
     if described.has_value_head:
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return config
+
+
+def _written_mixture(family: Family, model: ModelConfig) -> dict[str, Any]:
+    """Return the keys of shared experts, dense layers and groups, where the family has them; see ``_mixture``."""
+    config: dict[str, Any] = {}
+    if "n_shared_experts" in family.defaults:
+        config["n_shared_experts"] = (model.shared_ffn_hidden_size or 0) // model.ffn_hidden_size
+    if "first_k_dense_replace" in family.keys and model.dense_ffn_hidden_size is None:
+        # A number to transformers, which nothing uses then.
+        config["intermediate_size"] = model.ffn_hidden_size
+    if "n_group" in family.keys and model.router_groups is None:
+        config |= {"n_group": 1, "topk_group": 1}
+    if family.further_layers is not None:
+        config[family.further_layers[1]] = 0
     return config
 
 
@@ -432,6 +473,9 @@ def _written_one_rotary(model: ModelConfig) -> dict[str, Any]:
             "rope_parameters": {"rope_theta": base, "rope_type": "default"},
         }
     told = {key: value for key, value in _used(scaling).items() if value is not None}
+    if told.get("truncate"):
+        # What is meant where it is left out; older readers do not know it.
+        del told["truncate"]
     original = told.pop("original_context", None)
     if scaling.kind == "longrope" and told["factor"] == model.max_context / original:
         del told["factor"]

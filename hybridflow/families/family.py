@@ -63,6 +63,8 @@ class Family:
             ``config.json`` goes before the last three.
         scalings: Kinds of rotary scaling that its files may ask for.
         rules: Every tensor of the language model.
+        further_layers: End of a name by which a layer behind the last is told that predicts further tokens (multi-token
+            prediction), and the key that counts such layers. They are skipped, and written as none.
         ignored: Regular expressions of tensors that hold nothing learned, such as tables of frequencies.
     """
 
@@ -77,6 +79,7 @@ class Family:
     window: Literal["none", "all", "switched", "upper_layers", "even_layers", "most_layers"] = "none"
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
     rules: tuple[Rule, ...]
+    further_layers: tuple[str, str] | None = None
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
 
 

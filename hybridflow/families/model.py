@@ -24,6 +24,9 @@ class RotaryScaling:
         beta_slow: For ``yarn``: dims that turn less often than this are stretched in full.
         truncate: For ``yarn``: whether these two bounds are rounded to whole pairs of dims.
         attention_factor: For ``yarn`` and ``longrope``: factor on queries and on keys. None means the paper's factor.
+        mscale: For ``yarn``: weight of log(factor) in the factor on queries and keys. It needs ``mscale_all_dim``.
+        mscale_all_dim: For ``yarn``: weight of log(factor) by which the factor is divided. Latent attention multiplies
+            its scores by the square of that divisor.
         short_factor: For ``longrope``: divisor of each frequency where ``max_context`` is within ``original_context``.
         long_factor: For ``longrope``: divisor of each frequency for a longer ``max_context``.
     """
@@ -37,6 +40,8 @@ class RotaryScaling:
     beta_slow: Positive = 1.0
     truncate: bool = True
     attention_factor: Positive | None = None
+    mscale: Positive | None = None
+    mscale_all_dim: Positive | None = None
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
 
@@ -76,6 +81,12 @@ class ModelConfig:
         linear_bias: Whether all linear layers between embedding and output have a bias, router and experts included.
         qk_norm: Whether queries and keys are normalized.
         qk_norm_over: What ``qk_norm`` normalizes together. ``projection`` means all heads of a token's query or key.
+        kv_lora_rank: Width to which latent attention (MLA, arXiv 2405.04434) compresses keys and values. None means
+            plain attention. The next four keys are for latent attention.
+        q_lora_rank: Width to which queries are compressed. None means that they are not.
+        qk_nope_head_dim: Part of each query and key head without position.
+        qk_rope_head_dim: Part with rotary position, which all heads share in keys.
+        v_head_dim: Width of each value head.
         attention_scale: Factor on the attention scores. None means 1 / sqrt(head size).
         attention_sinks: Whether the weights of a head's scores share their sum of 1 with a learned number of the head
             (arXiv 2309.17453).
@@ -87,6 +98,18 @@ class ModelConfig:
         experts_per_token: Experts that each token goes to.
         normalized_experts: Whether the weights of a token's experts add up to 1. Otherwise they are shares of all
             experts'.
+        router_score: Function that turns the router's logits into scores of experts. ``softmax`` is over all experts.
+            ``sigmoid`` scores each by itself (arXiv 2412.19437).
+        router_bias: Whether a bias for each expert is added to the scores when experts are chosen. It does not change
+            their weights (arXiv 2408.15664). It needs ``router_score: sigmoid``.
+        shared_ffn_hidden_size: Width inside the shared expert of each layer, which every token goes to. None means no
+            shared expert.
+        num_dense_layers: Layers from the first with a dense feed-forward block instead of experts.
+        dense_ffn_hidden_size: Width inside the feed-forward block of these layers.
+        router_groups: Equal groups of experts. A token goes to experts of its best ``router_groups_per_token`` groups,
+            by the sum of the two best scores of each (arXiv 2412.19437). None means no groups.
+        router_groups_per_token: Groups that each token goes to.
+        routed_scaling: Factor on the output of the routed experts. It and the groups need ``router_score: sigmoid``.
         init_std: Standard deviation of initial weights.
         dtype: Number format of weights and activations. Gradients are summed, and optimizer steps taken, in fp32. fp16
             is for generating alone.
@@ -125,6 +148,11 @@ class ModelConfig:
     linear_bias: bool = False
     qk_norm: bool = False
     qk_norm_over: Literal["head", "projection"] = "head"
+    kv_lora_rank: Count | None = None
+    q_lora_rank: Count | None = None
+    qk_nope_head_dim: Count | None = None
+    qk_rope_head_dim: Count | None = None
+    v_head_dim: Count | None = None
     attention_scale: Positive | None = None
     attention_sinks: bool = False
     attention_softcap: Positive | None = None
@@ -134,6 +162,14 @@ class ModelConfig:
     num_experts: ListedCount | None = None
     experts_per_token: Count = 2
     normalized_experts: bool = True
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    router_bias: bool = False
+    shared_ffn_hidden_size: Count | None = None
+    num_dense_layers: Annotated[int, Bounds(low=0)] = 0
+    dense_ffn_hidden_size: Count | None = None
+    router_groups: Count | None = None
+    router_groups_per_token: Count | None = None
+    routed_scaling: Positive = 1.0
     init_std: Positive = field(default=0.02, metadata=MAY_CHANGE)
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     implementation: Literal["megatron", "transformers"] = "megatron"
@@ -146,8 +182,37 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
-        """Return the width of each head."""
+        """Return the width of each query and key head."""
+        if self.kv_lora_rank is not None:
+            return (self.qk_nope_head_dim or 0) + (self.qk_rope_head_dim or 0)
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        """Return the part of each query and key head that turns with its position."""
+        if self.qk_rope_head_dim is not None:
+            return self.qk_rope_head_dim
+        return self.head_size if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def value_size(self) -> int:
+        """Return the width of each value head."""
+        return self.head_size if self.v_head_dim is None else self.v_head_dim
+
+    def ffn_size(self, layer: int) -> int | None:
+        """Return the width of the dense feed-forward block of a layer, or None if the layer has experts."""
+        if self.num_experts is None:
+            return self.ffn_hidden_size
+        return self.dense_ffn_hidden_size if layer < self.num_dense_layers else None
+
+    def cached_size(self, tp: int) -> int:
+        """Return the numbers that a tensor-parallel rank caches of each token in each layer.
+
+        Latent attention caches the compressed keys and values, whole on each rank.
+        """
+        if self.kv_lora_rank is not None:
+            return self.kv_lora_rank + self.rotary_size
+        return 2 * max(1, self.query_groups // tp) * self.head_size
 
 
 _MOST_EXPERTS = 1 << 16
@@ -177,7 +242,13 @@ def check_model(model: ModelConfig, owner: str) -> None:
         ConfigError: Two settings contradict each other, or one is missing that another needs.
     """
     heads, groups = model.num_attention_heads, model.query_groups
-    if model.head_dim is not None:
+    _check_latent(model, owner)
+    if model.kv_lora_rank is not None:
+        if model.rotary_size % 2:
+            raise ConfigError(
+                f"{owner}.qk_rope_head_dim={model.qk_rope_head_dim}: rotary embeddings need an even size; add or take 1"
+            )
+    elif model.head_dim is not None:
         if model.head_dim % 2:
             raise ConfigError(
                 f"{owner}.head_dim={model.head_dim}: rotary embeddings need an even size of each head; add or take 1"
@@ -204,6 +275,40 @@ def check_model(model: ModelConfig, owner: str) -> None:
         _check_rotary(model, model.rotary_scaling, f"{owner}.rotary_scaling")
 
 
+_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+def _check_latent(model: ModelConfig, owner: str) -> None:
+    """Refuse parts of latent attention without the rest, and what it has not."""
+    if model.kv_lora_rank is None:
+        alone = [name for name in ("q_lora_rank", *_LATENT) if getattr(model, name) is not None]
+        if alone:
+            raise ConfigError(
+                f"{owner}.{alone[0]}={getattr(model, alone[0])} without {owner}.kv_lora_rank: it belongs to latent "
+                "attention; give kv_lora_rank too, or remove it"
+            )
+        return
+    for name in _LATENT:
+        if getattr(model, name) is None:
+            raise ConfigError(f"{owner}.{name}: missing; latent attention (kv_lora_rank) needs it: give it")
+    if model.head_dim not in (None, model.head_size):
+        raise ConfigError(
+            f"{owner}.head_dim={model.head_dim} with {owner}.kv_lora_rank={model.kv_lora_rank}: expected "
+            f"qk_nope_head_dim + qk_rope_head_dim = {model.head_size}; remove head_dim"
+        )
+    if model.query_groups != model.num_attention_heads:
+        raise ConfigError(
+            f"{owner}.num_query_groups={model.num_query_groups} with {owner}.kv_lora_rank={model.kv_lora_rank}: latent "
+            f"attention has a key for each of its {model.num_attention_heads} heads; remove num_query_groups"
+        )
+    for name in ("qk_norm", "qkv_bias"):
+        if getattr(model, name):
+            raise ConfigError(
+                f"{owner}.{name}=true with {owner}.kv_lora_rank={model.kv_lora_rank}: latent attention has no such "
+                "tensors; set it to false"
+            )
+
+
 def _check_window(model: ModelConfig, owner: str) -> None:
     if model.window_layers is None:
         return
@@ -219,9 +324,36 @@ def _check_window(model: ModelConfig, owner: str) -> None:
         )
 
 
+_EXPERT_KEYS = {
+    **{"router_score": "softmax", "router_bias": False, "shared_ffn_hidden_size": None},
+    **{"num_dense_layers": 0, "dense_ffn_hidden_size": None, "routed_scaling": 1.0},
+    **{"router_groups": None, "router_groups_per_token": None},
+}
+"""Settings of mixtures alone, and their values elsewhere."""
+
+
 def _check_experts(model: ModelConfig, owner: str) -> None:
     if model.num_experts is None:
+        for key, plain in _EXPERT_KEYS.items():
+            if getattr(model, key) != plain:
+                raise ConfigError(
+                    f"{owner}.{key}={getattr(model, key)!r} without {owner}.num_experts; give the number of experts, "
+                    "or remove it"
+                )
         return
+    if model.router_score == "softmax" and (model.router_groups is not None or model.routed_scaling != 1):
+        key = "routed_scaling" if model.router_groups is None else "router_groups"
+        raise ConfigError(
+            f"{owner}.{key}={getattr(model, key)} with {owner}.router_score='softmax' is not computed; only with "
+            "'sigmoid' is: set router_score to sigmoid, or remove the key"
+        )
+    if model.router_bias and model.router_score != "sigmoid":
+        raise ConfigError(
+            f"{owner}.router_bias=true with {owner}.router_score={model.router_score!r}: the bias is added to scores "
+            "of sigmoid alone; set router_score to sigmoid, or router_bias to false"
+        )
+    _check_dense_layers(model, owner)
+    _check_router_groups(model, owner)
     if model.num_layers * model.num_experts > _MOST_EXPERTS:
         raise ConfigError(
             f"{owner}.num_layers={model.num_layers} × {owner}.num_experts={model.num_experts} = "
@@ -232,10 +364,46 @@ def _check_experts(model: ModelConfig, owner: str) -> None:
             f"{owner}.experts_per_token={model.experts_per_token} is more than "
             f"{owner}.num_experts={model.num_experts}; lower the first or raise the second"
         )
-    if model.experts_per_token == 1 and model.normalized_experts:
+    if model.experts_per_token == 1 and model.normalized_experts and model.router_score == "softmax":
         raise ConfigError(
             f"{owner}.experts_per_token=1 with {owner}.normalized_experts=true is not computed: the one weight would "
             "always be 1 and the router learn nothing; set normalized_experts to false, or choose more experts"
+        )
+
+
+def _check_dense_layers(model: ModelConfig, owner: str) -> None:
+    if model.num_dense_layers >= model.num_layers:
+        raise ConfigError(
+            f"{owner}.num_dense_layers={model.num_dense_layers} leaves none of {model.num_layers} layers to experts; "
+            "lower it, or remove num_experts"
+        )
+    if bool(model.num_dense_layers) != (model.dense_ffn_hidden_size is not None):
+        raise ConfigError(
+            f"{owner}.num_dense_layers={model.num_dense_layers} with {owner}.dense_ffn_hidden_size="
+            f"{model.dense_ffn_hidden_size}: dense layers need a width, and the width needs layers; give both or none"
+        )
+
+
+def _check_router_groups(model: ModelConfig, owner: str) -> None:
+    groups, chosen, experts = model.router_groups, model.router_groups_per_token, model.num_experts or 0
+    if (groups is None) != (chosen is None):
+        raise ConfigError(
+            f"{owner}.router_groups={groups} with {owner}.router_groups_per_token={chosen}: one needs the other; give "
+            "both or none"
+        )
+    if groups is None or chosen is None:
+        return
+    if experts % groups or chosen > groups or experts // groups < 2 or groups < 2:
+        raise ConfigError(
+            f"{owner}.router_groups={groups} with {owner}.num_experts={experts} and {owner}.router_groups_per_token="
+            f"{chosen}: expected at least 2 groups of equally many experts, at least 2, and no more groups for a token "
+            "than there are; change one"
+        )
+    most = experts // groups * chosen
+    if model.experts_per_token > most:
+        raise ConfigError(
+            f"{owner}.experts_per_token={model.experts_per_token} is more than the {most} experts of "
+            f"{owner}.router_groups_per_token={chosen} groups; lower the first or raise the second"
         )
 
 
@@ -261,10 +429,10 @@ def _check_rotary(model: ModelConfig, scaling: RotaryScaling, owner: str) -> Non
         )
     for key in ("short_factor", "long_factor"):
         found = len(getattr(scaling, key))
-        expected = model.head_size // 2 if scaling.kind == "longrope" else 0
+        expected = model.rotary_size // 2 if scaling.kind == "longrope" else 0
         if found != expected:
             raise ConfigError(
-                f"{owner}.{key}: {found} numbers; {scaling.kind} with heads of {model.head_size} takes {expected}"
+                f"{owner}.{key}: {found} numbers; {scaling.kind} with heads of {model.rotary_size} takes {expected}"
                 + (", one for each pair of dims: give so many" if expected else ": remove it")
             )
         if any(divisor <= 0 for divisor in getattr(scaling, key)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hybridflow.families.deepseek import DEEPSEEK_V3
 from hybridflow.families.family import Family
 from hybridflow.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from hybridflow.families.glm import GLM, GLM4
@@ -19,6 +20,6 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3_TEXT, OLMO2, GLM, GLM4),
-        *(MIXTRAL, QWEN3_MOE, GPT_OSS),
+        *(MIXTRAL, QWEN3_MOE, GPT_OSS, DEEPSEEK_V3),
     )
 }

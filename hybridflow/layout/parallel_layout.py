@@ -256,19 +256,10 @@ class ParallelLayout:
         """Refuse by name the axes that this version describes but cannot train with.
 
         Raises:
-            LayoutError: ``ep`` is above 1, or ``etp`` is given; or there is nothing to interleave.
+            LayoutError: There is nothing to interleave.
         """
         if self.vpp > 1 and self.pp == 1:
             raise LayoutError(
                 f"{owner}.vpp={self.vpp}: virtual chunks interleave pipeline stages, and pp=1 has one stage; set "
                 "vpp=1, or pp to 2 or more"
             )
-        for axis, what in (("ep", "expert"),):
-            size = getattr(self, axis)
-            if size > 1:
-                raise LayoutError(
-                    f"{owner}.{axis}={size}: {what} parallelism cannot be trained yet; "
-                    f"set {axis}=1 and use tp, pp and dp"
-                )
-        if self.etp is not None:
-            raise LayoutError(f"{owner}.etp: cannot be trained yet; leave it out")

@@ -44,7 +44,11 @@ class PackedAttention:
 
     Attributes:
         positions: Place of each token in its sequence, ``[tokens]`` int64.
+        routing: What routers of a mixture are told, a ``routing.Routing``; None: nothing.
     """
+
+    is_compressed = False
+    routing: Any = None
 
     def __init__(self, lengths: list[int], device: torch.device, places: Tensor | None = None) -> None:
         counts = torch.tensor(lengths, dtype=torch.int64)
@@ -71,12 +75,17 @@ class PackedAttention:
             layer: Local layer index.
             query: ``[tokens, heads/tp, head]``.
             key: ``[tokens, groups/tp, head]``.
-            value: As ``key``.
+            value: ``[tokens, groups/tp, width]``.
             scoring: How scores are made of them.
 
         Returns:
-            ``[tokens, heads/tp, head]``.
+            ``[tokens, heads/tp, width]``.
         """
+        width = value.shape[2]
+        if query.is_cuda and width < query.shape[2]:
+            # The kernels want values as wide as keys.
+            value = pad(value, (0, query.shape[2] - width))
+            return self.attend(layer, query, key, value, scoring)[..., :width]
         if query.is_cuda:
             backend = self._sequences.backend(query, scoring)
             if backend != "rectangles":
@@ -147,7 +156,7 @@ class _Rectangles:
             seen = None if is_plain else self._sight.through(scoring.window)[:width, :width]
             found.append(attend(queries, keys, values, seen, scoring).transpose(1, 2).flatten(0, 1))
         if not found:
-            return torch.empty_like(query)
+            return query.new_empty(*query.shape[:2], value.shape[2])
         context = found[0] if len(found) == 1 else torch.cat(found)
         return context if self._is_rectangle else _rows(context, self._cells)
 
@@ -200,7 +209,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scori
     Args:
         query: ``[samples, heads/tp, queries, head]``.
         key: ``[samples, groups/tp, keys, head]``.
-        value: As ``key``.
+        value: ``[samples, groups/tp, keys, width]``.
         seen: Which key each query sees, ``[queries, keys]`` or ``[samples, 1, queries, keys]``; None: causal.
         scoring: How scores are made.
     """
@@ -237,9 +246,11 @@ class AttentionPlan(Protocol):
 
     Attributes:
         positions: Place of each token in its sequence, ``[tokens]`` int64.
+        is_compressed: Whether keys and values of latent attention are compressed.
     """
 
     positions: Tensor
+    is_compressed: bool
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Compute the attention of one layer, as ``PackedAttention.attend`` does."""
@@ -290,7 +301,10 @@ class SdpaCoreAttention(MegatronModule):
         attn_mask_type: Any = None,
         packed_seq_params: None = None,
     ) -> Tensor:
-        """Map ``[tokens, 1, heads/tp, head]`` each (groups for key and value) to ``[tokens, 1, heads/tp * head]``."""
+        """Map ``[tokens, 1, heads/tp, head]`` each (groups for key and value) to ``[tokens, 1, heads/tp * head]``.
+
+        In latent attention ``head`` is another number for values, and so for what is returned.
+        """
         num_tokens, num_padded = len(attention_bias.positions), len(query)
         # What stands behind the tokens sees nothing and is not seen.
         query, key, value = (each[:num_tokens, 0] for each in (query, key, value))

@@ -170,7 +170,7 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | No
     heads of keys as of queries, and a width that is a multiple of 8. Without a mask torch may use no others from
     Ampere on; older GPUs have none for bf16.
     """
-    head, sharers = query.shape[3], query.shape[1] // key.shape[1]
+    head, width, sharers = query.shape[3], value.shape[3], query.shape[1] // key.shape[1]
     if sharers > 1:
         key, value = (each.repeat_interleave(sharers, 1) for each in (key, value))
     if head % 8:
@@ -178,4 +178,4 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | No
     is_frugal = seen is None and _capability(query.device) >= (8, 0)
     with sdpa_kernel(_FRUGAL if is_frugal else [*_FRUGAL, SDPBackend.MATH]):
         found = scaled_dot_product_attention(query, key, value, attn_mask=seen, is_causal=seen is None, scale=scale)
-    return found[..., :head]
+    return found[..., :width]

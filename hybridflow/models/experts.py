@@ -1,11 +1,16 @@
-"""A mixture of experts in place of the feed-forward block, in every TP×EP layout, with gradients.
+"""A mixture of experts in place of the feed-forward block, in every TP×EP×ETP layout, with gradients.
 
-megatron-core's router and experts, with an exchange of tokens of our own. megatron-core 0.16.1 wants the ranks of a
-tensor-parallel group to hold different tokens (sequence parallelism); here they hold the same, so that it would count
-each token ``tp`` times in the experts' gradients. Its dispatchers need CUDA streams or a global buffer besides.
+megatron-core's experts, with an exchange of tokens of our own: its dispatchers need CUDA streams or a global buffer.
+
+The ranks that share a set of experts (``etp · ep`` of them) bring different tokens, each exchanges with all others.
+Where the ranks of a tensor-parallel group have the same tokens, each takes its slice of them. If the group also shares
+each expert (``etp = tp``), there is nothing to slice: each rank computes its part for all tokens, and the parts are
+summed over the group.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,15 +24,30 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
+from hybridflow.families.model import ModelConfig
 from hybridflow.models.grouped import grouped_experts, is_grouped
+from hybridflow.models.router import ExpertRouter
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # Without Transformer Engine megatron-core 0.16.1 leaves this name undefined, and asks whether it is None.
     moe_utils.te_general_gemm = None
+
+
+class RoutedLayer(TransformerLayer):
+    """megatron-core's layer, whose router is told what travels with the attention plan."""
+
+    def forward(self, *args: Any, **known: Any) -> Any:
+        """Run the layer. Here, since this is what is called again where activations are computed anew."""
+        if isinstance(self.mlp, ExpertLayer):
+            self.mlp.router.routing = getattr(known["attention_bias"], "routing", None)
+        return super().forward(*args, **known)
 
 
 class ExpertLayer(BaseMoELayer):
@@ -35,62 +55,150 @@ class ExpertLayer(BaseMoELayer):
 
     Args:
         config: megatron-core's.
-        submodules: Submodules of megatron-core's own layer: the router and the experts.
+        submodules: Submodules of megatron-core's own layer: the experts.
         layer_number: Number of the layer, counted from 1.
         groups: This rank's process groups.
+        model: Settings of the model.
+        device: Where the weights live.
 
     Attributes:
+        gathers: Whether each rank gathers all tokens of the group, instead of sending each to the ranks of its experts.
         sequence_parallel: Whether each tensor-parallel rank has a slice of the tokens.
     """
 
     sequence_parallel = False
 
     def __init__(
-        self, config: TransformerConfig, submodules: MoESubmodules, layer_number: int, groups: ProcessGroupCollection
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules,
+        layer_number: int,
+        groups: ProcessGroupCollection,
+        model: ModelConfig,
+        device: torch.device,
     ) -> None:
         super().__init__(config, layer_number, groups)
-        self.router = submodules.router(config=config, pg_collection=groups)
+        self.router = ExpertRouter(config, groups, model, layer_number - 1, device)
         self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=groups)
+        if self.use_shared_expert:
+            dense = submodules.experts.submodules
+            self.shared_experts = SharedExpertMLP(config, dense, gate=False, pg_collection=groups)
         if config.add_bias_linear:
             for expert in self.experts.local_experts:
                 share_bias(expert.linear_fc2, config.expert_tensor_parallel_size)
+        self._expert_tp, self._tp_ep = groups.expt_tp.size(), groups.tp_ep
+        # A token's experts are on at most so many ranks: sent to all of them, it would travel as far as gathered.
+        self.gathers = model.experts_per_token > self.ep_group.size() > 1
+        for parameter in self.experts.parameters():
+            # megatron-core says so of ep alone: such gradients are summed over replicas of the experts.
+            parameter.allreduce = self.ep_group.size() == 1 and self._expert_tp == groups.tp.size()
+
+    @property
+    def _shares_tokens(self) -> bool:
+        """Return whether the ranks that share each expert have the same tokens."""
+        return (
+            self.attn_tp_group.size() > 1
+            and self._expert_tp == self.attn_tp_group.size()
+            and not self.sequence_parallel
+        )
+
+    @property
+    def _is_sliced(self) -> bool:
+        """Return whether each rank takes its slice of tokens that all ranks of its tensor-parallel group have."""
+        return self.attn_tp_group.size() > 1 and not self.sequence_parallel and not self._shares_tokens
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = self.ep_group if self._shares_tokens else self._tp_ep
+        return group
+
+    @property
+    def _num_sharers(self) -> int:
+        """Return how many ranks of the group each have a part of the same experts."""
+        return 1 if self._shares_tokens else self._expert_tp
 
     def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, None]:
         """Map ``[tokens, 1, hidden]`` to the same shape. Collective: tp, ep; ranks of ep may differ in tokens."""
-        group = self.attn_tp_group
-        if self.sequence_parallel:
-            # All of them then compute the same with it, so that each has the whole gradient.
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=group)
-        weights, is_chosen = self.router(hidden)
-        # Each tensor-parallel rank computes a slice of every expert, hence a part of these gradients and of the output.
-        flat = copy_to_tensor_model_parallel_region(hidden[:, 0], group=group)
-        weights = copy_to_tensor_model_parallel_region(weights, group=group)
-        expert, token = pairs(is_chosen, self.router.topk)
-        output = self._through_experts(flat[token], weights[token, expert], is_chosen.sum(0))
+        flat, tp = hidden[:, 0], self.attn_tp_group
+        weights, chosen = self.router(hidden, tp.rank() * len(flat) if self.sequence_parallel else 0)
+        if self._shares_tokens:
+            # Each tensor-parallel rank has a part of these gradients and of the output.
+            flat = copy_to_tensor_model_parallel_region(flat, group=tp)
+            weights = copy_to_tensor_model_parallel_region(weights, group=tp)
+            output = reduce_from_tensor_model_parallel_region(self._mix(flat, weights, chosen), group=tp)
+        elif self._is_sliced:
+            output = self._mix(_Slice.apply(flat, tp), _Slice.apply(weights, tp), _own_rows(chosen, tp))
+            output = _Join.apply(output, len(flat), tp)
+        else:
+            output = self._mix(flat, weights, chosen)
+        output = output[:, None]
+        return output if self.shared_experts is None else output + self.shared_experts(hidden), None
+
+    def _mix(self, hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Return the weighted sum of the experts' outputs, ``[tokens, hidden]``; with ``etp = tp`` this rank's part.
+
+        Args:
+            hidden: ``[tokens, hidden]``.
+            weights: Of each token's experts, ``[tokens, experts_per_token]``.
+            chosen: Their numbers, likewise.
+        """
+        if self.gathers and self._group.size() > 1:
+            return self._mix_gathered(hidden, weights, chosen)
+        expert, order = chosen.flatten().sort(stable=True)
+        counts = _counts(expert, self.router.num_experts)
+        num_chosen = chosen.shape[1]
+        output = self._through_experts(hidden[order // num_chosen], weights.flatten()[order], counts)
         # By token again; all have equally many experts, so that the sum has one order on every device.
-        combined = output[token.argsort(stable=True)].view(len(flat), self.router.topk, -1).sum(1)
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(combined, group=group)[:, None], None
-        return reduce_from_tensor_model_parallel_region(combined, group=group)[:, None], None
+        return torch.empty_like(output).index_copy(0, order, output).view(*chosen.shape, hidden.shape[1]).sum(1)
+
+    def _mix_gathered(self, hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Do what ``_mix`` does, where every rank of the group computes its experts' outputs for all tokens."""
+        most = torch.tensor(len(hidden), device=hidden.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
+        room = 0, 0, 0, int(most) - len(hidden)
+        rows = gather_from_sequence_parallel_region(pad(hidden, room), group=self._group)
+        shares = gather_from_sequence_parallel_region(pad(weights, room), group=self._group)
+        experts = _gathered(pad(chosen, room, value=-1), self._group)
+        expert, order = (experts - self.local_expert_indices[0]).flatten().sort(stable=True)
+        own = torch.tensor([0, self.num_local_experts], device=expert.device)
+        begin, end = torch.searchsorted(expert, own).tolist()
+        expert, order = expert[begin:end], order[begin:end]
+        token = order // chosen.shape[1]
+        output = self._compute(rows[token], _counts(expert, self.num_local_experts), shares.flatten()[order])
+        mixed = torch.zeros_like(rows).index_add(0, token, output)
+        summed: Tensor = reduce_scatter_to_sequence_parallel_region(mixed, group=self._group)
+        return summed[: len(hidden)]
 
     def _through_experts(self, hidden: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         """Compute outputs for ``[pairs, hidden]`` of tokens and experts, ordered by expert, ``counts`` per expert."""
         sent = counts.view(-1, self.num_local_experts)
-        if len(sent) == 1:
+        if self._group.size() == 1:
             return self._compute(hidden, counts, weights)
+        # To each rank of the group; one after the other come the sharers of the first experts, then of the next.
+        sent = sent.repeat_interleave(self._num_sharers, dim=0, output_size=self._group.size())
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.ep_group)
+        dist.all_to_all_single(received, sent, group=self._group)
         # The one question to the device: how much is sent and received.
         rows_out, rows_in = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-        hidden = all_to_all(self.ep_group, hidden, rows_in, rows_out)
-        weights = all_to_all(self.ep_group, weights, rows_in, rows_out)
+        blocks = rows_out[:: self._num_sharers]
+        hidden = all_to_all(self._group, self._for_sharers(hidden, blocks), rows_in, rows_out)
+        weights = all_to_all(self._group, self._for_sharers(weights, blocks), rows_in, rows_out)
         # They come ordered by rank, then expert; the experts want them by expert.
         expert = torch.arange(self.num_local_experts, device=hidden.device).repeat(len(received))
         order = expert.repeat_interleave(received.flatten(), output_size=sum(rows_in)).argsort(stable=True)
         output = self._compute(hidden[order], received.sum(0), weights[order])
         output = torch.empty_like(output).index_copy(0, order, output)
-        returned: Tensor = all_to_all(self.ep_group, output, rows_out, rows_in)
-        return returned
+        returned: Tensor = all_to_all(self._group, output, rows_out, rows_in)
+        if self._num_sharers == 1:
+            return returned
+        parts = returned.split([block * self._num_sharers for block in blocks])
+        return torch.cat([part.unflatten(0, (self._num_sharers, -1)).sum(0) if len(part) else part for part in parts])
+
+    def _for_sharers(self, rows: Tensor, blocks: list[int]) -> Tensor:
+        """Repeat each block of rows for every rank that has a part of its experts."""
+        if self._num_sharers == 1:
+            return rows
+        return torch.cat([block.repeat(self._num_sharers, *[1] * (rows.dim() - 1)) for block in rows.split(blocks)])
 
     def _compute(self, hidden: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
         """Compute outputs for ``[pairs, hidden]`` ordered by this rank's experts, ``counts`` per expert."""
@@ -118,17 +226,52 @@ def share_bias(linear: nn.Module, num_ranks: int) -> None:
     linear.register_forward_hook(divide)
 
 
-def pairs(is_chosen: Tensor, num_chosen: int) -> tuple[Tensor, Tensor]:
-    """Return expert and token of each pair, by expert, then token, ``[pairs]`` each.
+def _counts(expert: Tensor, num_experts: int) -> Tensor:
+    """Return how often each expert comes in ``[pairs]``, which are in order: ``[experts]``."""
+    ends = torch.searchsorted(expert, torch.arange(num_experts, device=expert.device), right=True)
+    return ends.diff(prepend=ends.new_zeros(1))
 
-    Args:
-        is_chosen: Which token goes to which expert, ``[tokens, experts]``.
-        num_chosen: Experts of each token.
-    """
-    if is_chosen.device.type == "cpu":
-        expert, token = is_chosen.T.nonzero(as_tuple=True)
-        return expert, token
-    # A GPU need not be asked how many there are.
-    expert = is_chosen.int().topk(num_chosen, dim=1).indices.flatten()
-    order = expert.argsort(stable=True)
-    return expert[order], order // num_chosen
+
+def _own_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's slice of rows that all ranks of a group have; the last slices may be shorter, or empty."""
+    width = -(-len(rows) // group.size())
+    return rows[group.rank() * width : (group.rank() + 1) * width]
+
+
+def _gathered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the rows of all ranks of a group, which have equally many."""
+    found = rows.new_empty(group.size() * len(rows), *rows.shape[1:])
+    dist.all_gather_into_tensor(found, rows.contiguous(), group=group)
+    return found
+
+
+def _joined(rows: Tensor, num_rows: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the rows that ``_own_rows`` has sliced."""
+    width = -(-num_rows // group.size())
+    return _gathered(pad(rows, (0, 0, 0, width - len(rows))), group)[:num_rows]
+
+
+class _Slice(torch.autograd.Function):
+    """This rank's rows of ``[tokens, columns]``; gradients of all are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.num_rows, ctx.group = len(rows), group
+        return _own_rows(rows, group).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _joined(gradients[0], ctx.num_rows, ctx.group), None
+
+
+class _Join(torch.autograd.Function):
+    """The rows of all ranks of a group, ``[tokens, columns]``; all have the same gradient of them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, num_rows: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _joined(rows, num_rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _own_rows(gradients[0], ctx.group).clone(), None, None

@@ -46,16 +46,29 @@ def model_flops(model: ModelConfig, *, vocab_size: int, has_value_head: bool = F
         vocab_size: True vocabulary, before padding.
         has_value_head: Values instead of logits.
     """
-    hidden, heads = model.hidden_size, model.num_attention_heads * model.head_size
-    attention = hidden * (heads + 2 * model.query_groups * model.head_size) + heads * hidden
+    hidden, layers = model.hidden_size, model.num_layers
     feed_forward = 3 * hidden * model.ffn_hidden_size
     if model.num_experts is not None:
         feed_forward = model.experts_per_token * feed_forward + hidden * model.num_experts
+        feed_forward += 3 * hidden * (model.shared_ffn_hidden_size or 0)
+    dense = 3 * hidden * (model.dense_ffn_hidden_size or 0)
+    feed_forward = (layers - model.num_dense_layers) * feed_forward + model.num_dense_layers * dense
     return ModelFlops(
-        per_token=2 * model.num_layers * (attention + feed_forward),
-        per_pair=4 * model.num_layers * heads,
+        per_token=2 * (layers * _attention_weights(model) + feed_forward),
+        per_pair=2 * layers * model.num_attention_heads * (model.head_size + model.value_size),
         per_output=2 * hidden * (1 if has_value_head else vocab_size),
     )
+
+
+def _attention_weights(model: ModelConfig) -> int:
+    """Return the numbers in the matrices of a layer's attention."""
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    queries, output = heads * model.head_size, heads * model.value_size * hidden
+    if model.kv_lora_rank is None:
+        return hidden * (queries + 2 * model.query_groups * model.head_size) + output
+    of_queries = hidden * queries if model.q_lora_rank is None else model.q_lora_rank * (hidden + queries)
+    up = heads * (model.head_size - model.rotary_size + model.value_size)
+    return of_queries + hidden * (model.kv_lora_rank + model.rotary_size) + model.kv_lora_rank * up + output
 
 
 def sequence_pairs(length: int, begun: int = 0) -> int:

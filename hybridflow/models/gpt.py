@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -12,10 +13,13 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -24,17 +28,18 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, gelu, pad, silu
 
 from hybridflow.config.roles import LoRAConfig
-from hybridflow.errors import LayoutError
 from hybridflow.families.cut import check_cut
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, PackedAttention, SdpaCoreAttention
 from hybridflow.models.cpu_linear import use_onednn
-from hybridflow.models.experts import ExpertLayer
+from hybridflow.models.experts import ExpertLayer, RoutedLayer
 from hybridflow.models.flops import ModelFlops, model_flops
+from hybridflow.models.latent_attention import LatentSelfAttention
+from hybridflow.models.layers import Chunks
 from hybridflow.models.lora import Dropout, attach
 from hybridflow.models.norm import ProjectionNorm, RmsNorm, normalize_output
-from hybridflow.models.rotary import all_frequencies, rotary_factor
+from hybridflow.models.rotary import all_frequencies, score_scale
 from hybridflow.models.scoring import Scoring
 from hybridflow.models.sequence_parallel import SequenceSwitch
 from hybridflow.parallel.accelerators import has_transformer_engine, has_weight_gradient_kernel
@@ -55,7 +60,6 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
     """Return megatron-core's configuration of this model in this layout."""
     on_gpu = device.type == "cuda"
     dtype = DTYPES[model.dtype]
-    scale = model.head_size**-0.5 if model.attention_scale is None else model.attention_scale
     experts: dict[str, Any] = {}
     if model.num_experts is not None:
         experts = dict(
@@ -65,6 +69,7 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
             # Shares of all experts, or of those that were chosen.
             moe_router_pre_softmax=not model.normalized_experts,
             moe_router_load_balancing_type="none",
+            moe_shared_expert_intermediate_size=model.shared_ffn_hidden_size,
         )
     config = TransformerConfig(
         num_layers=model.num_layers,
@@ -72,8 +77,8 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         ffn_hidden_size=model.ffn_hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups or model.num_attention_heads,
-        kv_channels=model.head_dim,
-        softmax_scale=scale * rotary_factor(model) ** 2,
+        kv_channels=model.head_size,
+        softmax_scale=score_scale(model),
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
         layernorm_zero_centered_gamma=model.zero_centered_norms,
@@ -90,7 +95,7 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=None if layout.vpp == 1 else layout.vpp,
         expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.tp,
+        expert_tensor_parallel_size=layout.expert_tp,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -288,11 +293,9 @@ def build_transformer(
         chunk: Which of the stage's virtual pipeline chunks.
 
     Raises:
-        LayoutError: The layout cannot cut the model, or cuts experts otherwise than the rest.
+        LayoutError: The layout cannot cut the model.
     """
     check_cut(model, layout, f"layout {layout}")
-    if layout.expert_tp != layout.tp:
-        raise LayoutError(f"layout {layout}: etp other than tp={layout.tp} is described but not computed; leave it out")
     config = transformer_config(model, layout, device)
     stage = chunk * layout.pp + groups.pp.rank()
     first, last = stage == 0, stage == layout.pp * layout.vpp - 1
@@ -321,7 +324,7 @@ def build_transformer(
         for index, layer in enumerate(transformer.decoder.layers):
             # megatron-core's own count takes stages to be equal.
             layer.layer_number = layer.self_attention.layer_number = sum(counts[:stage]) + index + 1
-            _finish_layer(layer, index, model, experts, groups)
+            _finish_layer(layer, index, model, experts, groups, device)
         if lora is not None:
             transformer.requires_grad_(False)
             transformer.dropout = Dropout(lora.dropout, seed) if lora.dropout else None
@@ -339,6 +342,10 @@ def build_transformer(
     transformer.logit_softcap = None if has_value_head else model.logit_softcap
     # megatron-core's torch norm makes fp32 weights whatever the dtype; its own training casts them too (Float16Module).
     transformer.to(None if is_empty else device, config.params_dtype)
+    for layer in transformer.decoder.layers:
+        if isinstance(layer.mlp, ExpertLayer) and layer.mlp.router.expert_bias is not None:
+            # Steps of it are smaller than bf16 can tell.
+            layer.mlp.router.expert_bias.data = layer.mlp.router.expert_bias.float()
     return transformer
 
 
@@ -348,6 +355,14 @@ def _is_common(model: ModelConfig) -> bool:
     is_other_gate = model.activation == "quick_gelu" or model.glu_clamp is not None or model.glu_offset != 0
     is_other = is_other_rotation or is_other_gate or model.linear_bias or model.attention_sinks
     return model.pre_norms and not has_wide_norms and not is_other
+
+
+def build_stage(
+    model: ModelConfig, layout: ParallelLayout, groups: ProcessGroupCollection, device: torch.device, **options: Any
+) -> Transformer | Chunks:
+    """Build this rank's stage and shard as ``build_transformer`` does; with ``vpp`` above 1 all its chunks."""
+    parts = [build_transformer(model, layout, groups, device, chunk=chunk, **options) for chunk in range(layout.vpp)]
+    return parts[0] if layout.vpp == 1 else Chunks(parts)
 
 
 def set_rotary(transformer: Transformer, model: ModelConfig, device: torch.device) -> None:
@@ -370,11 +385,16 @@ def _block_spec(
     else:
         layer = get_gpt_layer_with_transformer_engine_spec(**known)
     parts = layer.submodules
-    parts.self_attention.module = GroupedSelfAttention
-    parts.self_attention.submodules.core_attention = SdpaCoreAttention
+    if model.kv_lora_rank is not None:
+        parts.self_attention = ModuleSpec(module=LatentSelfAttention, params={"model": model})
+        # Transformer Engine's would be in the projection that is not there.
+        parts.input_layernorm = TENorm
+    else:
+        parts.self_attention.module = GroupedSelfAttention
+        parts.self_attention.submodules.core_attention = SdpaCoreAttention
     experts = None
     if model.num_experts is not None:
-        experts, parts.mlp = parts.mlp.submodules, IdentityOp
+        experts, parts.mlp, layer.module = parts.mlp.submodules, IdentityOp, RoutedLayer
     norm = TENorm
     if is_local:
         norm = RmsNorm if model.zero_centered_norms else WrappedTorchNorm
@@ -384,12 +404,17 @@ def _block_spec(
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm), experts
 
 
+_DENSE = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+"""Of the dense layers of a mixture, whose norms stand before them as in the other layers."""
+
+
 def _finish_layer(
     layer: TransformerLayer,
     local_layer: int,
     model: ModelConfig,
     experts: MoESubmodules | None,
     groups: ProcessGroupCollection,
+    device: torch.device,
 ) -> None:
     """Put in what megatron-core's layer lacks, or has the same for all layers."""
     core, index = layer.self_attention.core_attention, layer.layer_number - 1
@@ -408,8 +433,13 @@ def _finish_layer(
         attention, head = layer.self_attention, model.head_size
         attention.q_layernorm = ProjectionNorm(layer.config, model.num_attention_heads, head, groups.tp)
         attention.k_layernorm = ProjectionNorm(layer.config, model.query_groups, head, groups.tp)
-    if experts is not None:
-        layer.mlp = ExpertLayer(layer.config, experts, layer.layer_number, groups)
+    if experts is not None and (width := model.ffn_size(index)) is not None:
+        # Of the width megatron-core asks the configuration too.
+        dense = copy.copy(layer.config)
+        dense.ffn_hidden_size = width
+        layer.mlp = MLP(dense, _DENSE, ffn_hidden_size=width, tp_group=groups.tp)
+    elif experts is not None:
+        layer.mlp = ExpertLayer(layer.config, experts, layer.layer_number, groups, model, device)
     if model.post_norms:
         for module in (layer.self_attention, layer.mlp):
             normalize_output(module, layer.config)

@@ -114,6 +114,13 @@ class MicroBatch:
         """Return the values of this rank's rows from those of all, ``[responses, …]``."""
         return values if self.dealt is None else values[self.dealt.mine.to(values.device)]
 
+    def places_here(self, places: Tensor) -> Tensor:
+        """Return where tokens stand in ``tokens``, of those at ``[some]`` places in ``all_tokens``; -1: elsewhere."""
+        if self.share is None:
+            return places
+        mine = self.share.tokens.mine.cpu()
+        return torch.full((len(self.all_tokens),), -1).index_copy_(0, mine, torch.arange(len(mine)))[places]
+
     def with_rows(self, places: Tensor) -> MicroBatch:
         """Return the micro-batch with other rows.
 

@@ -12,15 +12,14 @@ from hybridflow.families.model import ModelConfig, RotaryScaling
 
 
 def rotary_frequencies(model: ModelConfig) -> Tensor:
-    """Return the angle of each rotated pair of dims from one token to the next, ``[pairs]`` fp32 in host memory.
+    """Return the angle of each rotated pair of dims from one token to the next, ``[rotary / 2]`` fp32 in host memory.
 
     LongRoPE has two sets of divisors. Which one a model uses is settled by its ``max_context``, once for all sequences,
     so that what was cached for the beginning of a sequence stays right as it grows, and training agrees with rollout.
     ``transformers`` chooses anew by the longest sequence of each batch instead.
     """
     scaling = model.rotary_scaling
-    width = model.head_size if model.rotary_dim is None else model.rotary_dim
-    turns = torch.arange(0, width, 2, dtype=torch.float32) / width
+    turns = torch.arange(0, model.rotary_size, 2, dtype=torch.float32) / model.rotary_size
     if scaling is None:
         return 1.0 / model.rotary_base**turns
     if scaling.kind == "longrope":
@@ -55,8 +54,28 @@ def rotary_factor(model: ModelConfig) -> float:
     if scaling.factor <= 1:
         return 1.0
     if scaling.kind == "yarn":
-        return 0.1 * math.log(scaling.factor) + 1
+        if scaling.mscale is None or scaling.mscale_all_dim is None:
+            return _yarn_factor(scaling, 1.0)
+        return _yarn_factor(scaling, scaling.mscale) / _yarn_factor(scaling, scaling.mscale_all_dim)
     return math.sqrt(1 + math.log(scaling.factor) / math.log(_original(scaling)))
+
+
+def score_scale(model: ModelConfig) -> float:
+    """Return the factor on attention scores, that of stretched frequencies included where it is on whole heads.
+
+    In latent attention a part of each head turns, and ``rotary_factor`` is on that part alone.
+    """
+    scale: float = model.head_size**-0.5 if model.attention_scale is None else model.attention_scale
+    if model.kv_lora_rank is None:
+        return scale * rotary_factor(model) ** 2
+    scaling = model.rotary_scaling
+    if scaling is None or scaling.mscale_all_dim is None:
+        return scale
+    return scale * _yarn_factor(scaling, scaling.mscale_all_dim) ** 2
+
+
+def _yarn_factor(scaling: RotaryScaling, weight: float) -> float:
+    return 1 + 0.1 * weight * math.log(scaling.factor) if scaling.factor > 1 else 1.0
 
 
 def _kept_llama3(plain: Tensor, scaling: RotaryScaling) -> Tensor:
@@ -71,14 +90,14 @@ def _kept_yarn(model: ModelConfig, scaling: RotaryScaling) -> Tensor:
 
     def pair_that_turns(times: float) -> float:
         return (
-            model.head_size * math.log(_original(scaling) / (times * 2 * math.pi)) / (2 * math.log(model.rotary_base))
+            model.rotary_size * math.log(_original(scaling) / (times * 2 * math.pi)) / (2 * math.log(model.rotary_base))
         )
 
     fast, slow = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
     if scaling.truncate:
         fast, slow = math.floor(fast), math.ceil(slow)
-    first, last = max(fast, 0), min(slow, model.head_size - 1)
-    pairs = torch.arange(model.head_size // 2, dtype=torch.float32)
+    first, last = max(fast, 0), min(slow, model.rotary_size - 1)
+    pairs = torch.arange(model.rotary_size // 2, dtype=torch.float32)
     return 1 - ((pairs - first) / (0.001 if last == first else last - first)).clamp(0, 1)
 
 

@@ -26,11 +26,13 @@ class SequenceSwitch:
     def __init__(self, transformer: GPTModel) -> None:
         self._is_on = False
         self._embedding = getattr(transformer, "embedding", None)
-        experts = [f"{name}." for name, module in transformer.named_modules() if isinstance(module, ExpertLayer)]
+        mixtures = [name for name, module in transformer.named_modules() if isinstance(module, ExpertLayer)]
+        # Experts have tokens of other ranks, whole ones.
+        experts = tuple(f"{name}.experts." for name in mixtures)
         self._modules = [
             module
             for name, module in transformer.decoder.named_modules(prefix="decoder")
-            if hasattr(module, "sequence_parallel") and not name.startswith(tuple(experts))
+            if hasattr(module, "sequence_parallel") and not name.startswith(experts)
         ]
         for name, parameter in transformer.decoder.named_parameters(prefix="decoder"):
             # A bias behind the sum over the ranks is added to each rank's own tokens; those of experts come before it.
@@ -38,6 +40,8 @@ class SequenceSwitch:
                 parameter.sequence_parallel = True
             if name.endswith(_NORMS) and not any(norm in name for norm in _HEAD_NORMS):
                 # Of norms of heads megatron-core sums the gradients anyway.
+                parameter.sequence_parallel = True
+            if ".mlp.router." in name:
                 parameter.sequence_parallel = True
 
     def turn(self, is_on: bool) -> None:

@@ -24,7 +24,11 @@ class ModelShape:
         ffn_hidden_size: Width inside each gated feed-forward block; where there are experts, inside each expert.
         num_attention_heads: Query heads.
         num_query_groups: Key/value heads.
-        head_dim: Width of each head.
+        head_dim: Width of each query and key head.
+        kv_lora_rank: Width to which latent attention compresses keys and values; None: plain attention.
+        q_lora_rank: Width to which it compresses queries; None: it does not.
+        qk_rope_head_dim: In latent attention, the part of each head that all heads share in keys.
+        v_head_dim: In latent attention, the width of each value head.
         vocab_size: Vocabulary without padding.
         vocab_divisible_by: In a layout the vocabulary is padded to a multiple of this times ``tp``.
         tied_embeddings: Whether input and output embedding are one tensor.
@@ -34,6 +38,8 @@ class ModelShape:
         qk_norm: Whether queries and keys are normalized.
         qk_norm_over: What is normalized together: a head, or all heads of a projection.
         num_experts: Experts of each layer; None: a dense feed-forward block.
+        num_dense_layers: Layers from the first with a dense feed-forward block instead of experts.
+        dense_ffn_hidden_size: Width inside the feed-forward block of these.
         shared_ffn_hidden_size: Width inside the shared expert of each layer; None: there is none.
         shared_gate: Whether a gate weighs the shared expert.
         expert_bias: Whether the router adds a bias, in fp32, when it chooses experts.
@@ -48,6 +54,10 @@ class ModelShape:
     num_attention_heads: int
     num_query_groups: int
     head_dim: int = 128
+    kv_lora_rank: int | None = None
+    q_lora_rank: int | None = None
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
     vocab_size: int
     vocab_divisible_by: int = 1
     tied_embeddings: bool = False
@@ -57,6 +67,8 @@ class ModelShape:
     qk_norm: bool = False
     qk_norm_over: Literal["head", "projection"] = "head"
     num_experts: int | None = None
+    num_dense_layers: int = 0
+    dense_ffn_hidden_size: int = 0
     shared_ffn_hidden_size: int | None = None
     shared_gate: bool = False
     expert_bias: bool = False
@@ -100,6 +112,10 @@ def shape_of(model: ModelConfig, vocab_size: int) -> ModelShape:
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.query_groups,
         head_dim=model.head_size,
+        kv_lora_rank=model.kv_lora_rank,
+        q_lora_rank=model.q_lora_rank,
+        qk_rope_head_dim=model.qk_rope_head_dim or 0,
+        v_head_dim=model.v_head_dim or 0,
         vocab_size=vocab_size,
         vocab_divisible_by=model.vocab_divisible_by,
         tied_embeddings=model.tied_embeddings,
@@ -110,6 +126,10 @@ def shape_of(model: ModelConfig, vocab_size: int) -> ModelShape:
         qk_norm_over=model.qk_norm_over,
         num_experts=model.num_experts,
         pre_norms=model.pre_norms,
+        num_dense_layers=model.num_dense_layers,
+        dense_ffn_hidden_size=model.dense_ffn_hidden_size or 0,
+        shared_ffn_hidden_size=model.shared_ffn_hidden_size,
+        expert_bias=model.router_bias,
         post_norms=model.post_norms,
         dtype=model.dtype,
     )
@@ -144,13 +164,17 @@ def model_spec(model: ModelShape, *, has_value_head: bool = False) -> ModelSpec:
     if model.num_experts is not None and model.expert_bias:
         tensors += [
             _whole(f"decoder.layers.{layer}.mlp.router.expert_bias", (model.num_experts,), "fp32", layer)
-            for layer in range(model.num_layers)
+            for layer in range(model.num_dense_layers, model.num_layers)
         ]
     return ModelSpec(tensors=tuple(tensors), num_layers=model.num_layers)
 
 
 def _attention(model: ModelShape, layer: int) -> Iterator[TensorSpec]:
     prefix, hidden, dtype = f"decoder.layers.{layer}", model.hidden_size, model.dtype
+    if model.kv_lora_rank is not None:
+        yield _whole(f"{prefix}.input_layernorm.weight", (hidden,), dtype, layer)
+        yield from _latent_attention(f"{prefix}.self_attention", model, layer, model.kv_lora_rank)
+        return
     queries = model.num_attention_heads * model.head_dim
     qkv = queries + 2 * model.num_query_groups * model.head_dim
     if model.pre_norms:
@@ -174,12 +198,38 @@ def _attention(model: ModelShape, layer: int) -> Iterator[TensorSpec]:
         yield _whole(f"{prefix}.post_layernorm.weight", (hidden,), dtype, layer)
 
 
+def _latent_attention(prefix: str, model: ModelShape, layer: int, rank: int) -> Iterator[TensorSpec]:
+    hidden, heads, dtype = model.hidden_size, model.num_attention_heads, model.dtype
+    queries = heads * model.head_dim
+    keys_and_values = heads * (model.head_dim - model.qk_rope_head_dim + model.v_head_dim)
+
+    def cut(name: str, rows: int, columns: int, tp_dim: int = 0) -> TensorSpec:
+        return TensorSpec(
+            name=f"{prefix}.{name}.weight", shape=(rows, columns), dtype=dtype, tp_dim=tp_dim, place=layer
+        )
+
+    if model.q_lora_rank is None:
+        yield cut("linear_q_proj", queries, hidden)
+    else:
+        yield _whole(f"{prefix}.linear_q_down_proj.weight", (model.q_lora_rank, hidden), dtype, layer)
+        yield _whole(f"{prefix}.q_layernorm.weight", (model.q_lora_rank,), dtype, layer)
+        yield cut("linear_q_up_proj", queries, model.q_lora_rank)
+    yield _whole(f"{prefix}.linear_kv_down_proj.weight", (rank + model.qk_rope_head_dim, hidden), dtype, layer)
+    yield _whole(f"{prefix}.kv_layernorm.weight", (rank,), dtype, layer)
+    yield cut("linear_kv_up_proj", keys_and_values, rank)
+    yield cut("linear_proj", hidden, heads * model.v_head_dim, tp_dim=1)
+    if model.post_norms:
+        yield _whole(f"{prefix}.post_layernorm.weight", (hidden,), dtype, layer)
+
+
 def _feed_forward(model: ModelShape, layer: int) -> Iterator[TensorSpec]:
     prefix, hidden, dtype = f"decoder.layers.{layer}.mlp", model.hidden_size, model.dtype
     if model.pre_norms:
         yield _whole(f"decoder.layers.{layer}.pre_mlp_layernorm.weight", (hidden,), dtype, layer)
     if model.num_experts is None:
         yield from _gated(prefix, model, model.ffn_hidden_size, layer)
+    elif layer < model.num_dense_layers:
+        yield from _gated(prefix, model, model.dense_ffn_hidden_size, layer)
     else:
         yield from _mixture(prefix, model, layer)
     if model.post_norms:
@@ -344,6 +394,24 @@ _SHAPES = {
     "qwen3-32b": _qwen3(64, 5120, 25600, 64, 8),
     "qwen3-30b-a3b": _qwen3(48, 2048, 768, 32, 4, num_experts=128),
     "qwen3-235b-a22b": _qwen3(94, 4096, 1536, 64, 4, num_experts=128),
+    "deepseek-v3": ModelShape(
+        num_layers=61,
+        hidden_size=7168,
+        ffn_hidden_size=2048,
+        num_attention_heads=128,
+        num_query_groups=128,
+        head_dim=192,
+        kv_lora_rank=512,
+        q_lora_rank=1536,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        vocab_size=129280,
+        num_experts=256,
+        num_dense_layers=3,
+        dense_ffn_hidden_size=18432,
+        shared_ffn_hidden_size=2048,
+        expert_bias=True,
+    ),
     "mixtral-8x7b": _mixtral(32, 4096, 14336, 32, 32000),
     "mixtral-8x22b": _mixtral(56, 6144, 16384, 48, 32768),
     "gemma3-1b": _gemma3(26, 1152, 6912, 4, 1, vocab_size=262144),

@@ -121,6 +121,7 @@ class Trainable:
             What ``loss`` gave for each micro-batch; empty but on the last stage.
         """
         self.begin()
+        micro_batches = equally_many(self.model, self._groups, micro_batches)
         if not micro_batches:
             self.finish()
             return []
@@ -370,7 +371,7 @@ def run_schedule(
 
     if len(chunks) > 1:
         missing = -len(micro_batches) % groups.pp.size()
-        micro_batches = [*micro_batches, *[blank(micro_batches[0].tokens.device)] * missing]
+        micro_batches = [*micro_batches, *[blank(micro_batches[0].tokens.device, groups.cp)] * missing]
     arguments: dict[str, Any] = dict(
         forward_step_func=forward_step,
         data_iterator=[iter(micro_batches) for _ in chunks],
@@ -410,6 +411,7 @@ def forward_only(
 
     Collective: tp, cp, pp.
     """
+    micro_batches = equally_many(model, groups, micro_batches)
     if not micro_batches:
         return []
 
@@ -424,6 +426,23 @@ def forward_only(
 def _num_sharers(groups: ProcessGroupCollection) -> int:
     """Return the ranks that share the work of a replica."""
     return int(groups.tp.size() * groups.cp.size() * groups.pp.size())
+
+
+def equally_many(
+    model: Transformer | Chunks, groups: ProcessGroupCollection, micro_batches: list[MicroBatch]
+) -> list[MicroBatch]:
+    """Add blank micro-batches, so that all replicas that share a set of experts have equally many.
+
+    Collective: ep.
+    """
+    config = chunks_of(model)[0].config
+    is_apart = config.expert_model_parallel_size > 1 or groups.expt_tp.size() != groups.tp.size()
+    if config.num_moe_experts is None or not is_apart or groups.tp_ep.size() == 1:
+        return micro_batches
+    device = next(model.parameters()).device
+    most = torch.tensor(len(micro_batches), device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=groups.tp_ep)
+    return micro_batches + [blank(device, groups.cp) for _ in range(int(most) - len(micro_batches))]
 
 
 def count_work(

@@ -23,6 +23,7 @@ from hybridflow.models.training import Trainable, forward_only, sum_over
 from hybridflow.models.user_model import Uncut
 from hybridflow.placement.job import Job
 from hybridflow.placement.model_on_mesh import ModelOnMesh
+from hybridflow.placement.routing import ROUTER_CHOICES, attach_choices, set_dispatcher
 from hybridflow.placement.user_objects import has_weights, role_of, user_class_of, weights_of
 from hybridflow.reshard.optimizer import bucket_elements
 from hybridflow.reshard.spec import ModelSpec
@@ -79,6 +80,8 @@ class PlacedModel(ModelOnMesh):
         if mesh.name != "actor.rollout" and isinstance(section, ActorConfig | CriticConfig):
             owner = f"{self._role}.recompute"
             recompute_activations(self.transformer, owner, section.recompute, section.recompute_layers)
+        if self._role == "actor" and not isinstance(self.transformer, Uncut):
+            set_dispatcher(self.transformer, recipe.actor.moe.dispatcher)
         if not (is_filled_later or job.is_resumed):
             self._initialize()
 
@@ -121,7 +124,11 @@ class PlacedModel(ModelOnMesh):
 
     def micro_batches(self, batch: Batch, group_size: int = 1) -> list[MicroBatch]:
         """Split the batch by the recipe's token budget; ``group_size`` consecutive samples stay together."""
-        return self.pack(batch.ragged("tokens").to_list(), batch.dense("prompt_lengths").tolist(), group_size)
+        parts = self.pack(batch.ragged("tokens").to_list(), batch.dense("prompt_lengths").tolist(), group_size)
+        if ROUTER_CHOICES in batch.columns:
+            is_replayed = self._job.recipe.actor.moe.router_replay == "replay"
+            attach_choices(parts, batch, self.groups, self.megatron_model, is_replayed=is_replayed)
+        return parts
 
     def pack(self, sequences: list[Tensor], prompt_lengths: list[int], group_size: int = 1) -> list[MicroBatch]:
         """Split sequences, each ``[tokens]`` of prompt and response, as ``micro_batches`` does."""

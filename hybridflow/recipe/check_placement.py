@@ -13,6 +13,7 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.adapters import MODULES
 from hybridflow.recipe.check_transformers import check_whole, transformers_meshes
 from hybridflow.recipe.meshes import SAMPLING_MESHES, meshes_in_recipe_order, reference_is_base
+from hybridflow.sections import changed_keys
 
 
 def check_uncut(recipe: Recipe, in_memory: Mapping[str, ModelInfo]) -> None:
@@ -243,6 +244,43 @@ _NOT_AHEAD = {
 """Algorithms whose samples cannot be made ahead of the step that learns from them, and why."""
 
 
+def check_moe(recipe: Recipe) -> None:
+    """Refuse settings of experts that the actor's model has not. Raises ConfigError."""
+    moe, model = recipe.actor.moe, recipe.model_of("actor")
+    given = changed_keys(moe)
+    if given and model.num_experts is None:
+        raise ConfigError(
+            f"actor.moe.{given[0]}={getattr(moe, given[0])!r}: the actor's model has no experts; remove the key"
+        )
+    _check_router_replay(recipe)
+    if moe.bias_update_rate and not model.router_bias:
+        raise ConfigError(
+            f"actor.moe.bias_update_rate={moe.bias_update_rate}: the model's routers have no bias; set it to 0, or "
+            "train a model with model.router_bias"
+        )
+    if moe.bias_update_rate and recipe.actor.lora is not None:
+        raise ConfigError(
+            f"actor.moe.bias_update_rate={moe.bias_update_rate} with actor.lora: adapters leave the model's own "
+            "tensors as they are; set it to 0, or remove actor.lora"
+        )
+
+
+def _check_router_replay(recipe: Recipe) -> None:
+    """Refuse samplers that do not tell which experts they chose. Raises ConfigError."""
+    chosen = recipe.actor.moe.router_replay
+    others = {
+        f"rollout.engine.kind={recipe.rollout.engine.kind}": recipe.rollout.engine.kind != "megatron",
+        "rollout.environment": recipe.rollout.environment is not None,
+        f"algorithm={recipe.algorithm}": not recipe.traits.generates,
+    }
+    for what, is_there in others.items():
+        if is_there and chosen != "none":
+            raise ConfigError(
+                f"actor.moe.router_replay={chosen}: with {what} nobody tells the experts that the rollout chose; set "
+                "router_replay to none"
+            )
+
+
 def check_lora(recipe: Recipe) -> None:
     """Refuse settings that do not go with adapters. Raises ConfigError or LayoutError."""
     lora, key = recipe.actor.lora, "actor.lora.targets"
@@ -257,6 +295,12 @@ def check_lora(recipe: Recipe) -> None:
         raise ConfigError(f"{key}={found}: expected at least one layer, and each once")
     if recipe.model.implementation == "megatron" and (strangers := [each for each in found if each not in MODULES]):
         raise ConfigError(f"{key}: {', '.join(strangers)}: expected some of {', '.join(MODULES)}; name these")
+    queries = [each for each in ("q_proj", "k_proj", "v_proj", "qkv_proj") if each in found]
+    if recipe.model.kv_lora_rank is not None and queries:
+        raise ConfigError(
+            f"{key}={found}: latent attention has no {', '.join(queries)}, and its projections to and from compressed "
+            "vectors have no adapters here; set it to [o_proj]"
+        )
     parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     for whole, pieces in parts.items():
         if whole in found and set(pieces) & set(found):

@@ -20,6 +20,7 @@ from hybridflow.families.model_info import ModelInfo
 from hybridflow.flows.registry import ALGORITHMS, CHOSEN
 from hybridflow.recipe.check_placement import (
     check_lora,
+    check_moe,
     check_partial_rollouts,
     check_placement,
     check_recompute,
@@ -105,6 +106,7 @@ def check_recipe(recipe: Recipe, in_memory: Mapping[str, ModelInfo] | None = Non
     check_reshard_every(recipe)
     check_replay(recipe)
     check_lora(recipe)
+    check_moe(recipe)
     _check_batches(recipe)
     check_environment(recipe)
     check_engine(recipe)

@@ -15,6 +15,7 @@ from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.role import Role
 from hybridflow.models.adapters import factor_spec
 from hybridflow.models.distillation import vocab_parallel_reverse_kl
+from hybridflow.models.gpt import Transformer
 from hybridflow.models.lora import merge
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import LossFunction, Trainable, sum_over
@@ -24,6 +25,7 @@ from hybridflow.placement.peft import check_targets
 from hybridflow.placement.place import place_model
 from hybridflow.placement.placed_model import PlacedModel, role_spec
 from hybridflow.placement.rollout_weights import RolloutWeights, offloads_shards
+from hybridflow.placement.routing import RouterWatch
 from hybridflow.reshard.memory import HostOffload, give_back
 from hybridflow.reshard.plan import shares_storage
 from hybridflow.roles.advantage import KLCoefficient, length_metrics, length_stats
@@ -342,8 +344,15 @@ class Actor(Role):
             The extra outputs of the loss, and the norm of the gradient.
         """
         assert self.trainable is not None, "called outside the update mesh"
+        model, watch = self._placed, None
+        if isinstance(model.transformer, Transformer) and model.model.num_experts is not None:
+            watch = RouterWatch(model.transformer, model.groups, self._job.recipe.actor.moe, micro_batches)
         results = self.trainable.accumulate(micro_batches, loss)
         grad_norm = self.trainable.step(is_followed=is_followed)
+        if watch is not None and (found := watch.finish()) and model.is_output_rank:
+            # Weights are those of the rollout in the first mini-batch alone.
+            first = self.metrics.get("rollout/router_agreement", found.get("rollout/router_agreement"))
+            self.metrics |= found if first is None else {**found, "rollout/router_agreement": first}
         # Weights that may stay behind do so until the step says otherwise.
         self._rollout_is_current = self._rollout_is_current and self._reshard_every > 1
         return results, grad_norm

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.models.microbatch import MicroBatch
-from hybridflow.models.training import Trainable
+from hybridflow.models.training import Trainable, equally_many
 from hybridflow.placement.job import Job
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
@@ -179,7 +179,7 @@ class SteppedActor(Actor):
             self._placed.forward(parts, take)
             return
         self._begin_gradients()
-        for part in parts:
+        for part in equally_many(self._placed.megatron_model, self._placed.groups, parts):
             take(self._placed.transformer(part.tokens, part.attention, part.rows), part)
 
     def _parts(self, labelled: LabelledRows) -> list[MicroBatch]:

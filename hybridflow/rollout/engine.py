@@ -17,11 +17,13 @@ from torch import Tensor
 
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
+from hybridflow.models.attention import PackedAttention
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
+from hybridflow.models.routing import unknown_choice
 from hybridflow.rollout.blocks import BLOCK_TOKENS, BlockPool
 from hybridflow.rollout.budget import cache_bytes
-from hybridflow.rollout.paged import block_bytes
+from hybridflow.rollout.paged import PagedCache, block_bytes
 from hybridflow.rollout.records import Records
 from hybridflow.rollout.request import FinishReason, Progress, Request, Response, RolloutStopped, length_refusal
 from hybridflow.rollout.runner import Cache, make_runner
@@ -45,6 +47,9 @@ TakeTokens = Callable[[], Tensor]
 class MegatronEngine:
     """Generates with one data-parallel replica of a model; all its ranks make the same calls with the same arguments.
 
+    Replicas that share experts compute in lockstep: whoever has nothing to compute takes part with a blank token, until
+    all of them have come to ``finish``.
+
     Args:
         model: This rank's stage and shard.
         groups: This rank's process groups.
@@ -55,10 +60,12 @@ class MegatronEngine:
             when generating begins.
         ranks_per_node: Ranks that share the memory of this rank's node.
         tokenizer: Tokenizer for stop and bad texts; None: requests may have none.
+        keeps_choices: Whether responses tell the experts that each token was sent to.
 
     Attributes:
         version: Number of the weights, noted beside each token; the caller's to set.
         metrics: Metrics of the last ``generate``.
+        keeps_choices: Whether responses tell the experts that each token was sent to.
     """
 
     def __init__(
@@ -72,7 +79,9 @@ class MegatronEngine:
         cache_memory: float = 0.5,
         ranks_per_node: int = 1,
         tokenizer: Tokenizer | None = None,
+        keeps_choices: bool = False,
     ) -> None:
+        self.keeps_choices = keeps_choices
         self.version = 0
         self.metrics: dict[str, float] = {}
         self.model = model
@@ -87,9 +96,13 @@ class MegatronEngine:
         self._ranks_per_node = ranks_per_node
         self._most_blocks = 0
         self._stage_ranks = dist.get_process_group_ranks(groups.pp)
-        self._runner = make_runner(model, groups, vocab_size, max_rows=max_concurrent, max_steps=LOOK_STEPS)
+        self._runner = make_runner(
+            model, groups, vocab_size, max_rows=max_concurrent, max_steps=LOOK_STEPS, keeps_choices=keeps_choices
+        )
         self._sent: tuple[dist.Work, Tensor] | None = None
         self._num_changes = 0
+        mates, own = (dist.get_process_group_ranks(group) for group in (groups.tp_ep, groups.tp))
+        self._is_in_lockstep = model.config.num_moe_experts is not None and not {*mates} <= {*own}
 
     @property
     def num_changes(self) -> int:
@@ -165,6 +178,7 @@ class MegatronEngine:
                     num_told = len(done)
                 if progress.is_stopping():
                     left = session.pause()
+                    self.finish()
                     self.metrics = session.metrics()
                     if ended := [pair for pair in left if pair[1].finish != "paused"]:
                         progress.finished(ended)
@@ -172,6 +186,7 @@ class MegatronEngine:
             done += session.step(LOOK_STEPS if num_added == len(expected) else FEW_STEPS)
         if progress is not None and len(done) > num_told:
             progress.finished(done[num_told:])
+        self.finish()
         self.metrics = session.metrics()
         return done
 
@@ -245,17 +260,39 @@ class MegatronEngine:
         return self._runner.attention(cache, tables, step.slots, step.positions)
 
     def run(self, tokens: Tensor, attention: Any, rows: Tensor) -> Tensor | None:
-        """Run this stage's part of a forward pass.
+        """Run this stage's part of a forward pass. Collective: tp, ep.
 
         Return logits of the rows, ``[rows, padded_vocab/tp]``, on the last stage.
         """
+        self._meet(has_work=True)
+        return self._through(self._runner, tokens, attention, rows)
+
+    @torch.inference_mode()
+    def finish(self) -> None:
+        """Take part in what replicas that share experts with this one still compute.
+
+        Collective: ep. To be called after the last step of a session.
+        """
+        while self._meet(has_work=False):
+            tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self._through(self.model, tokens, PackedAttention([1], self.device), tokens)
+
+    def _meet(self, *, has_work: bool) -> bool:
+        """Return whether a replica that shares experts with this one has something to compute. Collective: ep."""
+        if not self._is_in_lockstep:
+            return False
+        working = torch.tensor(has_work, dtype=torch.int32, device=self.device)
+        dist.all_reduce(working, group=self.groups.tp_ep)
+        return has_work or bool(working)
+
+    def _through(self, compute: Callable[..., Tensor], tokens: Tensor, attention: Any, rows: Tensor) -> Tensor | None:
         stage, stages = self.groups.pp.rank(), self._stage_ranks
         config = self.model.config
         if stage > 0:
             hidden = torch.empty(len(tokens), 1, config.hidden_size, dtype=config.params_dtype, device=self.device)
             dist.recv(hidden, src=stages[stage - 1], group=self.groups.pp)
             self.model.set_input_tensor(hidden)
-        output = self._runner(tokens, attention, rows)
+        output = compute(tokens, attention, rows)
         if self.model.post_process:
             return output
         if self._sent is not None:
@@ -644,10 +681,26 @@ class Session:
                 response = self._response(lane, slot, number, "failed", reason)
             else:
                 response = self._response(lane, slot, number, "stop" if is_stop[row] else "length")
+                if self._engine.keeps_choices:
+                    response = replace(response, choices=self._choices(lane, slot))
             lane.scheduler.remove(slot)
             self._watches.pop(number, None)
             ended.append((self._requests.pop(number), self._clocks.pop(number).stop(response)))
         return ended
+
+    def _choices(self, lane: _Lane, slot: int) -> Tensor:
+        """Return the experts that each known token was sent to; those of the last are unknown. Collective: pp."""
+        num_known = int(lane.scheduler.lengths[slot])
+        blocks = torch.from_numpy(lane.scheduler.tables[slot]).to(self._engine.device)
+        assert isinstance(self._cache, PagedCache), "no other keeps them"
+        found = self._cache.choices_of(blocks, num_known)
+        found[num_known - 1 :] = unknown_choice(found.dtype)
+        if self._engine.groups.pp.size() > 1:
+            # Unknown is the largest number, and each stage knows its own layers.
+            wide = found.int()
+            dist.all_reduce(wide, dist.ReduceOp.MIN, group=self._engine.groups.pp)
+            found = wide.to(found.dtype)
+        return found.cpu()
 
     def _look_for_texts(self, lane: _Lane, slots: np.ndarray, tokens: np.ndarray, is_stop: np.ndarray) -> None:
         """Show the watched slots' tokens to their watches; where they complete a stop text, set ``is_stop``."""

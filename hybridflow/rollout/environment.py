@@ -161,6 +161,7 @@ class Environments:
             while waiting or asked:
                 if (session.is_idle or session.looks_up()) and is_stopping():
                     session.pause()
+                    engine.finish()
                     raise RolloutStopped([])
                 # Who waits for an answer is to go on as soon as it is there.
                 most = 1 if waiting else FEW_STEPS
@@ -175,6 +176,7 @@ class Environments:
                     requests_to_go = {number: request for number, request in going.items() if request is not None}
                     asked |= {id(request): number for number, request in requests_to_go.items()}
                     session.add(list(requests_to_go.values()))
+            engine.finish()
         finally:
             engine.metrics = session.metrics()
             if self._calls is not None:

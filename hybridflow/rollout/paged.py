@@ -13,6 +13,8 @@ from torch import Tensor
 
 from hybridflow.models.attention import attend
 from hybridflow.models.gpt import Transformer
+from hybridflow.models.latent_attention import LatentSelfAttention
+from hybridflow.models.routing import choice_dtype, unknown_choice
 from hybridflow.models.scoring import Scoring
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 
@@ -25,26 +27,52 @@ class PagedCache:
     A block's keys lie token by token for each dim, its values dim by dim for each token: as ``kernels.c`` reads them.
     What was not written by a block's present owner may be anything, and is not read.
 
+    Latent attention has its keys and values compressed, one vector for all heads and the same on all tensor-parallel
+    ranks. The values are a part of the keys.
+
     Attributes:
+        is_compressed: Whether they are of latent attention.
         keys: One tensor for each local layer, ``[blocks, groups/tp, head, BLOCK_TOKENS]``.
         values: As ``keys``, ``[blocks, groups/tp, BLOCK_TOKENS, head]``.
+        choices: Experts that each token was sent to, ``[blocks, BLOCK_TOKENS, layers, experts_per_token]``, of all
+            layers of the model; None: they are not kept.
         stride: Elements from a layer's keys to its values, and from there to the next layer's keys.
         num_bytes: Memory of all.
     """
 
-    def __init__(self, model: Transformer, num_blocks: int, device: torch.device) -> None:
-        groups, head = cache_shape(model)
-        dtype = model.config.params_dtype
-        shape = (2 * len(model.decoder.layers), num_blocks, groups, head * BLOCK_TOKENS)
-        pool = _empty_pool(shape, dtype, device)
+    def __init__(
+        self, model: Transformer, num_blocks: int, device: torch.device, *, keeps_choices: bool = False
+    ) -> None:
+        config = model.config
+        self.choices: Tensor | None = None
+        if keeps_choices:
+            dtype = choice_dtype(config.num_moe_experts)
+            sizes = num_blocks, BLOCK_TOKENS, config.num_layers, config.moe_router_topk
+            # Other stages know of other layers.
+            self.choices = torch.full(sizes, unknown_choice(dtype), dtype=dtype, device=device)
+        (groups, head), latent = cache_shape(model), _latent(model)
+        self.is_compressed = latent is not None
+        per_layer = 1 if self.is_compressed else 2
+        shape = (per_layer * len(model.decoder.layers), num_blocks, groups, head * BLOCK_TOKENS)
+        pool = _empty_pool(shape, config.params_dtype, device)
         self.stride, self.num_bytes = pool.stride(0), pool.nbytes
+        if latent is not None:
+            self.keys = list(pool.unflatten(-1, (head, BLOCK_TOKENS)))  # type: ignore[no-untyped-call]
+            self.values = [keys[:, :, : latent.kv_lora_rank].transpose(2, 3) for keys in self.keys]
+            return
         self.keys = list(pool[::2].unflatten(-1, (head, BLOCK_TOKENS)))  # type: ignore[no-untyped-call]
         self.values = list(pool[1::2].unflatten(-1, (BLOCK_TOKENS, head)))  # type: ignore[no-untyped-call]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy blocks, ``[copies]`` int64 each; no block is both source and target."""
-        for blocks in (*self.keys, *self.values):
+        kept = self.keys if self.is_compressed else [*self.keys, *self.values]
+        for blocks in (*kept, *(() if self.choices is None else (self.choices,))):
             blocks[targets] = blocks[sources]
+
+    def choices_of(self, blocks: Tensor, num_tokens: int) -> Tensor:
+        """Return the choices of a sequence's first tokens, ``[tokens, layers, experts_per_token]``."""
+        assert self.choices is not None, "kept from the start"
+        return self.choices[blocks[: -(-num_tokens // BLOCK_TOKENS)].long()].flatten(0, 1)[:num_tokens]
 
 
 def _empty_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -65,7 +93,9 @@ def _empty_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 def cache_shape(model: Transformer) -> tuple[int, int]:
-    """Query groups on this rank, and the width of a head."""
+    """Return the query groups that this rank caches, and the width of a key: of latent attention one, compressed."""
+    if (latent := _latent(model)) is not None:
+        return 1, latent.compressed_size
     attention = model.decoder.layers[0].self_attention
     return attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
 
@@ -74,7 +104,13 @@ def block_bytes(model: Transformer) -> int:
     """Return the memory of one block in all layers of this stage, in bytes."""
     groups, head = cache_shape(model)
     element = torch.empty(0, dtype=model.config.params_dtype).element_size()
-    return 2 * len(model.decoder.layers) * groups * head * BLOCK_TOKENS * element
+    per_layer = 2 if _latent(model) is None else 1
+    return per_layer * len(model.decoder.layers) * groups * head * BLOCK_TOKENS * element
+
+
+def _latent(model: Transformer) -> LatentSelfAttention | None:
+    attention = model.decoder.layers[0].self_attention
+    return attention if isinstance(attention, LatentSelfAttention) else None
 
 
 class PagedAttention:
@@ -89,20 +125,31 @@ class PagedAttention:
 
     def __init__(self, cache: PagedCache, tables: Tensor, sequences: Tensor, positions: Tensor) -> None:
         self.cache = cache
+        self.is_compressed = cache.is_compressed
         self.tables = tables
         self.sequences = sequences
         self.positions = positions
         self._parts: list[_Part] | None = None
 
+    @property
+    def routing(self) -> _Recording | None:
+        """Return what routers of a mixture are told; None: nothing."""
+        return None if self.cache.choices is None else _Recording(self.cache.choices, self._places())
+
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Return the block of each token, and its place there, ``[tokens]`` each."""
+        return self.tables[self.sequences, self.positions // BLOCK_TOKENS].long(), self.positions % BLOCK_TOKENS
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Attend as ``PackedAttention.attend`` does."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        block, token = self.tables[self.sequences, self.positions // BLOCK_TOKENS].long(), self.positions % BLOCK_TOKENS
+        block, token = self._places()
         keys[block, :, :, token] = key
-        values[block, :, token] = value
+        if not self.is_compressed:
+            values[block, :, token] = value
         if self._parts is None:
             self._parts = list(self._split())
-        context = torch.empty_like(query)
+        context = query.new_empty(*query.shape[:2], value.shape[2])
         for part in self._parts:
             context[part.rows] = part.attend(query[part.rows], keys[part.tables], values[part.tables], scoring)
         return context
@@ -126,6 +173,26 @@ class PagedAttention:
 
 
 @dataclass(frozen=True)
+class _Recording:
+    """Writes down which experts are chosen, see ``models.routing.Routing``."""
+
+    choices: Tensor
+    places: tuple[Tensor, Tensor]
+
+    def settle(self, layer: int, chosen: Tensor, first: int) -> Tensor:
+        """See ``Routing``."""
+        block, token = (each[first : first + len(chosen)] for each in self.places)
+        self.choices[block, token, layer] = chosen.to(self.choices.dtype)
+        return chosen
+
+    def observe(
+        self, layer: int, logits: Tensor, scores: Tensor, chosen: Tensor, weights: Tensor, first: int
+    ) -> Tensor:
+        """See ``Routing``."""
+        return weights
+
+
+@dataclass(frozen=True)
 class _Part:
     """As many tokens of each of some sequences: ``[sequences * tokens]`` rows, positions ``[sequences, tokens]``."""
 
@@ -134,7 +201,7 @@ class _Part:
     positions: Tensor
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
-        """Return the context, ``[rows, heads, head]``, from keys and values of ``[sequences, blocks, …]``."""
+        """Return the context, ``[rows, heads, width]``, from keys and values of ``[sequences, blocks, …]``."""
         places = torch.arange(keys.shape[1] * BLOCK_TOKENS, device=query.device)
         # Masked scores would not do: what was not written may be NaN, also after it is weighted with zero.
         is_unwritten = (places > self.positions[:, -1:]).unflatten(1, (-1, BLOCK_TOKENS))  # type: ignore[no-untyped-call]

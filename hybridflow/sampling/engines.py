@@ -117,7 +117,11 @@ def make_own_engine(job: Job, model: PlacedModel) -> MegatronEngine | UserEngine
     if not isinstance(model, UserModel):
         memory = rollout.cache_memory
         return model.make_engine(
-            seed=seed, max_concurrent=rollout.max_concurrent, cache_memory=memory, tokenizer=job.tokenizer
+            seed=seed,
+            max_concurrent=rollout.max_concurrent,
+            cache_memory=memory,
+            tokenizer=job.tokenizer,
+            keeps_choices=job.recipe.actor.moe.router_replay != "none",
         )
     kind: type[UserEngine] = HFEngine if isinstance(model.module, TransformersActor) else UserEngine
     return kind(
@@ -159,7 +163,7 @@ def make_server_engine(
 def _cache_bytes(job: Job) -> int:
     """Return the bytes of a CPU's key-value cache for the samples decoded together, within ``rollout.cache_memory``."""
     rollout, model = job.recipe.rollout, job.model_of("actor")
-    per_token = 2 * model.num_layers * model.query_groups * model.head_size * ITEM_BYTES[model.dtype]
+    per_token = model.num_layers * model.cached_size(1) * ITEM_BYTES[model.dtype]
     # vLLM deals the cache out in blocks of up to 128 tokens, and keeps one for itself.
     blocks = rollout.max_concurrent * (-(-model.max_context // 128)) + 1
     most = cache_bytes(rollout.cache_memory, job.world.device, min(job.world.ranks_per_node, job.world.size))

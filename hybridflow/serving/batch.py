@@ -151,6 +151,7 @@ def _run(
     while not session.is_idle:
         if session.looks_up() and stopping.agree(placed.replica):
             session.pause()
+            placed.engine.finish()
             if placed.everyone.is_lead:
                 tell(f"hybridflow: stops, what is finished is kept: {stopping.reason}")
             return
@@ -160,6 +161,7 @@ def _run(
             log.add(_row(request, response, placed.tokenizer, arguments) for request, response in ended)
             counts.add(len(ended), sum(len(response.tokens) for _, response in ended))
         counts.tell()
+    placed.engine.finish()
 
 
 def _tasks(

@@ -12,7 +12,7 @@ import torch
 
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.families.cut import check_cut
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
@@ -143,6 +143,19 @@ def place_model(arguments: argparse.Namespace, world: World) -> Placed:
     )
 
 
+def check_lockstep(layout: ParallelLayout) -> None:
+    """Refuse replicas that share experts where each answers whenever it is asked: they would wait for each other.
+
+    Raises:
+        LayoutError: Experts are cut over more ranks than a replica has.
+    """
+    if layout.tp % (layout.expert_tp * layout.ep):
+        raise LayoutError(
+            f"--layout {layout}: etp·ep = {layout.expert_tp * layout.ep} ranks share experts, which a server can cut "
+            f"over the tp={layout.tp} ranks of a replica alone; raise tp and set etp=1, or lower ep"
+        )
+
+
 def memory_line(model: ModelConfig, layout: ParallelLayout, cached_tokens: int, cache_memory: float) -> str:
     """Describe in words the memory of the rank that needs the most.
 
@@ -158,9 +171,8 @@ def memory_line(model: ModelConfig, layout: ParallelLayout, cached_tokens: int, 
     )
     held = WeightHoldings(spec, mesh)
     weights = max(held_bytes(spec, held, mesh.rank_at(pp=stage)) for stage in range(layout.pp))
-    groups = max(1, model.query_groups // layout.tp)
     max_layers = max(layout.num_layers_of(stage, model.num_layers) for stage in range(layout.pp))
-    of_a_token = 2 * max_layers * groups * model.head_size * ITEM_BYTES[model.dtype]
+    of_a_token = max_layers * model.cached_size(layout.tp) * ITEM_BYTES[model.dtype]
     cache = cached_tokens * of_a_token
     most = int(cache_memory) if cache_memory >= 1 else cache
     least = format_bytes(min(cache, most))

@@ -21,7 +21,7 @@ from hybridflow.serving.api import Sample, Served
 from hybridflow.serving.desk import Desk
 from hybridflow.serving.endpoint import Endpoint, token_of
 from hybridflow.serving.options import as_tuples
-from hybridflow.serving.placed import Placed, as_tensor, finite_or_none, place_model
+from hybridflow.serving.placed import Placed, as_tensor, check_lockstep, finite_or_none, layout_of, place_model
 
 _IDLE_S = 0.5
 """So often all ranks meet while there is nothing to do."""
@@ -36,6 +36,7 @@ def serve(arguments: argparse.Namespace, world: World) -> int:
     Raises:
         HybridflowError: The model cannot be served as was asked, or the address not be listened on.
     """
+    check_lockstep(layout_of(arguments, world.size))
     with current_activity("reading the model"):
         placed = place_model(arguments, world)
     replica = _Replica(placed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from hybridflow.config.cluster import ClusterConfig
 from hybridflow.config.data import DataConfig
 from hybridflow.config.losses import AdvantageConfig, CorrectionConfig, KLConfig, LossConfig
 from hybridflow.config.recipe import Recipe
-from hybridflow.config.roles import ActorConfig, CriticConfig, OptimizerConfig
+from hybridflow.config.roles import ActorConfig, CriticConfig, MoEConfig, OptimizerConfig
 from hybridflow.config.rollout import RolloutConfig
 from hybridflow.config.trainer import TrainerConfig
 from hybridflow.dataflow.batch import Batch, Ragged
@@ -32,6 +33,7 @@ from hybridflow.trainer.plan import JobPlan, plan_job
 from tests.multi.models import TINY, VOCAB, samples
 
 EOS = 2
+MOE = MoEConfig(aux_loss=0.05, z_loss=0.01)
 SETTINGS = {
     "ppo": dict(
         advantage=AdvantageConfig(gamma=0.95, gae_lambda=0.9),
@@ -83,7 +85,12 @@ def tiny_recipe(
         cluster=ClusterConfig(ranks=layout.world_size),
         model=ModelConfig(**{**vars(model), "vocab_size": VOCAB, "init_std": 0.1}),
         data=DataConfig(train="none", held_out="none"),
-        actor=ActorConfig(update=layout, rollout=layout.for_rollout(), optimizer=optimizer),
+        actor=ActorConfig(
+            update=layout,
+            rollout=layout.for_rollout(),
+            optimizer=optimizer,
+            moe=MoEConfig() if model.num_experts is None else replace(MOE, bias_update_rate=0.01 * model.router_bias),
+        ),
         critic=CriticConfig(layout=layout if critic is None else critic, optimizer=optimizer, value_clip=value_clip)
         if is_ppo
         else None,

@@ -63,6 +63,27 @@ MIXTURE = ModelConfig(
     experts_per_token=2,
     normalized_experts=False,
 )
+# What DeepSeek-V3 has beside, and its attention.
+SHARED = replace(
+    MIXTURE,
+    num_layers=2,
+    num_query_groups=None,
+    qk_norm=False,
+    kv_lora_rank=20,
+    q_lora_rank=28,
+    qk_nope_head_dim=10,
+    qk_rope_head_dim=6,
+    v_head_dim=12,
+    num_dense_layers=1,
+    dense_ffn_hidden_size=32,
+    shared_ffn_hidden_size=16,
+    router_score="sigmoid",
+    router_bias=True,
+    router_groups=2,
+    router_groups_per_token=1,
+    routed_scaling=1.5,
+    normalized_experts=True,
+)
 VOCAB = 29
 
 

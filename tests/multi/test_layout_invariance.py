@@ -24,7 +24,7 @@ from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.critic import Critic
 from tests.multi.jobs import add_noise, inner_of, make_batch, make_job, outer_of, tiny_recipe
-from tests.multi.models import CAPPED, DEEP, MIXTURE, TINY, layouts_of
+from tests.multi.models import CAPPED, DEEP, MIXTURE, SHARED, TINY, layouts_of
 from tests.support.ranks import run_ranks
 
 # Tied embeddings, one key-value head for several tensor-parallel ranks, norms of queries and keys, and a vocabulary of
@@ -40,7 +40,7 @@ MIXED = ModelConfig(
     tied_embeddings=True,
     qk_norm=True,
 )
-MODELS = {"plain": TINY, "deep": DEEP, "mixed": MIXED, "capped": CAPPED, "mixture": MIXTURE}
+MODELS = {"plain": TINY, "deep": DEEP, "mixed": MIXED, "capped": CAPPED, "mixture": MIXTURE, "shared": SHARED}
 LOSSES = ("dr-grpo", "gspo", "cispo")
 """Algorithms with another loss, which also reject tokens, or sequences."""
 SMALL, LARGE = 24, 4096
@@ -66,12 +66,14 @@ class Findings:
 
     Attributes:
         replica: Which whole copy of the model its part belongs to.
+        expert_replica: Which whole copy of all experts its part of them belongs to.
         numbers: Reported over the global batch.
         rows: Quantity and sample -> one number for each response token.
         tensors: Quantity and logical name -> this rank's elements and where they are in the whole, as boxes.
     """
 
     replica: int = 0
+    expert_replica: int = 0
     numbers: dict[str, float] = field(default_factory=dict)
     rows: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     tensors: dict[tuple[str, str], list[tuple[Tensor, Shard]]] = field(default_factory=dict)
@@ -103,7 +105,11 @@ def compute(world: World, case: Case) -> Findings:
     job, _ = make_job(world, recipe)
     mesh = job.meshes["actor.update"]
     batch = share_of(make_batch(), mesh.coordinate(world.rank).dp, case)
-    found = Findings(replica=mesh.coordinate(world.rank).dp // case.layout.fsdp)
+    place, layout = mesh.coordinate(world.rank), case.layout
+    found = Findings(
+        replica=place.dp // layout.fsdp,
+        expert_replica=(place.tp + layout.tp * place.dp) // (layout.expert_tp * layout.ep) // layout.fsdp,
+    )
     actor = Actor(job, KLCoefficient(recipe))
     initial(found, "actor", actor, world.rank)
     keep_rows(found, "log_probs", actor, batch, lambda output, part: actor.model.log_probs(output, part)[0])
@@ -146,6 +152,8 @@ def keep_tensors(found: Findings, quantity: str, role: Any, rank: int, flat: dic
     """Keep this rank's part of every tensor: its weights, or what lies in flat tensors as they do."""
     for name, regions in local_regions(role.model.transformer, role.spec, role.model.mesh, rank).items():
         if flat is not None:
+            if name.endswith("expert_bias"):
+                continue  # It has no gradient.
             regions = regions_of(flat[name], [part for _, part in regions])
         found.tensors[quantity, name] = [(values.detach().clone(), part) for values, part in regions]
 
@@ -196,13 +204,14 @@ def compare(world: World, cases: list[Case], expected: dict[tuple[str, str], Fin
                 squares = (mine - theirs).square().sum(), theirs.square().sum()
                 sums += torch.stack([*squares, torch.tensor(float(num_elements(part.box)))])
                 assert local.count_nonzero() == mine.count_nonzero(), f"{case}: padding of {name}: {quantity} is not 0"
-            tensors[quantity, name, found.replica] = tuple(sums.tolist())
+            replica = found.expert_replica if ".experts." in name else found.replica
+            tensors[quantity, name, replica] = tuple(sums.tolist())
         samples = {quantity: {sample for what, sample in found.rows if what == quantity} for quantity, _ in found.rows}
         reports.append({"numbers": numbers, "samples": samples, "tensors": tensors})
     return reports
 
 
-def worst_differences(reports: list[dict[str, Any]], whole: Findings, replicas: int) -> dict[str, float]:
+def worst_differences(reports: list[dict[str, Any]], whole: Findings, layout: ParallelLayout) -> dict[str, float]:
     """Quantity -> largest difference over ranks and tensors; checks that together the ranks have everything."""
     worst: dict[str, float] = {}
     sums: dict[tuple[str, str, int], Tensor] = {}
@@ -221,6 +230,9 @@ def worst_differences(reports: list[dict[str, Any]], whole: Findings, replicas: 
         if not any(key[0] == quantity for key in sums):
             assert "gradients" in quantity, f"{quantity} of {name} are nowhere"
             continue
+        replicas = layout.dp // layout.fsdp
+        if ".experts." in name:
+            replicas = layout.tp * layout.dp // (layout.expert_tp * layout.ep) // layout.fsdp
         for replica in range(replicas):
             difference, expected, count = sums[quantity, name, replica].tolist()
             assert count and count % whole.tensors[quantity, name][0][0].size == 0, (quantity, name, replica, count)
@@ -288,6 +300,7 @@ def cases_of_stages(size: int) -> list[Case]:
             ("pp2.vpp2.dp2.layers1-2-3-2", "ppo", "deep", "none", None),
             ("pp2.vpp4.dp2", "grpo", "deep", "none", None),
             ("pp2.dp2.layers1-3", "ppo", "capped", "full", 2),
+            ("pp2.vpp2.dp2", "ppo", "capped", "none", None),
         ],
         8: [
             ("tp2.pp2.vpp2.dp2", "ppo", "plain", "full", None),
@@ -336,6 +349,26 @@ def cases_of_context(size: int) -> list[Case]:
     return cases
 
 
+def cases_of_experts(size: int) -> list[Case]:
+    """Experts on several ranks, cut as the rest or otherwise, where some replicas have more micro-batches than others.
+
+    Two experts of four go to each token: over two ranks tokens are gathered by default, over four sent to and fro.
+    """
+    texts = {
+        2: ["dp2.ep2", "tp2.ep2.etp1", "dp2.etp2"],
+        4: [
+            *("dp4.ep4", "dp4.ep2", "tp2.dp2.ep2", "tp2.dp2.ep2.etp1", "tp2.dp2.ep4.etp1", "tp2.dp2.etp1"),
+            *("pp2.dp2.ep2", "tp4.ep2.etp2", "tp2.dp2.etp4", "tp2.pp2.ep2.etp1"),
+        ],
+    }[size]
+    cases = []
+    for number, text in enumerate(texts):
+        case = Case(layout=ParallelLayout.parse(text), algorithm="ppo", model="mixture", distributed=number % 2 == 0)
+        cases.append(replace(case, micro_batch_tokens=SMALL))
+        cases.append(replace(case, model="shared", algorithm="grpo", distributed=number % 2 == 1))
+    return cases
+
+
 def cases_of_fsdp(size: int) -> list[Case]:
     """PyTorch FSDP over all ranks and over some, with replicas that have more micro-batches than others."""
     texts = {2: ["fsdp2", "fsdp2.zero2"], 4: ["fsdp4", "fsdp2.dp4"], 8: ["fsdp8", "fsdp4.dp8"]}[size]
@@ -373,6 +406,11 @@ def test_layout_and_micro_batches_change_nothing_of_other_models(size, expected)
     check(size, cases_of_other_models(size), expected)
 
 
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_experts_on_several_ranks_change_nothing(size, expected):
+    check(size, cases_of_experts(size), expected)
+
+
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 8))])
 def test_context_parallelism_changes_nothing(size, expected):
     check(size, cases_of_context(size), expected)
@@ -388,7 +426,7 @@ def check(size, cases, expected):
     reports = run_ranks(compare, size, cases, expected)
     for number, case in enumerate(cases):
         whole = expected[case.algorithm, case.model]
-        worst = worst_differences([report[number] for report in reports], whole, case.layout.dp // case.layout.fsdp)
+        worst = worst_differences([report[number] for report in reports], whole, case.layout)
         too_far = {quantity: found for quantity, found in worst.items() if found > limit(quantity)}
         assert not too_far, f"{case}: {too_far}"
 

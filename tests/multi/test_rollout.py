@@ -11,10 +11,12 @@ from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import pack, split_by_tokens
 from hybridflow.models.training import forward_only
 from hybridflow.rollout import engine as engine_module
+from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.engine import MegatronEngine
+from hybridflow.rollout.paged import PagedCache, block_bytes
 from hybridflow.rollout.request import Request, Response, RolloutStopped, SamplingParams
 from hybridflow.rollout.sampling import gumbel_noise, row_keys, sequence_key
-from tests.multi.models import CAPPED, DEEP, MIXTURE, TINY, VOCAB, layouts_of, make_model
+from tests.multi.models import CAPPED, DEEP, MIXTURE, SHARED, TINY, VOCAB, layouts_of, make_model
 from tests.support.ranks import run_ranks
 
 PARAMS = {
@@ -46,6 +48,8 @@ def rollout(
     for layout in layouts:
         model, mesh, groups, _ = make_model(world, layout, model=shape)
         engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=max_concurrent)
+        cached = len(model.decoder.layers) * shape.cached_size(layout.tp) * BLOCK_TOKENS * 4
+        assert block_bytes(model) == PagedCache(model, 1, world.device).num_bytes == cached
         for name in kinds:
             params = PARAMS[name]
             mine = requests(params)[mesh.coordinate(world.rank).dp :: layout.dp]
@@ -120,6 +124,22 @@ def assert_same_text(found: dict, by_request: dict, shape: ModelConfig = TINY) -
             assert gap < 1e-4, (where, first, gap)
 
 
+def rollout_of_uneven_shares(world, layouts: list[ParallelLayout]):
+    """Responses of a mixture whose experts replicas share, where one replica has nearly all requests, or all."""
+    found = {}
+    for layout in layouts:
+        model, mesh, groups, _ = make_model(world, layout, model=MIXTURE)
+        engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=4)
+        replica = mesh.coordinate(world.rank).dp
+        for name, first in (("most", 13), ("all", 15)):
+            first = 15 if layout.dp == 1 else first
+            mine = requests()[:first] if replica == layout.dp - 1 else requests()[first:] if replica == 0 else []
+            for ask, got in zip(mine, engine.generate(mine), strict=True):
+                if model.post_process:
+                    found[str(layout), name, ask.prompt_index, ask.index] = got.tokens.tolist(), got.log_probs.tolist()
+    return found
+
+
 @pytest.fixture(scope="module")
 def reference():
     """What one rank samples, all requests at once."""
@@ -144,7 +164,7 @@ def test_the_samples_differ_and_have_the_log_probs_of_training(reference):
     ],
 )
 def test_same_text_in_every_layout_and_batching_and_the_log_probs_of_training(reference, size, wave, kinds):
-    layouts = layouts_of(size)
+    layouts = [*layouts_of(size), *([ParallelLayout(pp=2, layers=(3, 1))] if size == 2 else [])]
     found = merged(size, layouts, wave, kinds)
     assert len(found) == 15 * len(kinds) * len(layouts)
     assert_same_text(found, {key[1:]: value for key, value in reference.items()})
@@ -157,12 +177,12 @@ def test_same_text_in_eight_stages():
     assert_same_text(found, {key[1:]: value for key, value in reference.items()}, DEEP)
 
 
-@pytest.mark.parametrize("shape", [CAPPED, MIXTURE], ids=["capped", "mixture"])
-def test_windows_caps_and_experts_give_the_same_text_in_layouts_and_the_log_probs_of_training(shape):
-    layouts = [ParallelLayout.parse(text) for text in ("tp2.pp2.dp1", "tp1.pp2.dp2")]
+@pytest.mark.parametrize("shape", [CAPPED, MIXTURE, SHARED], ids=["capped", "mixture", "latent"])
+def test_windows_caps_experts_and_compressed_caches_give_the_same_text_in_layouts_and_the_log_probs_of_training(shape):
+    layouts = [ParallelLayout.parse(text) for text in ("tp2.pp2.dp1", "tp1.pp2.dp2", "tp2.pp2.layers1-3")]
     reference = merged(1, [ParallelLayout()], 256, ("plain",), shape)
     found = merged(4, layouts, 7, ("plain",), shape)
-    assert len(reference) == 15 and len(found) == 30
+    assert len(reference) == 15 and len(found) == 45
     for (_, *request), (tokens, sampled, trained) in {**reference, **found}.items():
         # These seeds meet no near-tie.
         assert tokens == reference[("tp1.pp1.dp1", *request)][0]
@@ -233,3 +253,25 @@ def test_finished_responses_are_handed_over_once_and_generating_stops_where_it_i
                 assert all(tokens == texts[name][: len(tokens)] for name, tokens in left)
                 numbers.append(len(before))
             assert numbers[1] == 0 and numbers[1:] == sorted(numbers[1:]) and 0 < numbers[-1] < numbers[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "texts"),
+    [
+        (2, ["dp2.ep2"]),
+        pytest.param(
+            4, ["dp4.ep4", "tp2.dp2.ep2", "tp4.ep2.etp2", "tp2.dp2.ep4.etp1", "pp2.dp2.ep2"], marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_replicas_that_share_experts_sample_the_same_with_uneven_shares(size, texts):
+    (expected,) = run_ranks(rollout_of_uneven_shares, 1, [ParallelLayout()])
+    expected = {key[1:]: value for key, value in expected.items()}
+    found: dict = {}
+    for part in run_ranks(rollout_of_uneven_shares, size, [ParallelLayout.parse(text) for text in texts]):
+        found.update(part)
+    assert len(found) == len(texts) * 2 * 15
+    for (layout, *key), (tokens, log_probs) in found.items():
+        wanted, wanted_log_probs = expected[tuple(key)]
+        assert tokens == wanted, (layout, key)
+        assert max(abs(one - other) for one, other in zip(log_probs, wanted_log_probs, strict=True)) < 1e-5, layout

@@ -16,6 +16,11 @@ from tests.support.hf_models import SIZES, randomize
 
 TOKENS = {"vocab_size": 37, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 OTHER: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        **dict(kv_lora_rank=12, q_lora_rank=20, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8),
+        **dict(n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=24),
+        **dict(num_key_value_heads=4, first_k_dense_replace=1),
+    },
     "gemma": {"head_dim": 12},
     "gemma2": {"head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": 5},
     "gpt_oss": {"head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},

@@ -160,7 +160,9 @@ class HuggingFaceSource(Source):
         """Check that all expected tensors are there and no others; return the name of the embedding's second copy."""
         expected = {name for parts in self._parts.values() for name in parts.names}
         ignored = re.compile("|".join(described.family.ignored))
+        skipped = self._further_layer(described)
         extra = [name for name in self._where if name not in expected and not ignored.fullmatch(name)]
+        extra = [name for name in extra if skipped is None or not name.startswith(skipped)]
         missing = [name for name in expected if name not in self._where]
         copies = [name for rule in described.family.rules if rule.logical == _OUTPUT for name in rule.hf]
         copy = None
@@ -174,6 +176,13 @@ class HuggingFaceSource(Source):
                 + self._remedy(missing)
             )
         return copy
+
+    def _further_layer(self, described: Described) -> str | None:
+        """Return the beginning of the names in the layer that predicts further tokens; None: there is none."""
+        if described.family.further_layers is None:
+            return None
+        layer = f"model.layers.{described.model.num_layers}."
+        return layer if layer + described.family.further_layers[0] in self._where else None
 
     def _remedy(self, missing: list[str]) -> str:
         if any(name.removeprefix("model.") in self._where for name in missing):

@@ -15,7 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 from torch.nn.functional import silu
 
-from hybridflow.checkpoint.formats.megatron_args import MEGATRON_SETTINGS
+from hybridflow.checkpoint.formats.megatron_args import MEGATRON_SETTINGS, router_settings
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, entry_of
@@ -78,7 +78,7 @@ def read_megatron(given: GPTModel, *, vocab_size: int | None = None) -> ModelCon
         experts = dict(
             num_experts=config.num_moe_experts,
             experts_per_token=config.moe_router_topk,
-            normalized_experts=not config.moe_router_pre_softmax,
+            **router_settings(vars(config)),
         )
     width = config.ffn_hidden_size if config.num_moe_experts is None else config.moe_ffn_hidden_size
     model = ModelConfig(

@@ -47,10 +47,9 @@ MEGATRON_SETTINGS: dict[str, tuple[object, ...]] = {
     "window_attn_skip_freq": (None,),
     "experimental_attention_variant": (None,),
     "mtp_num_layers": (None, 0),
-    "moe_shared_expert_intermediate_size": (None, 0),
     "moe_layer_freq": (1,),
-    "moe_router_score_function": ("softmax",),
-    "moe_router_enable_expert_bias": (False,),
+    "moe_router_score_function": ("softmax", "sigmoid"),
+    "moe_shared_expert_gate": (False,),
     "moe_router_topk_scaling_factor": (None, 1.0),
     "moe_router_num_groups": (None,),
     "moe_router_group_topk": (None,),
@@ -116,7 +115,7 @@ def to_model(args: Mapping[str, Any], *, where: str) -> ModelConfig:
         width = args.get("moe_ffn_hidden_size")
         model["ffn_hidden_size"] = width if width is not None else args.get("ffn_hidden_size")
         model["experts_per_token"] = args.get("moe_router_topk", 2)
-        model["normalized_experts"] = not args.get("moe_router_pre_softmax", False)
+        model |= router_settings(args)
     if args.get("group_query_attention", args.get("num_query_groups", 1) not in (None, 1)):
         model["num_query_groups"] = args.get("num_query_groups")
     model["tied_embeddings"] = not args.get("untie_embeddings_and_output_weights", False)
@@ -129,6 +128,18 @@ def to_model(args: Mapping[str, Any], *, where: str) -> ModelConfig:
     return read_section(ModelConfig, model, source=where)
 
 
+def router_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a mixture that Megatron-LM's arguments and a ``TransformerConfig`` call alike."""
+    score = values.get("moe_router_score_function", "softmax")
+    return {
+        "router_score": score,
+        # Scores of sigmoid are always normalized there.
+        "normalized_experts": score == "sigmoid" or not values.get("moe_router_pre_softmax", False),
+        "router_bias": values.get("moe_router_enable_expert_bias", False),
+        "shared_ffn_hidden_size": values.get("moe_shared_expert_intermediate_size") or None,
+    }
+
+
 def to_args(model: ModelConfig, dtype: DType) -> dict[str, Any]:
     """Return the arguments of Megatron-LM that describe a model, uncut; the inverse of ``to_model``.
 
@@ -137,19 +148,15 @@ def to_args(model: ModelConfig, dtype: DType) -> dict[str, Any]:
     """
     plain = ModelConfig(num_layers=1, hidden_size=1, ffn_hidden_size=1, num_attention_heads=1, max_context=1)
     names = (
-        *("pre_norms", "post_norms", "qk_norm_over", "activation", "scaled_embeddings"),
-        *(
-            *("linear_bias", "glu_clamp", "glu_offset", "attention_sinks"),
-            "rotary_dim",
-            "rotary_interleaved",
-            "local_rotary_base",
-            "attention_scale",
-            "attention_softcap",
-            "logit_softcap",
-            "window_layers",
-        ),
+        *("pre_norms", "post_norms", "qk_norm_over", "activation", "scaled_embeddings", "linear_bias", "glu_clamp"),
+        *("glu_offset", "attention_sinks", "rotary_dim", "rotary_interleaved", "local_rotary_base", "attention_scale"),
+        *("attention_softcap", "logit_softcap", "window_layers"),
     )
-    strange = [name for name in names if getattr(model, name) != getattr(plain, name)]
+    # Megatron-LM has arguments for these, and names for their tensors, that are neither written nor read here.
+    unwritten = ("kv_lora_rank", "num_dense_layers", "router_groups", "routed_scaling")
+    strange = [name for name in (*names, *unwritten) if getattr(model, name) != getattr(plain, name)]
+    if model.router_score == "sigmoid" and not model.normalized_experts:
+        strange.append("normalized_experts")
     scaling = model.rotary_scaling
     if scaling is not None:
         told = {name: getattr(scaling, name) for name in _LLAMA3}
@@ -157,7 +164,7 @@ def to_args(model: ModelConfig, dtype: DType) -> dict[str, Any]:
             strange.append("rotary_scaling")
     if strange:
         values = ", ".join(f"{name}={getattr(model, name)!r}" for name in strange)
-        raise ConfigError(f"Megatron-LM has no arguments for a model with {values}; write another format")
+        raise ConfigError(f"a checkpoint of Megatron-LM is not written of a model with {values}; write another format")
     args: dict[str, Any] = {name: getattr(model, setting) for name, setting in _SAME.items()}
     args |= {name: allowed[0] for name, allowed in _REQUIRED.items()}
     args |= {
@@ -165,6 +172,9 @@ def to_args(model: ModelConfig, dtype: DType) -> dict[str, Any]:
         "moe_ffn_hidden_size": None if model.num_experts is None else model.ffn_hidden_size,
         "moe_router_topk": model.experts_per_token,
         "moe_router_pre_softmax": not model.normalized_experts,
+        "moe_router_score_function": model.router_score,
+        "moe_router_enable_expert_bias": model.router_bias,
+        "moe_shared_expert_intermediate_size": model.shared_ffn_hidden_size,
         "kv_channels": model.head_size,
         "group_query_attention": model.query_groups != model.num_attention_heads,
         "num_query_groups": model.query_groups,

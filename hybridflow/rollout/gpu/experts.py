@@ -20,6 +20,12 @@ class GpuExperts:
         is_gelu: Whether the gate is activated by GELU, approximated with tanh; else by SiLU.
     """
 
+    @staticmethod
+    def can_compute(layer: ExpertLayer) -> bool:
+        """Return whether the kernels know the layer: experts that are all here, chosen by softmax alone."""
+        is_here = layer.config.expert_model_parallel_size == 1
+        return is_here and layer.router.is_softmax and layer.shared_experts is None
+
     def __init__(self, layer: ExpertLayer, *, is_gelu: bool) -> None:
         experts = layer.experts.local_experts
         self._router: Tensor = layer.router.weight

@@ -68,7 +68,7 @@ class GpuTransformer:
         sharers: Queries of a group.
         num_columns: Columns of the logits on this rank, padding included; 0 on a stage that has none.
         softcap: Cap on the logits; 0: none.
-        is_capturable: Whether a step needs nothing of the host: no experts on other ranks.
+        is_capturable: Whether a step needs nothing of the host: no experts but those that ``GpuExperts`` computes.
     """
 
     def __init__(self, model: Transformer, group: dist.ProcessGroup, vocab_size: int) -> None:
@@ -209,11 +209,11 @@ def _layer(layer: TransformerLayer, is_gelu: bool) -> _Layer:
     input_norm = _norm(layer.input_layernorm, attention.linear_qkv)
     mlp_norm = _norm(layer.pre_mlp_layernorm, first)
     assert input_norm is not None and mlp_norm is not None, "every layer normalizes its input twice"
-    has_all_experts = isinstance(mlp, ExpertLayer) and mlp.config.expert_model_parallel_size == 1
+    is_quick = isinstance(mlp, ExpertLayer) and GpuExperts.can_compute(mlp)
     return _Layer(
         qkv=attention.linear_qkv,
         projection=attention.linear_proj,
-        mlp=GpuExperts(mlp, is_gelu=is_gelu) if has_all_experts else mlp,
+        mlp=GpuExperts(mlp, is_gelu=is_gelu) if is_quick else mlp,
         input_norm=input_norm,
         mlp_norm=mlp_norm,
         head_norms=None if query_norm is None or key_norm is None else (query_norm, key_norm),

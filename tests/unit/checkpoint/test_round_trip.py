@@ -7,9 +7,11 @@ import json
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from hybridflow.checkpoint.formats.registry import open_source
 from hybridflow.checkpoint.manifest import digest
+from hybridflow.errors import CheckpointError
 from hybridflow.families.tables import FAMILIES
 from hybridflow.layout.parallel_layout import ParallelLayout
 from tests.support.checkpoint_cases import make_model, same_bits, save, tensors_of
@@ -17,7 +19,7 @@ from tests.support.conversions import convert
 
 PROMPTS = torch.tensor([[1, 17, 5, 9, 30, 2, 8, 11, 36], [1, 4, 4, 23, 7, 19, 33, 3, 10]])
 LAYOUTS = ["tp1", "tp2", "pp2", "tp2.pp2"]
-MIXTURES = ["mixtral", "qwen3_moe", "gpt_oss"]
+MIXTURES = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 16, "rope_theta": 5e5}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 9.0, 27.0]}
@@ -78,6 +80,8 @@ def test_there_and_back_in_every_layout(case, tmp_path):
     written, original = (json.loads((path / "config.json").read_text()) for path in (end, start))
     older = {"rope_theta", "rope_scaling", "original_max_position_embeddings", "num_experts", "num_local_experts"}
     older |= {"rope_local_base_freq", "partial_rotary_factor"}
+    if "num_nextn_predict_layers" in original:
+        original["num_nextn_predict_layers"] = 0  # the tensors of these layers are not written
     assert {key: value for key, value in written.items() if key in original} == original
     assert written.keys() - original.keys() <= older
     rotary = original["rope_parameters"]
@@ -171,3 +175,18 @@ def test_phi3_cuts_its_fused_projections(tmp_path):
     assert torch.equal(found, brute_force_qkv(apart, "x", heads=4, groups=2, head=8))
     gate_up = open_source(start).read("decoder.layers.1.mlp.linear_fc1.weight")
     assert torch.equal(gate_up.flatten(0, 1), theirs["model.layers.1.mlp.gate_up_proj.weight"])
+
+
+def test_the_layer_that_predicts_further_tokens_is_skipped(tmp_path):
+    start = save(make_model("deepseek_v3"), tmp_path / "start")
+    tensors, further = tensors_of(start), {"eh_proj.weight": torch.ones(32, 64), "enorm.weight": torch.ones(32)}
+    names = {f"model.layers.2.{name}": tensor for name, tensor in further.items()}
+    save_file({**tensors, **names}, start / "model.safetensors", {"format": "pt"})
+    end = convert(start, "hf", tmp_path / "end")
+    assert same_bits(tensors_of(end), tensors)
+    assert json.loads((end / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    # A layer too many of another kind is no such layer.
+    del names["model.layers.2.eh_proj.weight"]
+    save_file({**tensors, **names}, start / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"not expected: model\.layers\.2\.enorm\.weight"):
+        open_source(start)

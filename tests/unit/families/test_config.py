@@ -80,6 +80,7 @@ SIZES = {
     "Mixtral-8x7B": (32, 4096, 14336, 32, 8, 32768, 32000),
     "gpt-oss-20b": (24, 2880, 2880, 64, 8, 131072, 201088),
     "Qwen3-30B-A3B": (48, 2048, 6144, 32, 4, 40960, 151936),
+    "DeepSeek-V3": (61, 7168, 18432, 128, 128, 163840, 129280),
 }
 LLAMA = {"model_type": "llama", "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False}
 MISTRAL = {**LLAMA, "model_type": "mistral", "rms_norm_eps": 1e-5}
@@ -127,6 +128,8 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0
 YARN |= {"original_max_position_embeddings": 4096}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MOE = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.001}
+MSCALE = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"}
+MSCALE["original_max_position_embeddings"] = 4096
 REAL = {
     "Llama-2-7b": ({**LLAMA, "rms_norm_eps": 1e-5, "pretraining_tp": 1, "rope_scaling": None}, {}),
     "Llama-3.1-8B": (
@@ -281,6 +284,27 @@ REAL = {
             **{"num_experts": 128, "experts_per_token": 8},
         },
     ),
+    "DeepSeek-V3": (
+        {
+            **{"model_type": "deepseek_v3", "hidden_act": "silu", "torch_dtype": "bfloat16", "attention_bias": False},
+            **{"attention_dropout": 0.0, "rms_norm_eps": 1e-6, "rope_theta": 10000, "tie_word_embeddings": False},
+            **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+            **{"v_head_dim": 128, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1},
+            **{"num_experts_per_tok": 8, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "ep_size": 1},
+            **{"norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "moe_layer_freq": 1},
+            **{"topk_method": "noaux_tc", "num_nextn_predict_layers": 1, "rope_scaling": MSCALE},
+        },
+        {
+            **{"norm_eps": 1e-6, "ffn_hidden_size": 2048, "kv_lora_rank": 512, "q_lora_rank": 1536},
+            **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_experts": 256},
+            **{"experts_per_token": 8, "num_dense_layers": 3, "dense_ffn_hidden_size": 18432, "router_groups": 8},
+            **{"router_groups_per_token": 4, "routed_scaling": 2.5, "shared_ffn_hidden_size": 2048},
+            **{"router_score": "sigmoid", "router_bias": True},
+            "rotary_scaling": RotaryScaling(
+                **dict(kind="yarn", factor=40.0, original_context=4096, mscale=1.0, mscale_all_dim=1.0)
+            ),
+        },
+    ),
 }
 
 
@@ -319,6 +343,8 @@ def meaning(values):
         "original_max_position_embeddings",
         "mlp_bias",
         "dtype",
+        "num_nextn_predict_layers",
+        "ep_size",
     }
     nothing |= {"intermediate_size"} if values["model_type"] == "qwen3_moe" else set()
     return {key: value for key, value in config.items() if key not in nothing}
@@ -368,6 +394,8 @@ SCALINGS = {
         beta_slow=st.floats(0.5, 2.0),
         truncate=st.booleans(),
         attention_factor=st.none() | FLOATS,
+        mscale=st.none() | FLOATS,
+        mscale_all_dim=st.none() | FLOATS,
     ),
     "longrope": st.builds(
         RotaryScaling,
@@ -416,6 +444,18 @@ def models(draw, family):
         values["rotary_dim"] = draw(st.sampled_from([None, 2, 4, 6, 8]))
     if "rope_local_base_freq" in family.defaults and "window" in values:
         values["local_rotary_base"] = draw(FLOATS)
+    if "kv_lora_rank" in family.keys.values():
+        values |= {"num_query_groups": None, "head_dim": None, "kv_lora_rank": draw(st.integers(1, 9))}
+        values |= {"q_lora_rank": draw(st.none() | st.integers(1, 9)), "v_head_dim": draw(st.integers(1, 9))}
+        values |= {"qk_nope_head_dim": draw(st.integers(1, 9)), "qk_rope_head_dim": draw(st.sampled_from([2, 4, 6]))}
+        # No more dense layers than layers.
+        dense = draw(st.integers(0, layers - 1))
+        values |= {"num_dense_layers": dense, "dense_ffn_hidden_size": draw(st.integers(1, 99)) if dense else None}
+        shared = draw(st.none() | st.integers(1, 3))
+        values["shared_ffn_hidden_size"] = shared and shared * values["ffn_hidden_size"]
+        if values["num_experts"] % 2 == 0 and values["num_experts"] > 2:
+            values |= {"router_groups": 2, "router_groups_per_token": draw(st.integers(1, 2))}
+        values["routed_scaling"] = draw(FLOATS)
     if "query_pre_attn_scalar" in family.defaults:
         values["attention_scale"] = draw(st.none() | st.integers(1, 999).map(lambda scalar: scalar**-0.5))
     return ModelConfig(**values)
@@ -582,7 +622,7 @@ def test_the_published_and_the_written_name_of_the_number_of_experts():
 
 ROTARY = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 REFUSED_ROTARY = {
-    "mscale": ({**ROTARY, "mscale": 0.7}, "mscale=0.7 is not computed"),
+    "mscale": ({**ROTARY, "rope_type": "llama3", "mscale": 0.7}, "mscale=0.7 is not computed"),
     "nested": ({"full_attention": ROTARY, "rope_type": "yarn"}, "full_attention={"),
     "dynamic": ({"rope_type": "dynamic", "factor": 2.0}, "rope_type='dynamic' is not computed"),
     "partial": ({**ROTARY, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not computed"),

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.flops import model_flops, sampling_flops, sequence_pairs
@@ -14,17 +23,35 @@ from hybridflow.models.microbatch import pack
 SIZES = dict(hidden_size=32, num_attention_heads=4, head_dim=12)
 LLAMA = ModelConfig(num_layers=3, ffn_hidden_size=48, num_query_groups=2, max_context=64, **SIZES)
 MIXTURE = ModelConfig(num_layers=2, ffn_hidden_size=20, max_context=64, num_experts=6, experts_per_token=2, **SIZES)
+LATENT = ModelConfig(
+    num_layers=3,
+    hidden_size=32,
+    num_attention_heads=4,
+    max_context=64,
+    **dict(kv_lora_rank=12, q_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8),
+    **dict(ffn_hidden_size=20, num_experts=6, experts_per_token=2, num_dense_layers=1, dense_ffn_hidden_size=40),
+    **dict(shared_ffn_hidden_size=20, router_score="sigmoid", router_bias=True),
+)
 VOCAB, LENGTH = 29, 11
 
 
 def transformers_model(model: ModelConfig) -> torch.nn.Module:
-    known = dict(
-        **SIZES,
+    known: dict[str, Any] = dict(
+        **{**SIZES, "hidden_size": model.hidden_size},
         num_hidden_layers=model.num_layers,
         num_key_value_heads=model.query_groups,
         vocab_size=VOCAB,
         attn_implementation="eager",
     )
+    if model.kv_lora_rank is not None:
+        names = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        latent = {name: getattr(model, name) for name in names}
+        experts = dict(n_routed_experts=model.num_experts, num_experts_per_tok=model.experts_per_token, n_group=1)
+        experts |= dict(topk_group=1, moe_intermediate_size=model.ffn_hidden_size, first_k_dense_replace=1)
+        width = model.dense_ffn_hidden_size
+        del known["head_dim"]
+        config = DeepseekV3Config(intermediate_size=width, experts_implementation="eager", **latent, **experts, **known)
+        return DeepseekV3ForCausalLM(config)
     if model.num_experts is None:
         return LlamaForCausalLM(LlamaConfig(intermediate_size=model.ffn_hidden_size, **known))
     mixture = dict(
@@ -36,7 +63,7 @@ def transformers_model(model: ModelConfig) -> torch.nn.Module:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(intermediate_size=1, **mixture, **known))
 
 
-@pytest.mark.parametrize("model", [LLAMA, MIXTURE], ids=["dense", "mixture"])
+@pytest.mark.parametrize("model", [LLAMA, MIXTURE, LATENT], ids=["dense", "mixture", "latent"])
 def test_operations_are_what_torch_counts(model: ModelConfig):
     torch.manual_seed(1)
     made = transformers_model(model)

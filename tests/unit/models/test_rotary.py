@@ -32,6 +32,8 @@ SCALINGS = {
     "yarn, factor": RotaryScaling(
         kind="yarn", factor=2.0, original_context=64, beta_fast=8.0, beta_slow=0.25, attention_factor=0.7
     ),
+    "yarn, mscale": RotaryScaling(kind="yarn", factor=4.0, original_context=64, mscale=0.7, mscale_all_dim=1.3),
+    "yarn, mscale alone": RotaryScaling(kind="yarn", factor=4.0, original_context=64, mscale=0.7),
     "yarn, band of one": RotaryScaling(kind="yarn", factor=2.0, original_context=64, beta_fast=3.01, beta_slow=3.0),
     "longrope": RotaryScaling(kind="longrope", factor=4.0, original_context=32, short_factor=SHORT, long_factor=LONG),
     "longrope, factor": RotaryScaling(

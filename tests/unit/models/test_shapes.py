@@ -38,6 +38,8 @@ PUBLISHED = {
     "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    # By hand, from the sizes in its paper (arXiv 2412.19437): see test_the_parameters_of_deepseek_v3_by_hand.
+    "deepseek-v3": 671_026_419_200,
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_630_071_296,
     # The larger three without vision tower and projection: 416_866_032 and 1152 * (hidden size + 1).
@@ -68,9 +70,22 @@ def test_an_unknown_name_is_refused():
         shape("llama3-9b")
 
 
+def test_the_parameters_of_deepseek_v3_by_hand():
+    hidden, heads, layers = 7168, 128, 61
+    queries = 1536 * (hidden + 1 + heads * 192)
+    keys_and_values = hidden * (512 + 64) + 512 * (1 + heads * (128 + 128))
+    attention = queries + keys_and_values + heads * 128 * hidden
+    dense, expert = 3 * hidden * 18432, 3 * hidden * 2048
+    # 256 routed, one shared; the router and its bias.
+    mixture = 257 * expert + 256 * (hidden + 1)
+    norms = (2 * layers + 1) * hidden
+    whole = 2 * 129280 * hidden + layers * attention + 3 * dense + 58 * mixture + norms
+    assert whole == PUBLISHED["deepseek-v3"]
+
+
 def is_of_megatron(known):
     """Whether megatron-core's own layers have all tensors; the recipes below have the others."""
-    return not known.post_norms and not known.attention_sinks
+    return not known.post_norms and not known.attention_sinks and known.kv_lora_rank is None
 
 
 @pytest.mark.parametrize("name", sorted(name for name, known in named_shapes().items() if is_of_megatron(known)))
@@ -115,6 +130,7 @@ def test_any_small_model_is_described_as_megatron_core_builds_it():
 
 
 MODEL = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=24, num_attention_heads=4, max_context=8)
+LATENT = dict(kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8)
 RECIPES = [
     MODEL,
     dataclasses.replace(MODEL, num_query_groups=2, head_dim=12, vocab_divisible_by=5, qk_norm=True, dtype="bf16"),
@@ -124,6 +140,13 @@ RECIPES = [
     dataclasses.replace(MODEL, num_experts=4, linear_bias=True, attention_sinks=True),
     dataclasses.replace(MODEL, linear_bias=True),
     dataclasses.replace(MODEL, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_over="projection"),
+    dataclasses.replace(
+        MODEL, num_experts=4, router_score="sigmoid", router_bias=True, shared_ffn_hidden_size=20, dtype="bf16"
+    ),
+    dataclasses.replace(MODEL, **LATENT, post_norms=True),
+    dataclasses.replace(
+        MODEL, **LATENT, q_lora_rank=10, num_experts=4, num_dense_layers=1, dense_ffn_hidden_size=40, dtype="bf16"
+    ),
 ]
 
 

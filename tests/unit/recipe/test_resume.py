@@ -85,6 +85,15 @@ GIVEN = {
     ],
     r"(.*\bmodel)\.trust_remote_code": [r"\1.implementation=transformers"],
     r"(.*\bmodel)\.window_layers": [r"\1.window=4"],
+    r"(.*\bmodel)\.(router_score|router_bias|shared_ffn_hidden_size)": [r"\1.num_experts=4"],
+    r"(.*\bmodel)\.router_bias": [r"\1.router_score=sigmoid"],
+    r"(.*\bmodel)\.(kv_lora_rank|q_lora_rank|qk_nope_head_dim|qk_rope_head_dim|v_head_dim)": [
+        *(r"\1.kv_lora_rank=8", r"\1.qk_nope_head_dim=4", r"\1.qk_rope_head_dim=4", r"\1.v_head_dim=8"),
+    ],
+    r"(.*\bmodel)\.(num_dense_layers|dense_ffn_hidden_size|router_groups|router_groups_per_token|routed_scaling)": [
+        *(r"\1.num_experts=8", r"\1.router_score=sigmoid", r"\1.router_groups=4", r"\1.router_groups_per_token=1"),
+        *(r"\1.num_dense_layers=1", r"\1.dense_ffn_hidden_size=8"),
+    ],
     r"(.*\bmodel)\.rotary_scaling": [r"\1.rotary_scaling={kind: linear, original_context: 8}"],
     r"(.*\bmodel)\.rotary_scaling\.(short|long)_factor": [
         *(r"\1.rotary_scaling.kind=longrope", r"\1.rotary_scaling.short_factor=[1, 1, 1, 1]"),
@@ -103,6 +112,9 @@ GIVEN = {
     r"data\.arithmetic": ["data.arithmetic={num_train: 4, num_held_out: 2}"],
     r"warm_start": ["warm_start={steps: 1, batch_size: 2, lr: 1e-3}"],
     r"actor\.lora": ["actor.lora={rank: 4}"],
+    r"(\w+)\.recompute_layers": [r"\1.recompute=full"],
+    r"actor\.moe": ["model.num_experts=4"],
+    r"actor\.moe\.bias_update_rate": ["model.router_score=sigmoid", "model.router_bias=true"],
     r"rollout\.environment": ["rollout.environment={name: calculator}"],
     r"rollout\.engine\.kind": ["cluster.ranks=1"],
     r"rollout\.engine\.(urls|model|auth_env|log_probs|off_policy)": [
@@ -151,7 +163,10 @@ VALUES: dict[str, Any] = {
 }
 """Key -> another value, where not any of its type will do."""
 
-UNTRAINABLE = re.compile(r".*(update|rollout|layout)\.(cp|ep|vpp|etp|layers|fsdp_sharding)|actor\.rollout\.fsdp")
+UNTRAINABLE = re.compile(
+    r".*(update|rollout|layout)\.(cp|ep|vpp|etp|layers|fsdp_sharding)|actor\.rollout\.fsdp"
+    r"|.*\bmodel\.(num_dense_layers|router_groups_per_token)"
+)
 """Axes of which only one value can be trained with so far, and what no single key can change."""
 
 

@@ -13,6 +13,7 @@ from hybridflow.checkpoint.owners import Owned, owned_weights, writes_state
 from hybridflow.errors import CheckpointError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.gpt import Transformer
+from hybridflow.models.layers import Chunks
 from hybridflow.models.specs import logical_parameters
 from hybridflow.models.training import Trainable
 from hybridflow.models.weights import Region, local_regions, local_shards, regions_of
@@ -38,7 +39,7 @@ class Shares:
     """
 
     def __init__(
-        self, model: Transformer, spec: ModelSpec, mesh: DeviceMesh, rank: int, trainable: Trainable | None
+        self, model: Transformer | Chunks, spec: ModelSpec, mesh: DeviceMesh, rank: int, trainable: Trainable | None
     ) -> None:
         self._model, self._spec, self._mesh, self._rank, self._trainable = model, spec, mesh, rank, trainable
         self._is_sharded = mesh.layout.fsdp > 1
@@ -147,7 +148,7 @@ def _shares_of(kind: str, name: str, regions: Iterable[Region]) -> Iterator[Shar
             yield Share(kind, name, region.part.box, region.inside.detach())
 
 
-def load_model(source: ModelDir, model: Transformer, spec: ModelSpec, mesh: DeviceMesh, rank: int) -> None:
+def load_model(source: ModelDir, model: Transformer | Chunks, spec: ModelSpec, mesh: DeviceMesh, rank: int) -> None:
     """Fill a model's weights from a directory, whatever layout wrote it; padding becomes zero.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from hybridflow.config.types import Offload
+from hybridflow.config.types import Offload, Recompute
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.sections import (
@@ -150,8 +150,10 @@ class ActorConfig:
             weights that learn are in host memory then too, unless ``reshard`` is ``shared`` or ``mpi``. ``always``
             (under FSDP) keeps weights, gradients and optimizer state in host memory during the update too. A layer
             comes to the accelerator to compute, and the optimizer runs on the host.
-        gradient_checkpointing: Keep only the input of each layer for the backward pass, and compute its activations
-            again there.
+        recompute: Activations to compute again in the backward pass in the place of keeping them. ``selective`` means
+            those inside the core attention, ``full`` all but the input of each layer.
+        recompute_layers: Layers of each pipeline stage that ``recompute: full`` holds for, from the first. None means
+            all.
         lora: Train adapters instead of the weights. None trains the weights.
         moe: Experts of the actor's model.
     """
@@ -164,7 +166,8 @@ class ActorConfig:
     reshard: Literal["auto", "shared", "torch", "mpi"] = field(default="auto", metadata=MAY_CHANGE)
     reshard_every: Count = 1
     offload: Offload = field(default=False, metadata=MAY_CHANGE)
-    gradient_checkpointing: bool = field(default=False, metadata=MAY_CHANGE)
+    recompute: Recompute = field(default="none", metadata=MAY_CHANGE)
+    recompute_layers: Count | None = field(default=None, metadata=MAY_CHANGE)
     lora: LoRAConfig | None = None
     moe: MoEConfig = field(default_factory=MoEConfig)
 
@@ -182,8 +185,10 @@ class CriticConfig:
         warmup_steps: Training steps at the start in which only the critic learns. The actor does not change.
         offload: Keep the optimizer's state in host memory while the critic does not learn, and free the gradients.
             ``always`` as for the actor.
-        gradient_checkpointing: Keep only the input of each layer for the backward pass, and compute its activations
-            again there.
+        recompute: Activations to compute again in the backward pass in the place of keeping them. ``selective`` means
+            those inside the core attention, ``full`` all but the input of each layer.
+        recompute_layers: Layers of each pipeline stage that ``recompute: full`` holds for, from the first. None means
+            all.
     """
 
     ranks: tuple[int, ...] | None = field(default=None, metadata=MAY_CHANGE)
@@ -193,7 +198,8 @@ class CriticConfig:
     value_clip: Positive = 0.5
     warmup_steps: CountOrZero = 0
     offload: Offload = field(default=False, metadata=MAY_CHANGE)
-    gradient_checkpointing: bool = field(default=False, metadata=MAY_CHANGE)
+    recompute: Recompute = field(default="none", metadata=MAY_CHANGE)
+    recompute_layers: Count | None = field(default=None, metadata=MAY_CHANGE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,4 +25,7 @@ Server = Annotated[str, re.compile(r"([A-Z_]+://)?[\w.:\[\]-]+")]
 Offload = Literal[True, False, "always"]
 
 
+Recompute = Literal["none", "selective", "full"]
+
+
 StopText = Annotated[str, re.compile(r"[^\ufffd]{1,1024}", re.DOTALL)]

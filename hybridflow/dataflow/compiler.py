@@ -52,7 +52,11 @@ class StageProgram(NamedTuple):
 
 
 def compile_stages(
-    stages: Sequence[Flow], meshes: Mapping[str, DeviceMesh], *, hands_over: bool = False
+    stages: Sequence[Flow],
+    meshes: Mapping[str, DeviceMesh],
+    *,
+    hands_over: bool = False,
+    elsewhere: Sequence[Flow] = (),
 ) -> tuple[StageProgram, ...]:
     """Compile flows that follow each other; each sees the columns and phases that those before it leave.
 
@@ -61,6 +65,8 @@ def compile_stages(
         meshes: Name -> mesh, for every mesh that the flows name.
         hands_over: Whether the first stage also moves what it made to all later readers, so that its ranks take part in
             no later move.
+        elsewhere: Flows of the same program that are compiled apart: a role changes its phase with all its ranks,
+            theirs too.
 
     Raises:
         GraphError: The columns do not fit together, or a mesh is unknown.
@@ -69,7 +75,7 @@ def compile_stages(
     flow.check()
     _check_meshes(flow, meshes)
     roles: dict[str, frozenset[int]] = {}
-    for node in flow.nodes():
+    for node in (node for each in (flow, *elsewhere) for node in each.nodes()):
         roles[node.role] = roles.get(node.role, frozenset()).union(meshes[node.mesh].ranks)
     state, job, later, found = _State(), _Job(meshes, roles), list(flow.elements), []
     for number, stage in enumerate(stages):
@@ -232,6 +238,8 @@ def _emit(element: Node | Repeat, state: _State, job: _Job) -> list[Instruction]
     if isinstance(element, Repeat):
         # A turn follows what was before the loop, or another turn: only phases that the whole body keeps are known.
         asked = {(node.role, node.phase) for node in element.nodes() if node.phase is not None}
+        before = _before_loop(element, asked, state, job)
+        state.phase |= {each.role: each.phase for each in before}
         state.phase = {
             role: phase
             for role, phase in state.phase.items()
@@ -240,7 +248,8 @@ def _emit(element: Node | Repeat, state: _State, job: _Job) -> list[Instruction]
         inner = _State(phase=dict(state.phase))
         if not element.has_source:
             inner.writer, inner.complete = dict(state.writer), set(state.complete)
-        return [Loop(element.decision, element.mesh, _compile(element.body, inner, job, list(element.body.elements)))]
+        body = _compile(element.body, inner, job, list(element.body.elements))
+        return [*before, Loop(element.decision, element.mesh, body)]
     instructions: list[Instruction] = []
     if element.phase is not None and state.phase.get(element.role) != element.phase:
         state.phase[element.role] = element.phase
@@ -254,6 +263,17 @@ def _emit(element: Node | Repeat, state: _State, job: _Job) -> list[Instruction]
         Call(element.name, element.role, element.call, element.mesh, element.reads, element.writes, element.source)
     )
     return instructions
+
+
+def _before_loop(element: Repeat, asked: set[tuple[str, str]], state: _State, job: _Job) -> list[Phase]:
+    """Return the changes of phase that ranks outside the loop take part in, and that its body therefore cannot make."""
+    turning = set(job.meshes[element.mesh].ranks)
+    alone = {role: phase for role, phase in asked if sum(role == each for each, _ in asked) == 1}
+    return [
+        Phase(role, phase)
+        for role, phase in sorted(alone.items())
+        if state.phase.get(role) != phase and not turning.issuperset(job.roles[role])
+    ]
 
 
 def _check_meshes(flow: Flow, meshes: Mapping[str, DeviceMesh]) -> None:

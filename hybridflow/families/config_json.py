@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,13 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 _COMPUTED: dict[str, tuple[object, ...]] = {"quantization_config": (None,)}
 """Keys that any family may have, and the values that are computed here."""
 _MAX_LAYERS = 10_000
-_OLDER = ("rope_theta", "rope_scaling", "original_max_position_embeddings")
+_OLDER = (
+    "rope_theta",
+    "rope_scaling",
+    "rope_local_base_freq",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+)
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _YARN_NUMBERS = ("mscale", "mscale_all_dim")
 _ROTARY_NUMBERS = (
@@ -27,7 +33,7 @@ _ROTARY_LISTS = ("short_factor", "long_factor")
 _ROTARY_KEYS = {
     *_ROTARY_NUMBERS,
     *_ROTARY_LISTS,
-    *("rope_type", "type", "rope_theta", "original_max_position_embeddings", "partial_rotary_factor"),
+    *("rope_type", "type", "rope_theta", "original_max_position_embeddings", "partial_rotary_factor", "truncate"),
 }
 
 
@@ -73,6 +79,12 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
     _check_given(family, given, where)
     for key, allowed in {**family.computed, **_COMPUTED}.items():
         if key in values and values[key] not in allowed:
+            if key == "quantization_config":
+                raise ConfigError(
+                    f"{where}: quantization_config={values[key]!r}: quantized weights are not read; load the model in "
+                    "transformers so that it is dequantized (MXFP4: Mxfp4Config(dequantize=True)), save_pretrained it, "
+                    "and name the new directory"
+                )
             raise ConfigError(
                 f"{where}: {key}={values[key]!r} is not computed for {family.name}; only "
                 f"{', '.join(map(repr, allowed))} is: choose another model"
@@ -159,16 +171,38 @@ def _has_value_head(family: Family, values: Mapping[str, Any], where: str) -> bo
 
 
 def _rotary(family: Family, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return base and scaling, from the flat keys of older files or from ``rope_parameters``."""
+    """Return bases and scaling, from the flat keys of older files or from ``rope_parameters``."""
     # As ``transformers`` has it: the older spelling goes before the newer.
-    told = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
+    if "rope_local_base_freq" not in family.defaults:
+        return _one_rotary(family, given, dict(given.get("rope_scaling") or given.get("rope_parameters") or {}), where)
+    by_layer = dict(given.get("rope_parameters") or {})
+    full = {**(by_layer.pop("full_attention", None) or {}), **(given.get("rope_scaling") or {})}
+    local = dict(by_layer.pop("sliding_attention", None) or {})
+    base = local.pop("rope_theta", given["rope_local_base_freq"])
+    if by_layer or {*local.items()} - {("rope_type", "default")}:
+        raise ConfigError(
+            f"{where}: rope_parameters={given['rope_parameters']}: expected 'full_attention', and 'sliding_attention' "
+            "of rope_type 'default'; others are not computed: choose another model"
+        )
+    return {**_one_rotary(family, given, full, where), "local_rotary_base": float(base)}
+
+
+def _one_rotary(family: Family, given: Mapping[str, Any], told: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the base and scaling that ``told`` asks for."""
     base = next((each["rope_theta"] for each in (told, given) if each.get("rope_theta") is not None), 10000.0)
+    rotary: dict[str, Any] = {"rotary_base": float(base)}
     partial = told.get("partial_rotary_factor", given.get("partial_rotary_factor"))
     if partial is not None and float(partial) != 1.0:
-        raise ConfigError(f"{where}: partial_rotary_factor={partial} is not computed; only 1 is")
+        if "partial_rotary_factor" not in family.defaults:
+            raise ConfigError(
+                f"{where}: partial_rotary_factor={partial} is not computed for {family.name}; only 1 is: choose "
+                "another model"
+            )
+        head = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
+        rotary["rotary_dim"] = int(head * partial)
     kind = told.get("rope_type", told.get("type", "default"))
     if kind == "default":
-        return {"rotary_base": float(base)}
+        return rotary
     if kind == "su":  # what the first Phi-3 files call it
         kind = "longrope"
     if kind not in family.scalings:
@@ -179,9 +213,7 @@ def _rotary(family: Family, given: Mapping[str, Any], where: str) -> dict[str, A
     strangers = [
         f"{key}={value!r}"
         for key, value in told.items()
-        if (key not in _ROTARY_KEYS or kind != "yarn" and key in _YARN_NUMBERS)
-        and value is not None
-        and (key, value) != ("truncate", True)
+        if (key not in _ROTARY_KEYS or kind != "yarn" and key in _YARN_NUMBERS) and value is not None
     ]
     if strangers:
         raise ConfigError(f"{where}: rope_parameters: {', '.join(strangers)} is not computed; choose another model")
@@ -192,10 +224,12 @@ def _rotary(family: Family, given: Mapping[str, Any], where: str) -> dict[str, A
     if kind in ("yarn", "longrope"):
         scaling.setdefault("factor", context / original)
     scaling |= {key: [float(item) for item in told[key]] for key in _ROTARY_LISTS if told.get(key) is not None}
-    scaling = {key: float(value) if isinstance(value, int) else value for key, value in scaling.items()}
+    scaling = {key: float(value) if type(value) is int else value for key, value in scaling.items()}
+    if kind == "yarn" and told.get("truncate") is not None:
+        scaling["truncate"] = told["truncate"]
     scaling |= {"kind": kind, "original_context": None if kind == "linear" else original}
     read_section(RotaryScaling, scaling, source=f"{where}: rope_parameters")
-    return {"rotary_base": float(base), "rotary_scaling": scaling}
+    return {**rotary, "rotary_scaling": scaling}
 
 
 def _window(family: Family, given: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -204,17 +238,18 @@ def _window(family: Family, given: Mapping[str, Any], where: str) -> dict[str, A
     is_off = family.window in ("switched", "upper_layers") and not given.get("use_sliding_window")
     if family.window == "none" or is_off:
         width = None
+    layers: Iterable[int] = range(num_layers)
     if family.window == "even_layers":
         layers = range(0, num_layers, 2)
     elif family.window == "upper_layers":
         layers = range(given.get("max_window_layers", 28), num_layers)
-    else:
-        layers = range(num_layers)
+    elif family.window == "most_layers":
+        layers = [layer for layer in layers if (layer + 1) % given["sliding_window_pattern"]]
     windowed = [] if width is None else list(layers)
     kinds = given.get("layer_types")
-    if kinds is not None and (width is not None or family.window != "even_layers"):
+    if kinds is not None and (width is not None or family.window not in ("even_layers", "most_layers")):
         told = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
-        is_free = width is not None and family.window in ("upper_layers", "even_layers")
+        is_free = width is not None and family.window in ("upper_layers", "even_layers", "most_layers")
         if len(kinds) != num_layers or {*kinds} - {"full_attention", "sliding_attention"}:
             raise ConfigError(
                 f"{where}: layer_types={kinds}: expected {num_layers} of 'full_attention' or 'sliding_attention'; "
@@ -297,6 +332,9 @@ def spelled_out(model: ModelConfig) -> ModelConfig:
     """Return the same model with implied settings written out and unused settings at their defaults."""
     windowed = tuple(range(model.num_layers)) if model.window_layers is None else tuple(sorted(model.window_layers))
     has_window = model.window is not None and len(windowed) > 0
+    has_two_rotations = has_window and (
+        model.local_rotary_base != model.rotary_base or model.rotary_scaling is not None
+    )
     has_experts = model.num_experts is not None
     scaling = model.rotary_scaling
     return replace(
@@ -304,7 +342,11 @@ def spelled_out(model: ModelConfig) -> ModelConfig:
         num_query_groups=model.query_groups,
         head_dim=model.head_size,
         vocab_divisible_by=1,
+        qkv_bias=model.qkv_bias or model.linear_bias,
+        qk_norm_over=model.qk_norm_over if model.qk_norm else "head",
         attention_scale=model.head_size**-0.5 if model.attention_scale is None else model.attention_scale,
+        rotary_dim=model.head_size if model.rotary_dim is None else model.rotary_dim,
+        local_rotary_base=model.local_rotary_base if has_two_rotations else None,
         window=model.window if has_window else None,
         window_layers=windowed if has_window else None,
         experts_per_token=model.experts_per_token if has_experts else 2,
@@ -316,7 +358,7 @@ def spelled_out(model: ModelConfig) -> ModelConfig:
 _SCALING_KEYS = {
     "linear": ("factor",),
     "llama3": ("factor", "original_context", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_context", "beta_fast", "beta_slow", "attention_factor", *_YARN_NUMBERS),
+    "yarn": ("factor", "original_context", "beta_fast", "beta_slow", "truncate", "attention_factor", *_YARN_NUMBERS),
     "longrope": ("factor", "original_context", "attention_factor", "short_factor", "long_factor"),
 }
 """The settings that each kind of rotary scaling uses."""
@@ -366,7 +408,7 @@ def _written(described: Described) -> dict[str, Any]:
         # An integer to transformers, so that not every scale can be said.
         config["query_pre_attn_scalar"] = max(1, round(scale**-2))
     config |= _written_window(family, model)
-    config |= _written_rotary(model)
+    config |= _written_rotary(family, model)
     name = next(name for name, dtype in _DTYPES.items() if dtype == model.dtype)
     config |= {"dtype": name, "torch_dtype": name}
     if described.has_value_head:
@@ -407,7 +449,22 @@ def _written_window(family: Family, model: ModelConfig) -> dict[str, Any]:
     return config
 
 
-def _written_rotary(model: ModelConfig) -> dict[str, Any]:
+def _written_rotary(family: Family, model: ModelConfig) -> dict[str, Any]:
+    config = _written_one_rotary(model)
+    if "rope_local_base_freq" in family.defaults:
+        local = model.rotary_base if model.local_rotary_base is None else model.local_rotary_base
+        config["rope_local_base_freq"] = local
+        config["rope_parameters"] = {
+            "full_attention": config["rope_parameters"],
+            "sliding_attention": {"rope_theta": local, "rope_type": "default"},
+        }
+    if "partial_rotary_factor" in family.defaults:
+        share = 1.0 if model.rotary_dim is None else model.rotary_dim / model.head_size
+        config["partial_rotary_factor"] = config["rope_parameters"]["partial_rotary_factor"] = share
+    return config
+
+
+def _written_one_rotary(model: ModelConfig) -> dict[str, Any]:
     base, scaling = model.rotary_base, model.rotary_scaling
     if scaling is None:
         return {

@@ -8,7 +8,7 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 
 
 def check_cut(model: ModelConfig, layout: ParallelLayout, name: str) -> None:
-    """Refuse a layout that does not cut a model into equal parts.
+    """Refuse a layout that cannot cut a model: its layers into stages, all else into equal parts.
 
     Args:
         model: The settings.
@@ -16,9 +16,9 @@ def check_cut(model: ModelConfig, layout: ParallelLayout, name: str) -> None:
         name: Name of the layout's owner, for the message.
 
     Raises:
-        LayoutError: A part would be empty or not like the others.
+        LayoutError: A part would be empty, or a tensor's parts not alike.
     """
-    tp, pp, ep, groups = layout.tp, layout.pp, layout.ep, model.query_groups
+    tp, ep, groups = layout.tp, layout.ep, model.query_groups
     if model.num_experts is None and layout.etp is not None:
         raise LayoutError(f"{name}: etp={layout.etp} without experts in the model; leave etp out")
     inner = "tp" if model.num_experts is None or layout.etp is None else "etp"
@@ -31,8 +31,7 @@ def check_cut(model: ModelConfig, layout: ParallelLayout, name: str) -> None:
         raise LayoutError(
             f"{name}: tp={tp} neither divides nor is a multiple of model.num_query_groups={groups}; change one"
         )
-    if model.num_layers % pp:
-        raise LayoutError(f"{name}: pp={pp} does not divide model.num_layers={model.num_layers}; choose a divisor")
+    _check_stages(model.num_layers, layout, name)
     if layout.is_sharded and model.router_bias:
         raise LayoutError(
             f"{name}: {layout} with model.router_bias=true: FSDP has no place for the routers' biases; use dp and ep"
@@ -40,3 +39,25 @@ def check_cut(model: ModelConfig, layout: ParallelLayout, name: str) -> None:
     if ep > 1 and (model.num_experts is None or model.num_experts % ep):
         found = "null" if model.num_experts is None else model.num_experts
         raise LayoutError(f"{name}: ep={ep} does not divide model.num_experts={found}; choose a divisor, or set ep=1")
+
+
+def _check_stages(num_layers: int, layout: ParallelLayout, name: str) -> None:
+    """Refuse stages without layers, and layers that are not the model's."""
+    num_stages, which = layout.pp * layout.vpp, f"pp={layout.pp}"
+    if layout.vpp > 1:
+        which = f"pp·vpp={layout.pp}·{layout.vpp}={num_stages}"
+    if num_stages > num_layers:
+        raise LayoutError(
+            f"{name}: {which} is above model.num_layers={num_layers}, and each virtual stage needs a layer; lower "
+            f"{'pp' if layout.vpp == 1 else 'pp or vpp'}"
+        )
+    if layout.layers is None and num_layers % num_stages:
+        raise LayoutError(
+            f"{name}: {which} does not divide model.num_layers={num_layers}; choose a divisor, or say with layers how "
+            "many each stage has: layers: auto, or a list"
+        )
+    if isinstance(layout.layers, tuple) and (min(layout.layers) < 1 or sum(layout.layers) != num_layers):
+        raise LayoutError(
+            f"{name}: layers={list(layout.layers)}: expected at least one layer on each stage, and the model's "
+            f"model.num_layers={num_layers} together; found {sum(layout.layers)}"
+        )

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Form = Literal["same", "stack", "halves", "qkv", "fused_qkv"]
+Form = Literal["same", "stack", "halves", "qkv", "fused_qkv", "transposed", "interleaved"]
 """How the Hugging Face tensors of a rule make one logical tensor, whose view is that of ``reshard.spec``.
 
 ``same``: one tensor, as it is. ``stack``: gate and up, ``[ffn, hidden]`` each, become ``[2, ffn, hidden]``. ``halves``:
 the same out of one tensor ``[2 * ffn, hidden]``. ``qkv``: query, key and value, weights or biases, become rows grouped
 by query group: the group's queries, its key, its value. ``fused_qkv``: the same out of one tensor with all queries,
-then all keys, then all values.
+then all keys, then all values. ``transposed``: one tensor ``[in, out]``. ``interleaved``: gate and up by turns in the
+last dim, weights ``[hidden, 2 * ffn]`` or biases.
 """
 
 
@@ -24,7 +25,8 @@ then all keys, then all values.
 class Rule:
     """One logical tensor and the Hugging Face tensors that it is made of.
 
-    ``{layer}`` stands for the layer in every name, ``{expert}`` for the expert, both counted from 0.
+    ``{layer}`` stands for the layer in every name, ``{expert}`` for the expert, both counted from 0. Where the Hugging
+    Face names have no ``{expert}``, the tensor has those of all experts in its first dim.
 
     Attributes:
         logical: Its name in ours.
@@ -35,6 +37,11 @@ class Rule:
     logical: str
     hf: tuple[str, ...]
     form: Form = "same"
+
+    @property
+    def has_all_experts(self) -> bool:
+        """Return whether the Hugging Face tensor is that of all experts of a layer."""
+        return "{expert}" in self.logical and "{expert}" not in self.hf[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +58,9 @@ class Family:
         always: ``Model`` settings that every model of the family has.
         computed: Keys of ``config.json`` and the values that are computed here; any other is refused by name.
         window: What decides which layers have the sliding window: nothing, ``sliding_window`` alone for all layers,
-            the same where ``use_sliding_window`` switches it on, that for layers from ``max_window_layers`` on, or
-            every second layer from the first; a ``layer_types`` in ``config.json`` goes before the last two.
+            the same where ``use_sliding_window`` switches it on, that for layers from ``max_window_layers`` on,
+            every second layer from the first, or all but each ``sliding_window_pattern``-th; a ``layer_types`` in
+            ``config.json`` goes before the last three.
         scalings: Kinds of rotary scaling that its files may ask for.
         rules: Every tensor of the language model.
         further_layers: End of a name by which a layer behind the last is told that predicts further tokens (multi-token
@@ -68,7 +76,7 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)
     always: Mapping[str, object] = field(default_factory=dict)
     computed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    window: Literal["none", "all", "switched", "upper_layers", "even_layers"] = "none"
+    window: Literal["none", "all", "switched", "upper_layers", "even_layers", "most_layers"] = "none"
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
     rules: tuple[Rule, ...]
     further_layers: tuple[str, str] | None = None
@@ -120,6 +128,23 @@ QKV_BIAS = (
 QK_NORM = tuple(
     Rule(logical=f"{_LAYER}.self_attention.{part}_layernorm.weight", hf=(f"{_HF_LAYER}.self_attn.{part}_norm.weight",))
     for part in "qk"
+)
+
+POST_NORMS = (
+    Rule(
+        logical=f"{_LAYER}.self_attention.post_layernorm.weight", hf=(f"{_HF_LAYER}.post_attention_layernorm.weight",)
+    ),
+    Rule(logical=f"{_LAYER}.mlp.post_layernorm.weight", hf=(f"{_HF_LAYER}.post_feedforward_layernorm.weight",)),
+)
+"""Of blocks whose outputs are normalized."""
+
+FUSED_FEED_FORWARD = (
+    Rule(
+        logical=f"{_LAYER}.mlp.linear_fc1.weight",
+        hf=(f"{_HF_LAYER}.mlp.gate_up_proj.weight",),
+        form="halves",
+    ),
+    Rule(logical=f"{_LAYER}.mlp.linear_fc2.weight", hf=(f"{_HF_LAYER}.mlp.down_proj.weight",)),
 )
 
 FEED_FORWARD = (

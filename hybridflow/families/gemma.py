@@ -1,6 +1,19 @@
-"""Gemma 1 and 2: norms around 1, scaled embeddings; in the second also soft-caps, a window and norms behind blocks."""
+"""Gemma 1, 2 and 3: norms around 1, scaled embeddings; from the second on windows and norms behind the blocks.
 
-from hybridflow.families.family import ATTENTION, COMMON_KEYS, DENSE, EMBEDDINGS, FEED_FORWARD, Family, Rule
+The second has soft-caps. The third has normalized queries and keys, and another rotary base in layers with a window.
+"""
+
+from hybridflow.families.family import (
+    ATTENTION,
+    COMMON_KEYS,
+    DENSE,
+    EMBEDDINGS,
+    FEED_FORWARD,
+    POST_NORMS,
+    QK_NORM,
+    Family,
+    Rule,
+)
 
 _ALWAYS = {"zero_centered_norms": True, "scaled_embeddings": True, "activation": "gelu_tanh"}
 _DEFAULTS = {
@@ -12,6 +25,15 @@ _DEFAULTS = {
 }
 _COMPUTED = {"attention_dropout": (0.0,), "attention_bias": (False,), "use_bidirectional_attention": (None, False)}
 _LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
+
+_SANDWICHED = (
+    *EMBEDDINGS,
+    *ATTENTION,
+    *FEED_FORWARD,
+    *POST_NORMS,
+    Rule(logical=f"{_LAYER}.input_layernorm.weight", hf=(f"{_HF_LAYER}.input_layernorm.weight",)),
+    Rule(logical=f"{_LAYER}.pre_mlp_layernorm.weight", hf=(f"{_HF_LAYER}.pre_feedforward_layernorm.weight",)),
+)
 
 GEMMA = Family(
     name="gemma",
@@ -49,16 +71,27 @@ GEMMA2 = Family(
     always={**_ALWAYS, "post_norms": True},
     computed={**_COMPUTED, "hidden_activation": ("gelu_pytorch_tanh",)},
     window="even_layers",
-    rules=(
-        *EMBEDDINGS,
-        *ATTENTION,
-        *FEED_FORWARD,
-        Rule(logical=f"{_LAYER}.input_layernorm.weight", hf=(f"{_HF_LAYER}.input_layernorm.weight",)),
-        Rule(
-            logical=f"{_LAYER}.self_attention.post_layernorm.weight",
-            hf=(f"{_HF_LAYER}.post_attention_layernorm.weight",),
-        ),
-        Rule(logical=f"{_LAYER}.pre_mlp_layernorm.weight", hf=(f"{_HF_LAYER}.pre_feedforward_layernorm.weight",)),
-        Rule(logical=f"{_LAYER}.mlp.post_layernorm.weight", hf=(f"{_HF_LAYER}.post_feedforward_layernorm.weight",)),
-    ),
+    rules=_SANDWICHED,
+)
+
+GEMMA3_TEXT = Family(
+    name="gemma3_text",
+    causal="Gemma3ForCausalLM",
+    scorer="Gemma3TextForSequenceClassification",
+    keys={**COMMON_KEYS, "final_logit_softcapping": "logit_softcap"},
+    defaults={
+        **_DEFAULTS,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10000.0,
+    },
+    always={**_ALWAYS, "post_norms": True, "qk_norm": True},
+    # ``transformers`` reads a cap on the scores, and does not compute it.
+    computed={**_COMPUTED, "hidden_activation": ("gelu_pytorch_tanh",), "attn_logit_softcapping": (None,)},
+    window="most_layers",
+    rules=(*_SANDWICHED, *QK_NORM),
 )

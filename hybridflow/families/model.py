@@ -22,6 +22,7 @@ class RotaryScaling:
         high_freq_factor: For ``llama3``: wavelengths below ``original_context`` over this do not change.
         beta_fast: For ``yarn``: dims that turn more often than this within ``original_context`` do not change.
         beta_slow: For ``yarn``: dims that turn less often than this are stretched in full.
+        truncate: For ``yarn``: whether these two bounds are rounded to whole pairs of dims.
         attention_factor: For ``yarn`` and ``longrope``: factor on queries and on keys. None means the paper's factor.
         mscale: For ``yarn``: weight of log(factor) in the factor on queries and keys. It needs ``mscale_all_dim``.
         mscale_all_dim: For ``yarn``: weight of log(factor) by which the factor is divided. Latent attention multiplies
@@ -37,6 +38,7 @@ class RotaryScaling:
     high_freq_factor: Positive = 4.0
     beta_fast: Positive = 32.0
     beta_slow: Positive = 1.0
+    truncate: bool = True
     attention_factor: Positive | None = None
     mscale: Positive | None = None
     mscale_all_dim: Positive | None = None
@@ -63,14 +65,22 @@ class ModelConfig:
         vocab_divisible_by: The padded vocabulary is a multiple of this times ``tp``.
         rotary_base: Base of the rotary position embedding.
         rotary_scaling: Stretching of the rotary position embedding. None means no stretching.
+        rotary_dim: Dims at the beginning of each head that are rotated. None means all of them.
+        rotary_interleaved: Whether neighboring dims are rotated together, instead of a dim of each half.
+        local_rotary_base: Base, without stretching, in layers with a window. None means the same as in other layers.
         norm_eps: Number that RMSNorm adds to the mean square.
         zero_centered_norms: Whether norms multiply by 1 + weight instead of the weight.
+        pre_norms: Whether the inputs of attention and feed-forward block are normalized.
         post_norms: Whether the outputs of attention and feed-forward block are normalized too, before they are added.
-        activation: Activation of the feed-forward block's gate.
+        activation: Activation of the feed-forward block's gate. ``quick_gelu`` means x * sigmoid(1.702 x).
+        glu_clamp: Bound on the gate from above, and on what it multiplies from both sides. None means no bound.
+        glu_offset: Number that is added to what the gate multiplies.
         tied_embeddings: Whether input and output embedding are one tensor.
         scaled_embeddings: Whether input embeddings are multiplied by the root of ``hidden_size``.
         qkv_bias: Whether the projections to query, key and value have a bias.
-        qk_norm: Whether queries and keys are normalized head by head.
+        linear_bias: Whether all linear layers between embedding and output have a bias, router and experts included.
+        qk_norm: Whether queries and keys are normalized.
+        qk_norm_over: What ``qk_norm`` normalizes together. ``projection`` means all heads of a token's query or key.
         kv_lora_rank: Width to which latent attention (MLA, arXiv 2405.04434) compresses keys and values. None means
             plain attention. The next four keys are for latent attention.
         q_lora_rank: Width to which queries are compressed. None means that they are not.
@@ -78,6 +88,8 @@ class ModelConfig:
         qk_rope_head_dim: Part with rotary position, which all heads share in keys.
         v_head_dim: Width of each value head.
         attention_scale: Factor on the attention scores. None means 1 / sqrt(head size).
+        attention_sinks: Whether the weights of a head's scores share their sum of 1 with a learned number of the head
+            (arXiv 2309.17453).
         attention_softcap: Cap on the attention scores s: they become cap * tanh(s / cap). None means no cap.
         logit_softcap: The same cap on the output's logits. None means no cap.
         window: Tokens that each token sees in ``window_layers``, itself included. None means all tokens before it.
@@ -120,20 +132,29 @@ class ModelConfig:
     vocab_divisible_by: Count = field(default=1, metadata=MAY_CHANGE)
     rotary_base: Positive = 10000.0
     rotary_scaling: RotaryScaling | None = None
+    rotary_dim: Count | None = None
+    rotary_interleaved: bool = False
+    local_rotary_base: Positive | None = None
     norm_eps: Positive = 1e-5
     zero_centered_norms: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "quick_gelu"] = "silu"
+    glu_clamp: Positive | None = None
+    glu_offset: float = 0.0
     tied_embeddings: bool = False
     scaled_embeddings: bool = False
     qkv_bias: bool = False
+    linear_bias: bool = False
     qk_norm: bool = False
+    qk_norm_over: Literal["head", "projection"] = "head"
     kv_lora_rank: Count | None = None
     q_lora_rank: Count | None = None
     qk_nope_head_dim: Count | None = None
     qk_rope_head_dim: Count | None = None
     v_head_dim: Count | None = None
     attention_scale: Positive | None = None
+    attention_sinks: bool = False
     attention_softcap: Positive | None = None
     logit_softcap: Positive | None = None
     window: Count | None = None
@@ -169,7 +190,8 @@ class ModelConfig:
     @property
     def rotary_size(self) -> int:
         """Return the part of each query and key head that turns with its position."""
-        return self.head_size if self.qk_rope_head_dim is None else self.qk_rope_head_dim
+        sizes = (self.qk_rope_head_dim, self.rotary_dim, self.head_size)
+        return next(size for size in sizes if size is not None)
 
     @property
     def value_size(self) -> int:
@@ -240,6 +262,12 @@ def check_model(model: ModelConfig, owner: str) -> None:
         raise ConfigError(
             f"{owner}.num_query_groups={groups} does not divide {owner}.num_attention_heads={heads}; choose a divisor"
         )
+    rotated = model.rotary_dim
+    if rotated is not None and (rotated % 2 or rotated > model.head_size):
+        raise ConfigError(
+            f"{owner}.rotary_dim={rotated}: expected an even number of dims, at most the head's {model.head_size}; "
+            "change it"
+        )
     _check_window(model, owner)
     _check_experts(model, owner)
     if model.rotary_scaling is not None:
@@ -272,11 +300,12 @@ def _check_latent(model: ModelConfig, owner: str) -> None:
             f"{owner}.num_query_groups={model.num_query_groups} with {owner}.kv_lora_rank={model.kv_lora_rank}: latent "
             f"attention has a key for each of its {model.num_attention_heads} heads; remove num_query_groups"
         )
-    for name in ("qk_norm", "qkv_bias"):
+    others = ("qk_norm", "qkv_bias", "linear_bias", "attention_sinks", "rotary_dim", "local_rotary_base")
+    for name in (*others, "rotary_interleaved"):
         if getattr(model, name):
             raise ConfigError(
-                f"{owner}.{name}=true with {owner}.kv_lora_rank={model.kv_lora_rank}: latent attention has no such "
-                "tensors; set it to false"
+                f"{owner}.{name}={getattr(model, name)} with {owner}.kv_lora_rank={model.kv_lora_rank}: not computed "
+                "in latent attention; remove one of them"
             )
 
 
@@ -392,6 +421,11 @@ def _check_rotary(model: ModelConfig, scaling: RotaryScaling, owner: str) -> Non
         raise ConfigError(
             f"{owner}.beta_slow={scaling.beta_slow} is not below {owner}.beta_fast={scaling.beta_fast}; lower the "
             "first or raise the second"
+        )
+    if scaling.kind in ("yarn", "longrope") and model.rotary_dim not in (None, model.head_size):
+        raise ConfigError(
+            f"{owner}.kind={scaling.kind} with rotary_dim={model.rotary_dim} is not computed; only 'linear' and "
+            "'llama3' are for heads that are rotated in part: choose one of them"
         )
     for key in ("short_factor", "long_factor"):
         found = len(getattr(scaling, key))

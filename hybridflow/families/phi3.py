@@ -1,6 +1,6 @@
 """Phi-3: fused projections, LongRoPE, and a sliding window."""
 
-from hybridflow.families.family import COMMON_KEYS, EMBEDDINGS, NO_DROPOUT, NORMS, Family, Rule
+from hybridflow.families.family import COMMON_KEYS, EMBEDDINGS, FUSED_FEED_FORWARD, NO_DROPOUT, NORMS, Family, Rule
 
 PHI3 = Family(
     name="phi3",
@@ -29,11 +29,6 @@ PHI3 = Family(
             logical="decoder.layers.{layer}.self_attention.linear_proj.weight",
             hf=("model.layers.{layer}.self_attn.o_proj.weight",),
         ),
-        Rule(
-            logical="decoder.layers.{layer}.mlp.linear_fc1.weight",
-            hf=("model.layers.{layer}.mlp.gate_up_proj.weight",),
-            form="halves",
-        ),
-        Rule(logical="decoder.layers.{layer}.mlp.linear_fc2.weight", hf=("model.layers.{layer}.mlp.down_proj.weight",)),
+        *FUSED_FEED_FORWARD,
     ),
 )

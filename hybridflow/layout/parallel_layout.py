@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from hybridflow.errors import LayoutError
 from hybridflow.layout.sharding import Sharding, in_our_words, settle_sharding
@@ -28,16 +28,19 @@ class ParallelLayout:
         dp: Data-parallel size: replicas of the model.
         cp: Context-parallel size: ranks that share one sequence.
         ep: Expert-parallel size. It adds no ranks: ``etp * ep`` divides the ``tp * cp * dp`` ranks of a stage.
-        vpp: Virtual pipeline chunks on each stage. They add no ranks.
+        vpp: Virtual pipeline chunks on each stage. They add no ranks. Above 1, ``pp`` must be above 1 too.
         etp: Tensor-parallel size inside each expert. None means ``tp``.
         layers: Layers of each pipeline stage. If vpp > 1, layers of each of the ``pp * vpp`` virtual stages, in order.
-            None means equally many.
+            ``auto`` balances the stages by the operations of layers and output layer. None means equally many.
         fsdp: Ranks that share each parameter under PyTorch FSDP. It adds no ranks to ``dp``, which it divides;
             ``{fsdp: 8}`` alone means ``dp: 8`` too.
         fsdp_sharding: ``FULL_SHARD`` shards parameters, gradients and optimizer state over all ``dp`` ranks.
             ``SHARD_GRAD_OP`` keeps the parameters gathered from the forward to the backward pass. ``HYBRID_SHARD``
             shards within each node and replicates over the nodes. None means ``FULL_SHARD`` if ``fsdp`` is given. The
             keys ``hsdp`` and ``zero`` are other words for it: see docs/fsdp.md.
+        sequence_parallel: Split activations between the tensor-parallel matrices by tokens over the ``tp`` ranks. None
+            means true. It has no effect if ``tp`` is 1, and while responses are generated. It cuts no weight, so that
+            layouts that differ in it alone are equal.
 
     Raises:
         LayoutError: A size is not a positive integer, or sizes contradict each other.
@@ -50,9 +53,10 @@ class ParallelLayout:
     ep: int = 1
     vpp: int = 1
     etp: int | None = None
-    layers: tuple[int, ...] | None = None
+    layers: tuple[int, ...] | Literal["auto"] | None = None
     fsdp: int = 1
     fsdp_sharding: Sharding | None = None
+    sequence_parallel: bool | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for axis in (*AXES, "etp", "fsdp"):
@@ -71,7 +75,7 @@ class ParallelLayout:
                 f"layout ep={self.ep} with etp={self.expert_tp}: their product does not divide the "
                 f"tp·cp·dp = {self.tp * self.cp * self.dp} ranks of a stage; choose an ep or etp that does"
             )
-        if self.layers is not None and (len(self.layers) != self.pp * self.vpp or min(self.layers) < 0):
+        if isinstance(self.layers, tuple) and (len(self.layers) != self.pp * self.vpp or min(self.layers) < 0):
             raise LayoutError(
                 f"layout layers={list(self.layers)}: expected pp·vpp = {self.pp * self.vpp} numbers of layers"
             )
@@ -99,6 +103,11 @@ class ParallelLayout:
         """Return whether FSDP keeps parameters gathered from the forward to the backward pass."""
         return self.fsdp_sharding == "SHARD_GRAD_OP"
 
+    @property
+    def splits_sequences(self) -> bool:
+        """Return whether tensor-parallel ranks split activations by tokens outside of decoding."""
+        return self.tp > 1 and self.sequence_parallel is not False
+
     def on_nodes(self, ranks_per_node: int) -> ParallelLayout:
         """Return the layout with ``HYBRID_SHARD`` as numbers: as many ranks share a parameter as a node has.
 
@@ -118,6 +127,27 @@ class ParallelLayout:
     def without_sharding(self) -> ParallelLayout:
         """Return the layout with whole parameters on every data-parallel rank."""
         return replace(self, fsdp=1, fsdp_sharding=None)
+
+    def check_generates(self, owner: str) -> None:
+        """Refuse a layout in which no rank has whole sequences, or whole layers.
+
+        Raises:
+            LayoutError: ``cp`` or ``vpp`` is above 1, or FSDP shards parameters.
+        """
+        if self.is_sharded:
+            raise LayoutError(
+                f"{owner}: {self}: a rollout needs whole layers; use tp, pp and dp there, and keep fsdp in actor.update"
+            )
+        if self.cp > 1:
+            raise LayoutError(
+                f"{owner}: {self}: a rollout needs whole sequences; set cp=1 and dp={self.dp * self.cp} there, and "
+                "keep cp in actor.update"
+            )
+        if self.vpp > 1:
+            raise LayoutError(
+                f"{owner}.vpp={self.vpp}: a rollout has no backward pass to interleave; set vpp=1 with pp={self.pp}, "
+                "and the weights are resharded from actor.update"
+            )
 
     @property
     def expert_tp(self) -> int:
@@ -153,10 +183,51 @@ class ParallelLayout:
     def __str__(self) -> str:
         extra = "".join(f".{axis}{getattr(self, axis)}" for axis in ("cp", "ep", "vpp") if getattr(self, axis) > 1)
         extra += "" if self.etp is None else f".etp{self.etp}"
-        extra += "" if self.layers is None else f".layers{'-'.join(map(str, self.layers))}"
+        layers = self.layers if isinstance(self.layers, str | None) else "-".join(map(str, self.layers))
+        extra += "" if layers is None else f".layers{layers}"
         extra += f".fsdp{self.fsdp}" if self.fsdp > 1 else f".hsdp{self.dp}" if self.is_sharded else ""
         extra += ".zero2" if self.keeps_gathered else ""
         return f"tp{self.tp}.pp{self.pp}.dp{self.dp}{extra}"
+
+    def layer_counts(self, num_layers: int, name: str) -> tuple[int, ...]:
+        """Return the layers of each of the ``pp * vpp`` virtual stages; chunk ``c`` of stage ``s`` is ``c * pp + s``.
+
+        Args:
+            num_layers: Layers of the model.
+            name: Name of the layout's owner, or of what is cut, for the message.
+
+        Raises:
+            LayoutError: The layers cannot be dealt to the stages.
+        """
+        num_stages, which = self.pp * self.vpp, "pp" if self.vpp == 1 else "pp·vpp"
+        if self.layers is None:
+            if num_layers % num_stages:
+                raise LayoutError(
+                    f"{name}: {num_layers} layers cannot be dealt to {which}={num_stages} equal stages; choose one "
+                    f"that divides {num_layers}, or give the layers of each stage, layers: [...] or auto"
+                )
+            return (num_layers // num_stages,) * num_stages
+        if self.layers == "auto":
+            raise LayoutError(f"{name}: layers=auto is settled where a recipe is read; give a list of numbers here")
+        if sum(self.layers) != num_layers:
+            raise LayoutError(
+                f"{name}: layout {self} has {sum(self.layers)} layers, the model {num_layers}; make the two equal"
+            )
+        return self.layers
+
+    def num_layers_of(self, stage: int, num_layers: int) -> int:
+        """Return the layers of a pipeline stage, of all its chunks together, of a model with ``num_layers``."""
+        return sum(self.layer_counts(num_layers, f"layout {self}")[stage :: self.pp])
+
+    def for_rollout(self) -> ParallelLayout:
+        """Return the layout in which a model generates that learns in this one: whole layers, in one piece.
+
+        Context-parallel ranks and shards are replicas.
+        """
+        layers = self.layers
+        if self.vpp > 1 and isinstance(layers, tuple):
+            layers = tuple(sum(layers[stage :: self.pp]) for stage in range(self.pp))
+        return replace(self.without_sharding(), cp=1, dp=self.dp * self.cp, vpp=1, layers=layers)
 
     def check_fits(self, num_ranks: int, owner: str) -> None:
         """Refuse ranks that this layout does not fill exactly.
@@ -185,14 +256,10 @@ class ParallelLayout:
         """Refuse by name the axes that this version describes but cannot train with.
 
         Raises:
-            LayoutError: ``cp`` or ``vpp`` is above 1, or ``layers`` is given.
+            LayoutError: There is nothing to interleave.
         """
-        for axis, what in (("cp", "context"), ("vpp", "virtual pipeline")):
-            size = getattr(self, axis)
-            if size > 1:
-                raise LayoutError(
-                    f"{owner}.{axis}={size}: {what} parallelism cannot be trained yet; "
-                    f"set {axis}=1 and use tp, pp and dp"
-                )
-        if self.layers is not None:
-            raise LayoutError(f"{owner}.layers: cannot be trained yet; leave it out")
+        if self.vpp > 1 and self.pp == 1:
+            raise LayoutError(
+                f"{owner}.vpp={self.vpp}: virtual chunks interleave pipeline stages, and pp=1 has one stage; set "
+                "vpp=1, or pp to 2 or more"
+            )

@@ -20,6 +20,7 @@ from hybridflow.config.roles import LoRAConfig, OptimizerConfig
 from hybridflow.errors import ConfigError
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh, format_ranks
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.adapters import adapter_spec
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.observe.table import format_table
@@ -248,7 +249,8 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
             activations=_passing_bytes(model, mesh, STEP_TOKENS)
             + _output_bytes(model, mesh, rank, recipe.rollout.max_concurrent, has_value_head=False, copies=1),
         )
-    tokens = max(recipe.trainer.micro_batch_tokens, recipe.model.max_context)
+    whole = max(recipe.trainer.micro_batch_tokens, recipe.model.max_context)
+    tokens = -(-whole // mesh.layout.cp)
     stage, section = mesh.coordinate(rank).pp, _section(recipe, name.partition(".")[0])
     # What is always in host memory takes none of the accelerator but for what is gathered.
     share = 0 if section.offload == "always" else 1
@@ -259,7 +261,10 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
         return MeshMemory(
             mesh=name,
             weights=0 if is_base else weights,
-            activations=_passing_bytes(model, mesh, tokens) + output(copies=1) + placed.gathered_bytes(copies=1),
+            activations=_passing_bytes(model, mesh, tokens, slices=_slices(mesh.layout))
+            + _exchanged_bytes(model, mesh, whole, copies=2)
+            + output(copies=1)
+            + placed.gathered_bytes(copies=1),
         )
     trained, lora = placed.trained_bytes[stage], recipe.actor.lora if name == "actor.update" else None
     settings: OptimizerConfig = section.optimizer
@@ -273,6 +278,7 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
         * optimizer_bytes(placed.trained, placed.states if is_distributed else None, rank, model, trained),
         activations=training_bytes(model, mesh, rank, tokens, lora, is_recomputed=section.gradient_checkpointing)
         + _stacked_bytes(model, mesh)
+        + _exchanged_bytes(model, mesh, whole, copies=4)
         + output(copies=2)
         # With its gradients before they are summed.
         + placed.gathered_bytes(copies=2),
@@ -410,41 +416,62 @@ def training_bytes(
 ) -> int:
     """Return what a stage's layers keep for the backward pass, of micro-batches of ``tokens`` tokens.
 
-    In 1F1B stage ``s`` of ``pp`` has ``pp - s`` micro-batches under way. The activations between the layers are not cut
-    over the tensor-parallel ranks. Weights below adapters are frozen, and need no input for a gradient; that is not
-    taken off. With ``is_recomputed`` each layer keeps its input, and one layer at a time has the rest.
+    ``tokens`` are those of a rank: a share of the micro-batch's under context parallelism. In 1F1B stage ``s`` of
+    ``pp`` has ``pp - s`` micro-batches under way. The activations between the layers are cut over the tensor-parallel
+    ranks with sequence parallelism alone. Weights below adapters are frozen, and need no input for a gradient; that is
+    not taken off. With ``is_recomputed`` each layer keeps its input, and one layer at a time has the rest.
     """
     stages = mesh.layout.pp
     under_way = stages - mesh.coordinate(rank).pp
-    token_bytes = _layer_bytes(model, mesh.layout.tp)
-    token_bytes += 0 if lora is None else _adapter_bytes(model, mesh.layout.tp, lora)
+    slices = _slices(mesh.layout)
+    token_bytes = _layer_bytes(model, mesh.layout.tp, slices)
+    token_bytes += 0 if lora is None else _adapter_bytes(model, mesh.layout.tp, slices, lora)
     layers = model.num_layers // stages
     if is_recomputed:
-        return tokens * (under_way * layers * model.hidden_size * ITEM_BYTES[model.dtype] + token_bytes)
+        inputs = -(-model.hidden_size // slices) * ITEM_BYTES[model.dtype]
+        return tokens * (under_way * layers * inputs + token_bytes)
     return under_way * tokens * layers * token_bytes
 
 
-def _adapter_bytes(model: ModelConfig, tp: int, lora: LoRAConfig) -> int:
+def _slices(layout: ParallelLayout) -> int:
+    """Return the parts into which activations between tensor-parallel matrices are cut outside of decoding."""
+    return layout.tp if layout.splits_sequences else 1
+
+
+def _exchanged_bytes(model: ModelConfig, mesh: DeviceMesh, tokens: int, *, copies: int) -> int:
+    """Return keys and values of all context-parallel ranks' tokens in one layer, of which nothing is kept.
+
+    They are there as they were gathered, and as the kernel takes them, and in the backward pass so are their gradients.
+    """
+    if mesh.layout.cp == 1:
+        return 0
+    groups = max(1, model.query_groups // mesh.layout.tp)
+    return copies * tokens * 2 * groups * model.head_size * ITEM_BYTES[model.dtype]
+
+
+def _adapter_bytes(model: ModelConfig, tp: int, slices: int, lora: LoRAConfig) -> int:
     """Return what a layer's adapters keep per token: A's output; with dropout a mask of the inputs too."""
-    inputs = 2 * model.hidden_size - (-(model.num_attention_heads * model.head_size + model.ffn_hidden_size) // tp)
+    inputs = -(-2 * model.hidden_size // slices) - (
+        -(model.num_attention_heads * model.head_size + model.ffn_hidden_size) // tp
+    )
     masks = inputs if lora.dropout > 0 else 0
     return (lora.rank * len(lora.targets) + masks) * ITEM_BYTES[model.dtype]
 
 
-def _layer_bytes(model: ModelConfig, tp: int) -> int:
+def _layer_bytes(model: ModelConfig, tp: int, slices: int) -> int:
     """Return what a layer keeps of each token.
 
-    In elements: input and output of its two norms, ``4 h`` (``6 h`` with norms behind the blocks), where a kernel fuses
-    them as on a GPU; sine and cosine of the rotation, ``4 d``; of the attention, with ``q`` and ``kv`` columns of query
-    and key, the projections, rotated query and key, what the kernel takes and gives, and the context:
-    ``5 (q + kv) / tp``; of the feed-forward block gate and up, the activated gate, up once more, and the product,
-    ``5 f / tp``. In a mixture these are there for each expert that a token goes to, and so is the input, ``h``; and for
-    the shared expert; or those of a dense layer, where it is wider. Latent attention keeps the compressed vectors too,
-    uncut.
+    In elements: the input of its two blocks and of the norms before the blocks and behind them, ``2 h / slices`` each,
+    where a kernel fuses them as on a GPU; sine and cosine of the rotation, ``4 d``; of the attention, with ``q`` and
+    ``kv`` columns of query and key, the projections, rotated query and key, what the kernel takes and gives, and the
+    context: ``5 (q + kv) / tp``; of the feed-forward block gate and up, the activated gate, up once more, and the
+    product, ``5 f / tp``. In a mixture these are there for each expert that a token goes to and for the shared one, and
+    so is the input, ``h``; or those of a dense layer, where it is wider. Latent attention keeps the compressed vectors
+    too.
     """
     queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
-    whole = (6 if model.post_norms else 4) * model.hidden_size + 4 * model.rotary_size
-    whole += 2 * ((model.q_lora_rank or 0) + (model.kv_lora_rank or 0))
+    whole = -(-2 * (1 + model.pre_norms + model.post_norms) * model.hidden_size // slices) + 4 * model.rotary_size
+    whole += -(-2 * ((model.q_lora_rank or 0) + (model.kv_lora_rank or 0)) // slices)
     experts = 1 if model.num_experts is None else model.experts_per_token
     whole += 0 if model.num_experts is None else experts * model.hidden_size
     width = experts * model.ffn_hidden_size + (model.shared_ffn_hidden_size or 0)
@@ -452,9 +479,9 @@ def _layer_bytes(model: ModelConfig, tp: int) -> int:
     return (whole - (-cut // tp)) * ITEM_BYTES[model.dtype]
 
 
-def _passing_bytes(model: ModelConfig, mesh: DeviceMesh, tokens: int) -> int:
+def _passing_bytes(model: ModelConfig, mesh: DeviceMesh, tokens: int, *, slices: int = 1) -> int:
     """Return the peak of a forward pass of which nothing is kept: what one layer makes."""
-    return tokens * _layer_bytes(model, mesh.layout.tp) + _stacked_bytes(model, mesh)
+    return tokens * _layer_bytes(model, mesh.layout.tp, slices) + _stacked_bytes(model, mesh)
 
 
 def _stacked_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:

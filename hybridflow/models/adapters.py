@@ -62,16 +62,36 @@ def _only(whole: ModelSpec, *, factors: bool) -> ModelSpec:
 
 def adapter_spec(shape: ModelShape, lora: LoRAConfig) -> ModelSpec:
     """Return how every factor of a model's adapters is cut, in the order of the model."""
-    weights = {tensor.name: tensor for tensor in model_spec(shape).tensors}
-    parts = parts_of(lora.targets)
-    tensors = [
-        factor
-        for name, weight in weights.items()
-        for linear in parts
-        if name.endswith(f".{linear}.weight")
-        for factor in _factors(weight, shape, parts[linear], lora.rank)
-    ]
+    tensors = [factor for weight in model_spec(shape).tensors for factor in _factors_of(weight, shape, lora)]
     return ModelSpec(tensors=tuple(tensors), num_layers=shape.num_layers, is_part=True)
+
+
+def whole_spec(shape: ModelShape, *, has_value_head: bool = False, lora: LoRAConfig | None = None) -> ModelSpec:
+    """Return how every tensor of a model is cut, adapters included, in the order of the model.
+
+    Args:
+        shape: The model.
+        has_value_head: Values instead of logits.
+        lora: Its adapters.
+    """
+    spec = model_spec(shape, has_value_head=has_value_head)
+    if lora is None:
+        return spec
+    tensors: list[TensorSpec] = []
+    waiting: list[TensorSpec] = []
+    for tensor in spec.tensors:
+        # A bias stands between the weight and its factors.
+        if not tensor.name.endswith(".bias"):
+            tensors, waiting = [*tensors, *waiting], []
+        tensors.append(tensor)
+        waiting += _factors_of(tensor, shape, lora)
+    return ModelSpec(tensors=(*tensors, *waiting), num_layers=spec.num_layers)
+
+
+def _factors_of(weight: TensorSpec, shape: ModelShape, lora: LoRAConfig) -> Iterator[TensorSpec]:
+    for linear, parts in parts_of(lora.targets).items():
+        if weight.name.endswith(f".{linear}.weight"):
+            yield from _factors(weight, shape, parts, lora.rank)
 
 
 def _factors(weight: TensorSpec, shape: ModelShape, parts: Sequence[str], rank: int) -> Iterator[TensorSpec]:

@@ -9,18 +9,21 @@ code, so that the two agree on log-probabilities.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 from hybridflow.models import cuda_attention
+from hybridflow.models.norm import ProjectionNorm
 from hybridflow.models.scoring import Scoring
 
 _WIDENING, _NARROW = 1.3, 64
@@ -148,7 +151,8 @@ class _Rectangles:
                 each[part].unflatten(0, (samples, width)).transpose(1, 2) for each in (query, key, value)
             )
             # Padding stands behind the tokens, where a causal query never looks.
-            is_plain = scoring.softcap is None and (scoring.window is None or scoring.window >= width)
+            is_plain = scoring.softcap is None and scoring.sinks is None
+            is_plain = is_plain and (scoring.window is None or scoring.window >= width)
             seen = None if is_plain else self._sight.through(scoring.window)[:width, :width]
             found.append(attend(queries, keys, values, seen, scoring).transpose(1, 2).flatten(0, 1))
         if not found:
@@ -200,7 +204,7 @@ class _Sight:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scoring: Scoring) -> Tensor:
-    """Compute scaled dot-product attention, with soft-capped scores where they are wanted.
+    """Compute scaled dot-product attention, with soft-capped scores and sinks where they are wanted.
 
     Args:
         query: ``[samples, heads/tp, queries, head]``.
@@ -209,9 +213,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scori
         seen: Which key each query sees, ``[queries, keys]`` or ``[samples, 1, queries, keys]``; None: causal.
         scoring: How scores are made.
     """
-    if scoring.softcap is None and query.is_cuda:
+    is_plain = scoring.softcap is None and scoring.sinks is None
+    if is_plain and query.is_cuda:
         return cuda_attention.plain_attention(query, key, value, seen, scoring.scale)
-    if scoring.softcap is None:
+    if is_plain:
         return scaled_dot_product_attention(
             query,
             key,
@@ -225,9 +230,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scori
     # The heads of a query group side by side: [samples, groups/tp, heads/groups, queries, head].
     query = query.unflatten(1, (key.shape[1], -1))
     scores = query @ key[:, :, None].transpose(-1, -2) * scoring.scale
-    scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
     seen = seen if seen.dim() == 2 else seen[:, :, None]
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.to(scores.dtype).view(key.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)[..., : key.shape[2]]
     return (weights @ value[:, :, None]).flatten(1, 2)
 
 
@@ -255,6 +265,7 @@ class SdpaCoreAttention(MegatronModule):
     Attributes:
         local_layer: Index of its layer among those of this stage.
         scoring: How it scores; megatron-core tells the scale alone, the rest is set after construction.
+        softmax_offset: Sinks of this rank's heads, ``[heads/tp]``; None: there are none.
     """
 
     def __init__(
@@ -269,7 +280,14 @@ class SdpaCoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.local_layer = 0
+        self.softmax_offset: nn.Parameter | None = None
         self.scoring = Scoring(scale=softmax_scale if softmax_scale is not None else config.kv_channels**-0.5)
+
+    def add_sinks(self) -> None:
+        """Give each head a sink."""
+        heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
+        self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=self.config.params_dtype))
+        set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
     def forward(
         self,
@@ -287,15 +305,33 @@ class SdpaCoreAttention(MegatronModule):
 
         In latent attention ``head`` is another number for values, and so for what is returned.
         """
-        context = attention_bias.attend(self.local_layer, query[:, 0], key[:, 0], value[:, 0], self.scoring)
-        return context.reshape(context.shape[0], 1, -1)
+        num_tokens, num_padded = len(attention_bias.positions), len(query)
+        # What stands behind the tokens sees nothing and is not seen.
+        query, key, value = (each[:num_tokens, 0] for each in (query, key, value))
+        scoring = self.scoring if self.softmax_offset is None else replace(self.scoring, sinks=self.softmax_offset)
+        context = attention_bias.attend(self.local_layer, query, key, value, scoring)
+        context = context.reshape(num_tokens, 1, -1)
+        return context if num_padded == num_tokens else pad(context, (0, 0, 0, 0, 0, num_padded - num_tokens))
 
 
 class GroupedSelfAttention(SelfAttention):
     """megatron-core's self-attention, also with fewer query groups than tensor-parallel ranks.
 
     There megatron-core 0.16.1 looks for the tensor-parallel group in its globals, which are never set here.
+
+    Attributes:
+        rotation: Which of how many kinds of rotary embedding it has.
     """
+
+    rotation = 0, 1
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: None, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any
+    ) -> Any:
+        """Map ``[tokens, 1, hidden]`` to the same shape, and a bias; angles are ``[tokens, 1, 1, dims * kinds]``."""
+        kind, num_kinds = self.rotation
+        angles = rotary_pos_emb.chunk(num_kinds, dim=-1)[kind]
+        return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=angles, **kwargs)
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: None = None, output_gate: bool = False, split_qkv: bool = True
@@ -314,11 +350,16 @@ class GroupedSelfAttention(SelfAttention):
         sharers = self.world_size // num_groups
         tp_rank = self.tp_group.rank()
         mixed = all_gather_last_dim_from_tensor_parallel_region(self.linear_qkv(hidden_states)[0], group=self.tp_group)
-        heads = mixed.unflatten(-1, (num_groups, -1, head))[:, :, tp_rank // sharers]
-        query, key, value = heads.split([heads.shape[2] - 2, 1, 1], dim=2)
-        query = query.chunk(sharers, dim=2)[tp_rank % sharers]
-        if self.q_layernorm is not None:
+        mixed = mixed.unflatten(-1, (num_groups, -1, head))
+        query, key, value = mixed.split([mixed.shape[3] - 2, 1, 1], dim=3)
+        query, key, value = query.flatten(2, 3), key[:, :, :, 0], value[:, :, :, 0]
+        group = slice(tp_rank // sharers, tp_rank // sharers + 1)
+        is_wide = isinstance(self.q_layernorm, ProjectionNorm)
+        if is_wide:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        query, key, value = query.chunk(self.world_size, dim=2)[tp_rank], key[:, :, group], value[:, :, group]
+        if not is_wide and self.q_layernorm is not None:
             query = self.q_layernorm(query)
-        if self.k_layernorm is not None:
+        if not is_wide and self.k_layernorm is not None:
             key = self.k_layernorm(key)
         return query, key, value

@@ -21,27 +21,44 @@ _ROWS = 128
 
 
 class _Linear(torch.autograd.Function):
-    """``[…, in]`` times ``[out, in]``, transposed; with a group, the input's gradient is summed over its ranks."""
+    """``[…, in]`` times ``[out, in]``, transposed; with a group, the input's gradient is summed over its ranks.
+
+    With ``is_split`` the input is a rank's slice of the tokens. The slices are gathered, once more in the backward
+    pass, which keeps the rank's own alone; the input's gradient is scattered as it is summed.
+    """
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, group: dist.ProcessGroup | None, is_split: bool) -> Tensor:
         ctx.save_for_backward(inputs if ctx.needs_input_grad[1] else None, weight)
-        ctx.group = group
-        return _product(inputs, weight)
+        ctx.group, ctx.is_split = group, is_split
+        return _product(_gathered(inputs, group) if is_split else inputs, weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         of_inputs = of_weight = work = None
         if ctx.needs_input_grad[0]:
             of_inputs = _product(gradient, weight.t())
-            if ctx.group is not None:
+            if ctx.is_split:
+                summed = of_inputs.contiguous()
+                of_inputs = summed.new_empty(len(summed) // ctx.group.size(), *summed.shape[1:])
+                work = dist.reduce_scatter_tensor(of_inputs, summed, group=ctx.group, async_op=True)
+            elif ctx.group is not None:
                 work = dist.all_reduce(of_inputs, group=ctx.group, async_op=True)
         if ctx.needs_input_grad[1]:
-            of_weight = gradient.flatten(0, -2).t() @ inputs.flatten(0, -2)
+            whole = _gathered(inputs, ctx.group) if ctx.is_split else inputs
+            of_weight = gradient.flatten(0, -2).t() @ whole.flatten(0, -2)
         if work is not None:
             work.wait()
-        return of_inputs, of_weight, None
+        return of_inputs, of_weight, None, None
+
+
+def _gathered(slice_: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Join the slices of all ranks along the first dim. Collective: tp."""
+    assert group is not None, "slices are those of a group"
+    whole = slice_.new_empty(len(slice_) * group.size(), *slice_.shape[1:])
+    dist.all_gather_into_tensor(whole, slice_.contiguous(), group=group)
+    return whole
 
 
 def _product(inputs: Tensor, weight: Tensor) -> Tensor:
@@ -66,15 +83,16 @@ def _forward(
     gradient_accumulation_fusion: bool,
     **_: Any,
 ) -> Tensor:
-    assert not sequence_parallel and not gradient_accumulation_fusion, "gpt.py has both off"
-    output: Tensor = _Linear.apply(input, weight, tp_group if allreduce_dgrad else None)
+    assert not gradient_accumulation_fusion, "gpt.py has it off"
+    group = tp_group if allreduce_dgrad or sequence_parallel else None
+    output: Tensor = _Linear.apply(input, weight, group, sequence_parallel)
     return output if bias is None else output + bias
 
 
 def use_onednn(model: nn.Module) -> None:
     """Have megatron-core's linear layers of a model, fp32 and on a CPU, multiply by oneDNN, where torch has it.
 
-    Not for sequence parallelism or fused gradient accumulation, which are not for CPUs.
+    Not for fused gradient accumulation, which is not for CPUs.
     """
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return

@@ -57,39 +57,25 @@ def has_varlen() -> bool:
     return {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
 
 
-class Sequences:
-    """Where each sequence's queries and keys stand.
-
-    The queries of a sequence are the tokens that no sequence before it has; they are its last ones, so that they are
-    already packed. Its keys are all its tokens, which are gathered where some are shared.
+class Chunks:
+    """Queries one after the other, and for each chunk of them keys, the last of which are the queries' own tokens.
 
     Args:
-        lengths: Tokens of each sequence.
-        places: Which token of the micro-batch each token of each sequence is, ``[sum of lengths]`` int64 in host
-            memory.
+        queries: Queries of each chunk.
+        keys: Keys of each chunk.
+        taken: Where the keys of all chunks are, ``[sum of keys]`` int64, on their device; None: one after the other.
         device: Where the activations live.
     """
 
-    def __init__(self, lengths: list[int], places: Tensor, device: torch.device) -> None:
-        before = torch.cat([places.new_tensor([-1]), places.cummax(0).values[:-1]]) if len(places) else places
-        is_new = places > before
-        per_sequence = [int(each.sum()) for each in is_new.split(lengths)]
-        for new, count in zip(is_new.split(lengths), per_sequence, strict=True):
-            assert bool(new[len(new) - count :].all()), "what sequences share stands at their beginning"
-        assert torch.equal(places[is_new], torch.arange(int(is_new.sum()))), "tokens come in the order of sequences"
-        # A sequence that is the beginning of another has no query of its own.
-        all_of_them = zip(per_sequence, lengths, places.split(lengths), strict=True)
-        some = [(new, length, part) for new, length, part in all_of_them if new]
-        self.most_queries = max((new for new, _, _ in some), default=0)
-        self.most_keys = max((length for _, length, _ in some), default=0)
-        self._taken: Tensor | None = None
-        if any(new != length for new, length, _ in some):
-            self._taken = torch.cat([part for _, _, part in some]).to(device)
-        self.query_starts = _starts([new for new, _, _ in some]).to(device)
-        self.key_starts = _starts([length for _, length, _ in some]).to(device)
+    def __init__(self, queries: list[int], keys: list[int], taken: Tensor | None, device: torch.device) -> None:
+        self.most_queries, self.most_keys = max(queries, default=0), max(keys, default=0)
+        self._taken = taken
+        self.query_starts, self.key_starts = _starts(queries).to(device), _starts(keys).to(device)
 
     def backend(self, query: Tensor, scoring: Scoring) -> Backend:
         """Choose what computes attention of ``[tokens, heads, head]``."""
+        if scoring.sinks is not None:
+            return "rectangles"
         caps = dict(has_cap=scoring.softcap is not None, has_window=self._window(scoring) is not None)
         return backend(query.dtype, query.shape[2], _capability(query.device), **caps)
 
@@ -133,6 +119,35 @@ class Sequences:
             ]
         found: Tensor = context
         return found
+
+
+class Sequences(Chunks):
+    """Where each sequence's queries and keys stand.
+
+    The queries of a sequence are the tokens that no sequence before it has; they are its last ones, so that they are
+    already packed. Its keys are all its tokens, which are gathered where some are shared.
+
+    Args:
+        lengths: Tokens of each sequence.
+        places: Which token of the micro-batch each token of each sequence is, ``[sum of lengths]`` int64 in host
+            memory.
+        device: Where the activations live.
+    """
+
+    def __init__(self, lengths: list[int], places: Tensor, device: torch.device) -> None:
+        before = torch.cat([places.new_tensor([-1]), places.cummax(0).values[:-1]]) if len(places) else places
+        is_new = places > before
+        per_sequence = [int(each.sum()) for each in is_new.split(lengths)]
+        for new, count in zip(is_new.split(lengths), per_sequence, strict=True):
+            assert bool(new[len(new) - count :].all()), "what sequences share stands at their beginning"
+        assert torch.equal(places[is_new], torch.arange(int(is_new.sum()))), "tokens come in the order of sequences"
+        # A sequence that is the beginning of another has no query of its own.
+        all_of_them = zip(per_sequence, lengths, places.split(lengths), strict=True)
+        some = [(new, length, part) for new, length, part in all_of_them if new]
+        taken: Tensor | None = None
+        if any(new != length for new, length, _ in some):
+            taken = torch.cat([part for _, _, part in some]).to(device)
+        super().__init__([new for new, _, _ in some], [length for _, length, _ in some], taken, device)
 
 
 def _starts(counts: list[int]) -> Tensor:

@@ -28,7 +28,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from hybridflow.families.model import ModelConfig
@@ -63,7 +63,10 @@ class ExpertLayer(BaseMoELayer):
 
     Attributes:
         gathers: Whether each rank gathers all tokens of the group, instead of sending each to the ranks of its experts.
+        sequence_parallel: Whether each tensor-parallel rank has a slice of the tokens.
     """
+
+    sequence_parallel = False
 
     def __init__(
         self,
@@ -80,22 +83,44 @@ class ExpertLayer(BaseMoELayer):
         if self.use_shared_expert:
             dense = submodules.experts.submodules
             self.shared_experts = SharedExpertMLP(config, dense, gate=False, pg_collection=groups)
-        expert_tp, tp = groups.expt_tp.size(), groups.tp.size()
-        self._shares_tokens = tp > 1 and expert_tp == tp and not config.sequence_parallel
-        self._is_sliced = tp > 1 and expert_tp != tp and not config.sequence_parallel
-        self._group = self.ep_group if self._shares_tokens else groups.tp_ep
-        # So many ranks of the group each have a part of the same experts.
-        self._num_sharers = 1 if self._shares_tokens else expert_tp
+        if config.add_bias_linear:
+            for expert in self.experts.local_experts:
+                share_bias(expert.linear_fc2, config.expert_tensor_parallel_size)
+        self._expert_tp, self._tp_ep = groups.expt_tp.size(), groups.tp_ep
         # A token's experts are on at most so many ranks: sent to all of them, it would travel as far as gathered.
         self.gathers = model.experts_per_token > self.ep_group.size() > 1
         for parameter in self.experts.parameters():
             # megatron-core says so of ep alone: such gradients are summed over replicas of the experts.
-            parameter.allreduce = self.ep_group.size() == 1 and expert_tp == tp
+            parameter.allreduce = self.ep_group.size() == 1 and self._expert_tp == groups.tp.size()
+
+    @property
+    def _shares_tokens(self) -> bool:
+        """Return whether the ranks that share each expert have the same tokens."""
+        return (
+            self.attn_tp_group.size() > 1
+            and self._expert_tp == self.attn_tp_group.size()
+            and not self.sequence_parallel
+        )
+
+    @property
+    def _is_sliced(self) -> bool:
+        """Return whether each rank takes its slice of tokens that all ranks of its tensor-parallel group have."""
+        return self.attn_tp_group.size() > 1 and not self.sequence_parallel and not self._shares_tokens
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = self.ep_group if self._shares_tokens else self._tp_ep
+        return group
+
+    @property
+    def _num_sharers(self) -> int:
+        """Return how many ranks of the group each have a part of the same experts."""
+        return 1 if self._shares_tokens else self._expert_tp
 
     def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, None]:
         """Map ``[tokens, 1, hidden]`` to the same shape. Collective: tp, ep; ranks of ep may differ in tokens."""
-        weights, chosen = self.router(hidden)
         flat, tp = hidden[:, 0], self.attn_tp_group
+        weights, chosen = self.router(hidden, tp.rank() * len(flat) if self.sequence_parallel else 0)
         if self._shares_tokens:
             # Each tensor-parallel rank has a part of these gradients and of the output.
             flat = copy_to_tensor_model_parallel_region(flat, group=tp)
@@ -141,8 +166,8 @@ class ExpertLayer(BaseMoELayer):
         token = order // chosen.shape[1]
         output = self._compute(rows[token], _counts(expert, self.num_local_experts), shares.flatten()[order])
         mixed = torch.zeros_like(rows).index_add(0, token, output)
-        own: Tensor = reduce_scatter_to_sequence_parallel_region(mixed, group=self._group)
-        return own[: len(hidden)]
+        summed: Tensor = reduce_scatter_to_sequence_parallel_region(mixed, group=self._group)
+        return summed[: len(hidden)]
 
     def _through_experts(self, hidden: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         """Compute outputs for ``[pairs, hidden]`` of tokens and experts, ordered by expert, ``counts`` per expert."""
@@ -183,6 +208,22 @@ class ExpertLayer(BaseMoELayer):
             return grouped_experts(hidden, counts, weights, first, second, self.config.activation_func)
         output: Tensor = self.experts(hidden, counts, weights)[0]
         return output
+
+
+def share_bias(linear: nn.Module, num_ranks: int) -> None:
+    """Have each of the ranks that cut an expert add its part of the last bias, since their outputs are summed.
+
+    The bias is whole on each, and so is its gradient.
+    """
+    # megatron-core would sum the gradient over ranks that may hold other experts.
+    linear.get_parameter("bias").sequence_parallel = False  # type: ignore[attr-defined]
+
+    def divide(_: nn.Module, __: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        result, bias = output
+        # megatron-core adds the bias in place, which autograd refuses for what its group of one gave back as it was.
+        return result.clone(), bias / num_ranks + (bias - bias.detach()) * (1 - 1 / num_ranks)
+
+    linear.register_forward_hook(divide)
 
 
 def _counts(expert: Tensor, num_experts: int) -> Tensor:

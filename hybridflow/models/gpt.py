@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -24,21 +25,22 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
-from torch.nn.functional import embedding, gelu, silu
+from torch.nn.functional import embedding, gelu, pad, silu
 
 from hybridflow.config.roles import LoRAConfig
 from hybridflow.families.cut import check_cut
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, SdpaCoreAttention
+from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, PackedAttention, SdpaCoreAttention
 from hybridflow.models.cpu_linear import use_onednn
 from hybridflow.models.experts import ExpertLayer, RoutedLayer
 from hybridflow.models.flops import ModelFlops, model_flops
 from hybridflow.models.latent_attention import LatentSelfAttention
 from hybridflow.models.lora import Dropout, attach
-from hybridflow.models.norm import RmsNorm, normalize_output
-from hybridflow.models.rotary import rotary_frequencies, score_scale
+from hybridflow.models.norm import ProjectionNorm, RmsNorm, normalize_output
+from hybridflow.models.rotary import all_frequencies, score_scale
 from hybridflow.models.scoring import Scoring
+from hybridflow.models.sequence_parallel import SequenceSwitch
 from hybridflow.parallel.accelerators import has_transformer_engine, has_weight_gradient_kernel
 from hybridflow.parallel.cpu import use_cpu_for_cuda
 
@@ -68,7 +70,7 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
             moe_router_load_balancing_type="none",
             moe_shared_expert_intermediate_size=model.shared_ffn_hidden_size,
         )
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -81,6 +83,8 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         layernorm_zero_centered_gamma=model.zero_centered_norms,
         gated_linear_unit=True,
         activation_func=_ACTIVATIONS[model.activation],
+        activation_func_clamp_value=model.glu_clamp,
+        glu_linear_offset=model.glu_offset,
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
@@ -88,6 +92,7 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=None if layout.vpp == 1 else layout.vpp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.expert_tp,
         params_dtype=dtype,
@@ -101,7 +106,8 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         # Our losses carry the global batch's denominators: megatron-core must not divide again.
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
-        batch_p2p_comm=on_gpu,
+        # Of two stages with chunks each is both before and behind the other: a batch could not tell what is for which.
+        batch_p2p_comm=on_gpu and layout.vpp == 1,
         # What is sent and received is waited for on the stream; the host need not.
         batch_p2p_sync=False,
         # Weights are a function of (seed, name), set after construction; megatron-core's own initialization, which
@@ -115,16 +121,24 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         bias_dropout_fusion=False,
         # Then gradients of embeddings are added in one order.
         deterministic_mode=on_gpu and torch.are_deterministic_algorithms_enabled(),
-        apply_rope_fusion=on_gpu and has_transformer_engine(),
+        rotary_interleaved=model.rotary_interleaved,
+        apply_rope_fusion=on_gpu and has_transformer_engine() and not model.rotary_interleaved,
         **experts,
     )
+    # megatron-core refuses biases of experts that are cut; ``experts.share_bias`` mends what it lacks.
+    config.add_bias_linear = model.linear_bias
+    return config
 
 
 def _gelu_tanh(gate: Tensor) -> Tensor:
     return gelu(gate, approximate="tanh")
 
 
-_ACTIVATIONS = {"silu": silu, "gelu_tanh": _gelu_tanh}
+def _quick_gelu(gate: Tensor) -> Tensor:
+    return gate * torch.sigmoid(1.702 * gate)
+
+
+_ACTIVATIONS = {"silu": silu, "gelu_tanh": _gelu_tanh, "quick_gelu": _quick_gelu}
 
 
 def _add_rng_states() -> None:
@@ -163,44 +177,76 @@ class Transformer(GPTModel):
     Attributes:
         has_scaled_embeddings: Whether input embeddings are multiplied by the root of their width.
         logit_softcap: Logits z become cap * tanh(z / cap); None: they do not.
+        num_rotations: Kinds of layers that differ in the frequencies of the rotary embedding.
+        is_common: Whether its layers compute what the kernels for decoding know, and no more.
         dropout: Dropout on the inputs of its adapters; None: none.
         flops: Operations that the whole model needs; None: they are not counted.
+        sequence_switch: Splits activations by tokens over the tensor-parallel ranks; None: they are never split.
     """
 
     has_scaled_embeddings = False
     logit_softcap: float | None = None
+    num_rotations = 1
+    is_common = True
     dropout: Dropout | None = None
     flops: ModelFlops | None = None
+    sequence_switch: SequenceSwitch | None = None
+
+    def stage_tokens(self, num_tokens: int) -> int:
+        """Return the tokens that a stage hands to the next in a forward pass over packed tokens, with padding.
+
+        Args:
+            num_tokens: This rank's of a micro-batch; under context parallelism it may have none.
+        """
+        return -(-max(num_tokens, 1) // self._num_slices)
+
+    @property
+    def _num_slices(self) -> int:
+        return 1 if self.sequence_switch is None else int(self.pg_collection.tp.size())
 
     def forward(self, tokens: Tensor, attention: AttentionPlan, rows: Tensor | None = None) -> Tensor:
         """Run this stage's part of the forward pass.
 
-        Collective: tp.
+        Collective: tp, cp.
 
         Args:
-            tokens: Token ids of all sequences one after the other, ``[tokens]``; read by the first stage.
+            tokens: This rank's token ids of all sequences one after the other, ``[tokens]``; read by the first stage.
             attention: Which token sees which, and each token's position.
             rows: Which tokens' outputs are wanted, ``[rows]`` int64; None for all.
 
         Returns:
-            Hidden states ``[tokens, 1, hidden]`` on all but the last stage; there logits ``[rows, padded_vocab/tp]``,
+            Hidden states ``[tokens, 1, hidden]`` on all but the last stage, with sequence parallelism this rank's slice
+            ``[stage_tokens, 1, hidden]``; on the last logits ``[rows, padded_vocab/tp]``,
             this rank's columns, or values ``[rows, 1]``.
         """
-        embedded = None
+        embedded, num_tokens, positions = None, len(attention.positions), attention.positions
         if self.dropout is not None:
             self.dropout.begin(tokens, attention)
+        is_packed, is_split = isinstance(attention, PackedAttention), False
+        if self.sequence_switch is not None:
+            is_split = is_packed
+            self.sequence_switch.turn(is_split)
+        if is_packed and (missing := self.stage_tokens(num_tokens) * self._num_slices - num_tokens):
+            tokens, positions = pad(tokens, (0, missing)), pad(positions, (0, missing))
         if self.pre_process:
-            embedded = self.embedding(input_ids=tokens[None], position_ids=attention.positions[None])
+            embedded = self.embedding(input_ids=tokens[None], position_ids=positions[None])
             if self.has_scaled_embeddings:
                 # The factor in the activations' own format, as these models were trained.
                 embedded = embedded * embedded.new_tensor(embedded.shape[-1] ** 0.5)
-        angles = torch.outer(attention.positions.float(), self.rotary_pos_emb.inv_freq)
-        rotary = torch.cat([angles, angles], dim=-1)[:, None, None]
         hidden: Tensor = self.decoder(
-            hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, attention_bias=attention
+            hidden_states=embedded,
+            attention_mask=None,
+            rotary_pos_emb=self._angles(positions),
+            attention_bias=attention,
         )
         if not self.post_process:
             return hidden
+        if is_split:
+            # All ranks go on with the same, so that each has the whole gradient.
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        hidden = hidden[:num_tokens]
         if rows is not None:
             # One that several samples go on from comes more than once.
             chosen = hidden[:, 0][rows] if self.config.deterministic_mode else embedding(rows, hidden[:, 0])
@@ -208,6 +254,14 @@ class Transformer(GPTModel):
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         output = self.output_layer(hidden, weight=weight)[0][:, 0]
         return output if self.logit_softcap is None else self.logit_softcap * torch.tanh(output / self.logit_softcap)
+
+    def _angles(self, positions: Tensor) -> Tensor:
+        """Return the angles of each dim, ``[tokens, 1, 1, dims]``, those of layers with a base of their own behind."""
+        angles = torch.outer(positions.float(), self.rotary_pos_emb.inv_freq)
+        if self.config.rotary_interleaved:
+            return angles.repeat_interleave(2, dim=-1)[:, None, None]
+        kinds = angles.chunk(self.num_rotations, dim=-1)
+        return torch.cat([each for kind in kinds for each in (kind, kind)], dim=-1)[:, None, None]
 
 
 def build_transformer(
@@ -221,8 +275,9 @@ def build_transformer(
     lora: LoRAConfig | None = None,
     seed: int = 1,
     is_empty: bool = False,
+    chunk: int = 0,
 ) -> Transformer:
-    """Build this rank's stage and shard of a model, with weights not yet set.
+    """Build this rank's stage and shard of a model, with weights not yet set; with ``vpp`` above 1 one of its chunks.
 
     Args:
         model: Shape of the model.
@@ -234,18 +289,21 @@ def build_transformer(
         lora: Adapters, which are then all that can be trained of it.
         seed: Seed of the adapters' dropout.
         is_empty: The weights are on ``meta``, and take no memory yet; see ``fsdp.shard_model``.
+        chunk: Which of the stage's virtual pipeline chunks.
 
     Raises:
-        LayoutError: The layout does not cut the model into equal parts.
+        LayoutError: The layout cannot cut the model.
     """
     check_cut(model, layout, f"layout {layout}")
     config = transformer_config(model, layout, device)
-    first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
+    stage = chunk * layout.pp + groups.pp.rank()
+    first, last = stage == 0, stage == layout.pp * layout.vpp - 1
+    counts = layout.layer_counts(model.num_layers, f"layout {layout}")
     if device.type == "cuda":
         _add_rng_states()
     # Transformer Engine fuses norms into linear layers, whose input an adapter would not see.
-    is_local = lora is not None or not (device.type == "cuda" and has_transformer_engine())
-    block, experts = _block_spec(model, config, model.num_layers // layout.pp, is_local=is_local)
+    has_fused_norms = lora is None and model.pre_norms and device.type == "cuda" and has_transformer_engine()
+    block, experts = _block_spec(model, config, counts[stage], is_local=not has_fused_norms)
     with torch.device("meta") if is_empty else device:
         transformer = Transformer(
             config=config,
@@ -258,21 +316,28 @@ def build_transformer(
             position_embedding_type="rope",
             rotary_base=model.rotary_base,
             pg_collection=groups,
+            vp_stage=chunk if layout.vpp > 1 else None,
         )
         if has_value_head and last:
             transformer.output_layer = ValueHead(config.hidden_size, config.params_dtype, device)
         for index, layer in enumerate(transformer.decoder.layers):
+            # megatron-core's own count takes stages to be equal.
+            layer.layer_number = layer.self_attention.layer_number = sum(counts[:stage]) + index + 1
             _finish_layer(layer, index, model, experts, groups, device)
         if lora is not None:
             transformer.requires_grad_(False)
             transformer.dropout = Dropout(lora.dropout, seed) if lora.dropout else None
             for layer in transformer.decoder.layers:
                 attach(layer, lora, transformer.dropout, groups)
+    if layout.splits_sequences:
+        transformer.sequence_switch = SequenceSwitch(transformer)
     if device.type == "cpu" and config.params_dtype is torch.float32:
         use_onednn(transformer)
     set_rotary(transformer, model, device)
     transformer.flops = model_flops(model, vocab_size=vocab_size, has_value_head=has_value_head)
     transformer.has_scaled_embeddings = model.scaled_embeddings
+    transformer.num_rotations = 1 if model.local_rotary_base is None else 2
+    transformer.is_common = _is_common(model)
     transformer.logit_softcap = None if has_value_head else model.logit_softcap
     # megatron-core's torch norm makes fp32 weights whatever the dtype; its own training casts them too (Float16Module).
     transformer.to(None if is_empty else device, config.params_dtype)
@@ -283,9 +348,17 @@ def build_transformer(
     return transformer
 
 
+def _is_common(model: ModelConfig) -> bool:
+    has_wide_norms = model.qk_norm and model.qk_norm_over == "projection"
+    is_other_rotation = model.rotary_interleaved or model.local_rotary_base is not None
+    is_other_gate = model.activation == "quick_gelu" or model.glu_clamp is not None or model.glu_offset != 0
+    is_other = is_other_rotation or is_other_gate or model.linear_bias or model.attention_sinks
+    return model.pre_norms and not has_wide_norms and not is_other
+
+
 def set_rotary(transformer: Transformer, model: ModelConfig, device: torch.device) -> None:
     """Set the frequencies of the rotary embedding, which no checkpoint holds."""
-    transformer.rotary_pos_emb.inv_freq = rotary_frequencies(model).to(device)
+    transformer.rotary_pos_emb.inv_freq = all_frequencies(model).to(device)
 
 
 def _block_spec(
@@ -296,7 +369,8 @@ def _block_spec(
     megatron-core's local layers, or Transformer Engine's; our attention in both. Every norm is named here: left to
     itself megatron-core takes the final one from whichever package is installed, wherever the model is.
     """
-    known: dict[str, Any] = dict(num_experts=model.num_experts, moe_grouped_gemm=False, qk_layernorm=model.qk_norm)
+    has_head_norms = model.qk_norm and model.qk_norm_over == "head"
+    known: dict[str, Any] = dict(num_experts=model.num_experts, moe_grouped_gemm=False, qk_layernorm=has_head_norms)
     if is_local:
         layer = get_gpt_layer_local_spec(**known, normalization=config.normalization)
     else:
@@ -315,8 +389,8 @@ def _block_spec(
     norm = TENorm
     if is_local:
         norm = RmsNorm if model.zero_centered_norms else WrappedTorchNorm
-        parts.input_layernorm = parts.pre_mlp_layernorm = norm
-        if model.qk_norm:
+        parts.input_layernorm = parts.pre_mlp_layernorm = norm if model.pre_norms else IdentityOp
+        if has_head_norms:
             parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = norm
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm), experts
 
@@ -337,11 +411,19 @@ def _finish_layer(
     core, index = layer.self_attention.core_attention, layer.layer_number - 1
     has_window = model.window_layers is None or index in model.window_layers
     core.local_layer = local_layer
+    if model.attention_sinks:
+        core.add_sinks()
+    if model.local_rotary_base is not None:
+        layer.self_attention.rotation = int(has_window), 2
     core.scoring = Scoring(
         scale=layer.config.softmax_scale,
         softcap=model.attention_softcap,
         window=model.window if has_window else None,
     )
+    if model.qk_norm and model.qk_norm_over == "projection":
+        attention, head = layer.self_attention, model.head_size
+        attention.q_layernorm = ProjectionNorm(layer.config, model.num_attention_heads, head, groups.tp)
+        attention.k_layernorm = ProjectionNorm(layer.config, model.query_groups, head, groups.tp)
     if experts is not None and (width := model.ffn_size(index)) is not None:
         # Of the width megatron-core asks the configuration too.
         dense = copy.copy(layer.config)

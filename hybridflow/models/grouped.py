@@ -19,7 +19,9 @@ ALIGNED_ROWS = 8
 
 
 def is_grouped(hidden: Tensor, config: TransformerConfig) -> bool:
-    """Return whether the device has a kernel for such products: of a GPU's bf16, in widths of whole 16 bytes."""
+    """Return whether the device has a kernel for such experts: a GPU for bf16 without biases, in widths of 16 bytes."""
+    if config.add_bias_linear:
+        return False
     widths = config.hidden_size, config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
     return hidden.is_cuda and hidden.dtype == torch.bfloat16 and not any(width % 8 for width in widths)
 

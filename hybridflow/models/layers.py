@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -11,8 +13,19 @@ from torch.utils.checkpoint import checkpoint
 from hybridflow.errors import ConfigError
 
 
+class Chunks(nn.ModuleList):
+    """The virtual pipeline chunks of a rank, each a ``Transformer``, in the order in which tokens go through them."""
+
+
+def chunks_of(model: nn.Module) -> list[Any]:
+    """Return the ``Transformer``s of a rank: its chunks, or the one that it is."""
+    return [*model] if isinstance(model, Chunks) else [model]
+
+
 def transformer_layers(model: nn.Module, owner: str) -> Sequence[nn.Module]:
     """Return a model's layers: the longest ``nn.ModuleList`` of modules of one class that is in no other list.
+
+    Of virtual pipeline chunks those of all, one chunk after the other.
 
     Args:
         model: The model.
@@ -21,6 +34,8 @@ def transformer_layers(model: nn.Module, owner: str) -> Sequence[nn.Module]:
     Raises:
         ConfigError: It has no such list.
     """
+    if isinstance(model, Chunks):
+        return [layer for chunk in model for layer in transformer_layers(chunk, owner)]
     named = {f"{name}.": each for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
     # Experts, which may be more than the layers, are lists within one.
     outer = [each for name, each in named.items() if not any(name != one and name.startswith(one) for one in named)]
@@ -28,17 +43,56 @@ def transformer_layers(model: nn.Module, owner: str) -> Sequence[nn.Module]:
     if not lists:
         raise ConfigError(
             f"{owner}: has no nn.ModuleList of layers of one class, which would be gathered or "
-            "computed again one by one; keep its layers in one, or use neither fsdp nor gradient_checkpointing"
+            "computed again one by one; keep its layers in one, or use neither fsdp nor recompute"
         )
     return max(lists, key=len)
 
 
-def recompute(layers: Sequence[nn.Module]) -> None:
+def recompute_activations(model: nn.Module, owner: str, mode: str, num_layers: int | None = None) -> None:
+    """Have a model compute activations anew in the backward pass, as ``recompute`` in a recipe says.
+
+    Args:
+        model: This rank's part of it.
+        owner: Whose it is, in errors.
+        mode: ``none``, ``selective`` or ``full``.
+        num_layers: With ``full``, so many of the rank's layers from the first; None: all.
+
+    Raises:
+        ConfigError: Its layers are not found.
+    """
+    if mode == "none":
+        return
+    if mode == "selective":
+        layers: Sequence[Any] = transformer_layers(model, owner)
+        recompute([layer.self_attention.core_attention for layer in layers])
+        return
+    done = 0
+    for chunk in chunks_of(model):
+        layers = transformer_layers(chunk, owner)[: None if num_layers is None else max(0, num_layers - done)]
+        done += len(layers)
+        dropout = getattr(chunk, "dropout", None)
+        recompute(layers, _as_they_are if dropout is None else dropout.contexts)
+
+
+def _as_they_are() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), nullcontext()
+
+
+def recompute(
+    layers: Sequence[nn.Module],
+    contexts: Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]] = _as_they_are,
+) -> None:
     """Have layers keep their inputs alone for the backward pass, which computes the rest anew.
 
     Dropout of adapters is a function of the tokens, so no random state is kept.
 
-    Paper: arXiv 1604.06174.
+    Args:
+        layers: The layers, or parts of layers.
+        contexts: Called in each forward pass: what surrounds it, and what surrounds the same computation done anew.
+
+    Paper: arXiv 1604.06174; of the attention alone arXiv 2205.05198.
     """
     for layer in layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = functools.partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        )

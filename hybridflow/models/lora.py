@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -17,15 +18,19 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from hybridflow.config.roles import LoRAConfig
 from hybridflow.models.adapters import parts_of
 from hybridflow.models.attention import AttentionPlan, PackedAttention
 from hybridflow.models.hf_model import TransformersActor
+from hybridflow.models.layers import Chunks, chunks_of
 from hybridflow.models.user_model import Uncut
 
 _ROW_PARALLEL = frozenset({"self_attention.linear_proj", "mlp.linear_fc2"})
@@ -61,14 +66,39 @@ class Dropout:
             assert isinstance(attention, PackedAttention), "only training has gradients"
             self._keys = _mixed(attention.sums_so_far(_mixed(tokens * _GOLDEN + attention.positions)))
 
-    def __call__(self, inputs: Tensor, name: str, first_column: int) -> Tensor:
-        """Drop some of ``[tokens, 1, columns]``, the first of which has this number in the uncut layer."""
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return what surrounds a layer's forward pass, and the same pass done anew: with the same tokens' masks.
+
+        By then other micro-batches may have begun.
+        """
+        return contextlib.nullcontext(), self._back_at(self._keys)
+
+    @contextlib.contextmanager
+    def _back_at(self, keys: Tensor | None) -> Iterator[None]:
+        later, self._keys = self._keys, keys
+        try:
+            yield
+        finally:
+            self._keys = later
+
+    def __call__(self, inputs: Tensor, name: str, first_column: int, first_row: int = 0) -> Tensor:
+        """Drop some of ``[tokens, 1, columns]``.
+
+        Args:
+            inputs: Of these tokens.
+            name: The layer's.
+            first_column: Number of the first column in the uncut layer.
+            first_row: Number of the first token in the micro-batch.
+        """
         if self._keys is None:
             return inputs
+        keys = self._keys[first_row : first_row + len(inputs)]
+        # Padding stands behind the tokens.
+        keys = pad(keys, (0, len(inputs) - len(keys)))
         digest = hashlib.sha256(f"{self._seed}:{self.update}:{name}".encode()).digest()
         salt = int.from_bytes(digest[:8], "little", signed=True)
         columns = torch.arange(first_column, first_column + inputs.shape[-1], device=inputs.device)
-        drawn = _mixed(self._keys[:, None] + _mixed(columns * _GOLDEN + salt))
+        drawn = _mixed(keys[:, None] + _mixed(columns * _GOLDEN + salt))
         is_kept = (drawn & ((1 << _KEPT_BITS) - 1)) >= self._share * (1 << _KEPT_BITS)
         return inputs * (is_kept[:, None] / (1 - self._share)).to(inputs.dtype)
 
@@ -134,23 +164,32 @@ class Adapter(nn.Module):
             owner, size = self.get_submodule(part), rows.blocks * rows.sizes[part] if part else out
             owner.A = _factor((lora.rank, width), weight.dtype, 1 if self._is_row_parallel else None)
             owner.B = _factor((size, lora.rank), weight.dtype, None if self._is_row_parallel else 0)
+            # With sequence parallelism the factor that is whole sees a slice of the tokens.
+            whole = owner.B if self._is_row_parallel else owner.A
+            whole.sequence_parallel = True  # type: ignore[attr-defined]
 
     def factors(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
         """Return part -> its A and B on this rank; "" is all of the layer."""
         owners = {part: self.get_submodule(part) for part in self._parts}
         return {part: (owner.get_parameter("A"), owner.get_parameter("B")) for part, owner in owners.items()}
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Return the addition to the layer's output, from its input ``[tokens, 1, in]``. Collective: tp."""
+    def forward(self, inputs: Tensor, *, is_split: bool = False) -> Tensor:
+        """Return the addition to the layer's output, from its input ``[tokens, 1, in]``.
+
+        With ``is_split`` the whole inputs of column-parallel layers and the whole outputs of row-parallel ones are this
+        rank's slice of the tokens.
+
+        Collective: tp.
+        """
         if self._dropout is not None:
-            first = inputs.shape[-1] * self._group.rank() if self._is_row_parallel else 0
-            inputs = self._dropout(inputs, self._name, first)
+            rank = self._group.rank()
+            column = inputs.shape[-1] * rank if self._is_row_parallel else 0
+            row = len(inputs) * rank if is_split and not self._is_row_parallel else 0
+            inputs = self._dropout(inputs, self._name, column, row)
         factors = self.factors()
         inner = nn.functional.linear(inputs, torch.cat([a for a, _ in factors.values()]))
-        if self._is_row_parallel:
-            inner = reduce_from_tensor_model_parallel_region(inner, group=self._group)
-        else:
-            inner = copy_to_tensor_model_parallel_region(inner, group=self._group)
+        exchange = _EXCHANGES[self._is_row_parallel, is_split]
+        inner = exchange(inner, group=self._group)
         shares = dict(zip(factors, inner.chunk(len(factors), dim=-1), strict=True))
         added = {part: nn.functional.linear(shares[part], b) for part, (_, b) in factors.items()}
         return self.scale * (added[""] if "" in added else self._interleaved(added))
@@ -184,6 +223,15 @@ class Adapter(nn.Module):
             else:
                 whole += self.scale * (b.float() @ a.float())
         return whole.to(weight.dtype)
+
+
+_EXCHANGES = {
+    (False, False): copy_to_tensor_model_parallel_region,
+    (False, True): gather_from_sequence_parallel_region,
+    (True, False): reduce_from_tensor_model_parallel_region,
+    (True, True): reduce_scatter_to_sequence_parallel_region,
+}
+"""(Is the layer row-parallel, are its tokens split) -> what happens between the two factors."""
 
 
 def _factor(shape: tuple[int, int], dtype: torch.dtype, partition_dim: int | None) -> nn.Parameter:
@@ -234,19 +282,20 @@ def _rows(layer: TransformerLayer, name: str, linear: nn.Module) -> _Rows:
 def _add(linear: nn.Module, arguments: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> object:
     result, bias = output
     adapter = _adapter_of(linear)
-    return (result + adapter(arguments[0]), bias) if adapter.is_on else output
+    is_split = bool(getattr(linear, "sequence_parallel", False))
+    return (result + adapter(arguments[0], is_split=is_split), bias) if adapter.is_on else output
 
 
-def adapted(transformer: GPTModel) -> Iterator[tuple[str, nn.Module]]:
+def adapted(transformer: GPTModel | Chunks) -> Iterator[tuple[str, nn.Module]]:
     """Yield the linear layers of this rank that have an adapter, with the logical names of their weights."""
-    for layer in transformer.decoder.layers:
+    for layer in [layer for chunk in chunks_of(transformer) for layer in chunk.decoder.layers]:
         for name, module in layer.named_modules():
             if isinstance(getattr(module, "lora", None), Adapter):
                 yield f"decoder.layers.{layer.layer_number - 1}.{name}.weight", module
 
 
 @contextlib.contextmanager
-def adapters_off(transformer: GPTModel | Uncut) -> Iterator[None]:
+def adapters_off(transformer: GPTModel | Chunks | Uncut) -> Iterator[None]:
     """Switch the adapters off for the duration."""
     if isinstance(transformer, Uncut):
         with actor_of(transformer).adapters_off():
@@ -276,7 +325,7 @@ def merged_weight(linear: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def merge(transformer: GPTModel | Uncut) -> None:
+def merge(transformer: GPTModel | Chunks | Uncut) -> None:
     """Put the updates of the adapters into the weights, one layer at a time. The adapters are as they were."""
     if isinstance(transformer, Uncut):
         for weight, update in actor_of(transformer).updates():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hybridflow.models.attention import PackedAttention
+from hybridflow.models.context import ContextAttention, ContextShare, Dealt
 from hybridflow.models.flops import sequence_pairs
 
 
@@ -63,16 +65,22 @@ def first_of_prompt(sequences: list[Tensor], prompt_lengths: list[int]) -> list[
 class MicroBatch:
     """Some samples, packed, with where their responses stand. A prompt that several of them have is there once.
 
+    Under context parallelism a rank has some of the tokens and of the rows; it computes with these, and ``gathered``
+    and ``local`` lead from there to the values of all response tokens and back.
+
     Attributes:
         samples: Indices of the samples in the rank's batch.
-        tokens: ``[tokens]`` int64, on the model's device.
+        tokens: This rank's, ``[tokens]`` int64, on the model's device.
         lengths: Tokens of each sample.
-        places: Where each sample's tokens stand in ``tokens``, ``[length]`` int64 in host memory.
+        places: Where each sample's tokens stand in ``all_tokens``, ``[length]`` int64 in host memory.
         response_lengths: Response tokens of each sample.
-        rows: Places whose output predicts a response token, ``[responses]`` int64.
-        targets: The response tokens, ``[responses]`` int64.
+        rows: Places in ``tokens`` whose output predicts a response token, ``[local responses]`` int64.
+        targets: These response tokens, ``[local responses]`` int64.
         attention: Which token sees which.
+        all_tokens: Those of all ranks, ``[tokens]`` int64, on the model's device.
         num_pairs: Pairs of a token and one that it sees.
+        share: How the tokens are dealt to the context-parallel ranks; None: there is one.
+        dealt: How the rows are.
     """
 
     samples: list[int]
@@ -83,12 +91,46 @@ class MicroBatch:
     rows: Tensor
     targets: Tensor
     attention: PackedAttention
+    all_tokens: Tensor
     num_pairs: int = 0
+    share: ContextShare | None = None
+    dealt: Dealt | None = None
 
     @property
     def is_blank(self) -> bool:
         """Return whether it holds no sample, see ``blank``."""
         return not self.samples
+
+    def gathered(self, values: Tensor) -> Tensor:
+        """Return values of all rows from those of this rank's, ``[local responses, …]``; differentiable.
+
+        The gradient of a rank's rows is its own alone: every rank computes the same loss from all values.
+
+        Collective: cp, forward only.
+        """
+        return values if self.dealt is None else self.dealt.gather(values)
+
+    def local(self, values: Tensor) -> Tensor:
+        """Return the values of this rank's rows from those of all, ``[responses, …]``."""
+        return values if self.dealt is None else values[self.dealt.mine.to(values.device)]
+
+    def places_here(self, places: Tensor) -> Tensor:
+        """Return where tokens stand in ``tokens``, of those at ``[some]`` places in ``all_tokens``; -1: elsewhere."""
+        if self.share is None:
+            return places
+        mine = self.share.tokens.mine.cpu()
+        return torch.full((len(self.all_tokens),), -1).index_copy_(0, mine, torch.arange(len(mine)))[places]
+
+    def with_rows(self, places: Tensor) -> MicroBatch:
+        """Return the micro-batch with other rows.
+
+        Args:
+            places: Places of them in ``all_tokens``, ``[rows]`` int64 in host memory.
+        """
+        if self.share is None:
+            return replace(self, rows=places.to(self.tokens.device))
+        rows, dealt = self.share.rows(places)
+        return replace(self, rows=rows, dealt=dealt)
 
     def by_response(self, values: Tensor) -> list[Tensor]:
         """Split values of response tokens, ``[responses, ...]``, by sample; differentiable."""
@@ -99,7 +141,13 @@ class MicroBatch:
         return pad_sequence(self.by_response(values), batch_first=True)
 
 
-def pack(samples: list[int], sequences: list[Tensor], prompt_lengths: list[int], device: torch.device) -> MicroBatch:
+def pack(
+    samples: list[int],
+    sequences: list[Tensor],
+    prompt_lengths: list[int],
+    device: torch.device,
+    context: dist.ProcessGroup | None = None,
+) -> MicroBatch:
     """Pack some samples of a rank's batch.
 
     Args:
@@ -107,6 +155,7 @@ def pack(samples: list[int], sequences: list[Tensor], prompt_lengths: list[int],
         sequences: Prompt and response of every sample of the batch, each ``[tokens]`` int64, in host memory.
         prompt_lengths: Prompt tokens of every sample of the batch, at least 1.
         device: Where the model lives.
+        context: The context-parallel ranks that share each sample; None: this rank has them whole.
     """
     chosen, prompts = [sequences[index] for index in samples], [prompt_lengths[index] for index in samples]
     pieces: list[Tensor] = []
@@ -123,32 +172,60 @@ def pack(samples: list[int], sequences: list[Tensor], prompt_lengths: list[int],
     targets = [sequence[prompt:] for sequence, prompt in zip(chosen, prompts, strict=True)]
     lengths = [len(sequence) for sequence in chosen]
     none = torch.empty(0, dtype=torch.int64)
-    return MicroBatch(
+    tokens, at = torch.cat([none, *pieces]).to(device), torch.cat([none, *places])
+    whole = MicroBatch(
         samples=samples,
-        tokens=torch.cat([none, *pieces]).to(device),
+        tokens=tokens,
         lengths=lengths,
         places=places,
         response_lengths=[len(target) for target in targets],
-        rows=torch.cat([none, *rows]).to(device),
+        rows=torch.cat([none, *rows]),
         targets=torch.cat([none, *targets]).to(device),
-        attention=PackedAttention(lengths, device, torch.cat([none, *places])),
+        attention=PackedAttention(lengths, device, at),
+        all_tokens=tokens,
         num_pairs=num_pairs,
     )
+    return _shared(whole, [len(piece) for piece in pieces], at, context)
 
 
-def blank(device: torch.device) -> MicroBatch:
+def blank(device: torch.device, context: dist.ProcessGroup | None = None) -> MicroBatch:
     """Return a micro-batch without samples, for a rank that takes part in collectives of the others' micro-batches.
 
     Its one token predicts nothing. ``training.run_schedule`` gives it a loss of zero and keeps nothing of it.
     """
-    none = torch.empty(0, dtype=torch.int64, device=device)
-    return MicroBatch(
+    none, token = torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64, device=device)
+    whole = MicroBatch(
         samples=[],
-        tokens=torch.zeros(1, dtype=torch.int64, device=device),
+        tokens=token,
         lengths=[],
         places=[],
         response_lengths=[],
         rows=none,
-        targets=none,
+        targets=none.to(device),
         attention=PackedAttention([1], device),
+        all_tokens=token,
+    )
+    return _shared(whole, [1], torch.zeros(1, dtype=torch.int64), context)
+
+
+def _shared(whole: MicroBatch, counts: list[int], places: Tensor, context: dist.ProcessGroup | None) -> MicroBatch:
+    """Return this rank's part of a micro-batch.
+
+    Args:
+        whole: All of it, its rows in host memory.
+        counts: Tokens of each sample that no sample before it has.
+        places: Where the tokens of all samples stand, in host memory.
+        context: The context-parallel ranks.
+    """
+    device = whole.tokens.device
+    if context is None or context.size() == 1:
+        return whole.with_rows(whole.rows)
+    share = ContextShare(counts, context, device)
+    part = replace(whole, share=share).with_rows(whole.rows)
+    lengths = whole.lengths or counts
+    return replace(
+        part,
+        tokens=whole.tokens[share.tokens.mine],
+        targets=part.local(whole.targets),
+        attention=ContextAttention(lengths, device, places, share),
     )

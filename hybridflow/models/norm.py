@@ -1,8 +1,13 @@
-"""RMSNorm where megatron-core's local one does not do: around 1, and behind attention and feed-forward block."""
+"""RMSNorm where megatron-core's local one does not do: around 1, behind a block, and over heads of several ranks."""
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -27,6 +32,41 @@ class RmsNorm(nn.Module):
         wide = hidden.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
         return (wide * (self._centre + self.weight.float())).to(hidden.dtype)
+
+
+class ProjectionNorm(nn.Module):
+    """RMSNorm of queries or keys over all heads of a token together, of which a rank may have a part.
+
+    The weight is whole on every rank; megatron-core sums the gradients of ``q_layernorm`` and ``k_layernorm`` over tp.
+
+    Args:
+        config: Says whether the model's norms are zero-centered.
+        num_heads: Heads of all ranks.
+        head: Width of a head.
+        group: Tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, num_heads: int, head: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._centre = 1.0 if config.layernorm_zero_centered_gamma else 0.0
+        self._eps, self._num_heads, self._group = config.layernorm_epsilon, num_heads, group
+        self.weight = nn.Parameter(torch.empty(num_heads * head))
+
+    def forward(self, projected: Tensor) -> Tensor:
+        """Map ``[tokens, 1, heads, head]``, all heads or this rank's, to the same shape and dtype.
+
+        Collective: tp, where the heads are this rank's alone.
+        """
+        wide, weight = projected.float(), self.weight.float().view(self._num_heads, -1)
+        squares, heads = wide.square().sum((-2, -1), keepdim=True), projected.shape[-2]
+        if heads < self._num_heads:
+            # Every rank's output depends on the squares of all, so the sum goes over the ranks in both directions.
+            squares = reduce_from_tensor_model_parallel_region(squares, group=self._group)
+            squares = copy_to_tensor_model_parallel_region(squares, group=self._group)
+            first = self._group.rank() * heads
+            weight = weight[first : first + heads]
+        wide = wide * torch.rsqrt(squares / self.weight.numel() + self._eps)
+        return (wide * (self._centre + weight)).to(projected.dtype)
 
 
 def normalize_output(module: nn.Module, config: TransformerConfig) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
@@ -21,18 +22,19 @@ class Overlap:
     """The buckets of one rank's part of a model.
 
     Args:
-        ddp: megatron-core's wrapper, made with ``overlap_grad_reduce``. With ``overlap_param_gather`` weights are
-            gathered here too.
-        model: The model in it.
+        ddps: megatron-core's wrapper of each virtual pipeline chunk, made with ``overlap_grad_reduce``. With
+            ``overlap_param_gather`` weights are gathered here too.
+        models: The models in them, the chunk that computes first before the others.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, model: GPTModel) -> None:
-        places = {parameter: place for place, parameter in enumerate(ddp.params_with_grad)}
+    def __init__(self, ddps: Sequence[DistributedDataParallel], models: Sequence[GPTModel]) -> None:
+        parameters = [parameter for ddp in ddps for parameter in ddp.params_with_grad]
+        places = {parameter: place for place, parameter in enumerate(parameters)}
         # Dense layers and experts have buckets of their own, and may have one process group. A bucket is complete with
         # the gradient of its first parameter, which comes last.
-        buckets = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
+        buckets = [each for ddp in ddps for each in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)]
         self._buckets = sorted(buckets, key=lambda bucket: -min(places[each] for each in bucket.params))
-        self._gathers = ddp.use_forward_hook
+        self._gathers = ddps[0].use_forward_hook
         self._missing: dict[Any, set[nn.Parameter]] = {}
         self._unreduced: deque[Any] = deque()
         self._ungathered: deque[Any] = deque()
@@ -40,8 +42,10 @@ class Overlap:
             bucket.register_grad_ready = functools.partial(self._register, bucket)
         if self._gathers:
             # These gather in every forward pass, also in one that a replica leaves out.
-            ddp.disable_forward_pre_hook(param_sync=False)
-            self._wait_before_layers(model)
+            for ddp, model in zip(ddps, models, strict=True):
+                ddp.disable_forward_pre_hook(param_sync=False)
+                self._wait_before_layers(model)
+            models[-1].register_forward_hook(lambda *_: self.gather())
 
     def begin(self) -> None:
         """Take up new gradients, after ``zero_grad_buffer``. ``no_sync`` ends where the last backward pass begins."""
@@ -93,7 +97,6 @@ class Overlap:
             needed = [number[each] for each in layer.parameters() if each in number]
             if needed and layer is not decoder and layer is not decoder.layers:
                 layer.register_forward_pre_hook(functools.partial(self._gather_up_to, max(needed)))
-        model.register_forward_hook(lambda *_: self.gather())
 
     def _gather_up_to(self, last: int, *_: object) -> None:
         while self._ungathered and len(self._buckets) - len(self._ungathered) <= last:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from hybridflow.families.model import ModelConfig, RotaryScaling
 
 
 def rotary_frequencies(model: ModelConfig) -> Tensor:
-    """Return the angle of each pair of dims from one token to the next, ``[rotary / 2]`` fp32 in host memory.
+    """Return the angle of each rotated pair of dims from one token to the next, ``[pairs]`` fp32 in host memory.
 
     LongRoPE has two sets of divisors. Which one a model uses is settled by its ``max_context``, once for all sequences,
     so that what was cached for the beginning of a sequence stays right as it grows, and training agrees with rollout.
@@ -29,6 +30,15 @@ def rotary_frequencies(model: ModelConfig) -> Tensor:
         return plain / scaling.factor
     kept = _kept_llama3(plain, scaling) if scaling.kind == "llama3" else _kept_yarn(model, scaling)
     return (1 - kept) * plain / scaling.factor + kept * plain
+
+
+def all_frequencies(model: ModelConfig) -> Tensor:
+    """Return ``rotary_frequencies``, and behind them those of layers with a window where they differ."""
+    frequencies = rotary_frequencies(model)
+    if model.local_rotary_base is None:
+        return frequencies
+    local = replace(model, rotary_base=model.local_rotary_base, rotary_scaling=None)
+    return torch.cat([frequencies, rotary_frequencies(local)])
 
 
 def rotary_factor(model: ModelConfig) -> float:
@@ -83,8 +93,10 @@ def _kept_yarn(model: ModelConfig, scaling: RotaryScaling) -> Tensor:
             model.rotary_size * math.log(_original(scaling) / (times * 2 * math.pi)) / (2 * math.log(model.rotary_base))
         )
 
-    first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
-    last = min(math.ceil(pair_that_turns(scaling.beta_slow)), model.rotary_size - 1)
+    fast, slow = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        fast, slow = math.floor(fast), math.ceil(slow)
+    first, last = max(fast, 0), min(slow, model.rotary_size - 1)
     pairs = torch.arange(model.rotary_size // 2, dtype=torch.float32)
     return 1 - ((pairs - first) / (0.001 if last == first else last - first)).clamp(0, 1)
 

@@ -53,8 +53,12 @@ class ExpertRouter(TopKRouter):
         """Return whether experts are chosen by softmax alone."""
         return self._model.router_score == "softmax"
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
         """Choose experts for ``[tokens, 1, hidden]``.
+
+        Args:
+            hidden: All tokens of the micro-batch, or with sequence parallelism a slice of them.
+            first: Number of the first of them in the micro-batch.
 
         Returns:
             Weights of the chosen experts, and their numbers in ascending order, ``[tokens, experts_per_token]`` each.
@@ -63,8 +67,6 @@ class ExpertRouter(TopKRouter):
         chosen = self.choose(self._scores(logits))
         if self.routing is None:
             return self._weights(logits, chosen), chosen
-        # With sequence parallelism each tensor-parallel rank has a slice of the tokens.
-        first = self.tp_group.rank() * len(chosen) if self.config.sequence_parallel else 0
         chosen = self.routing.settle(self.layer, chosen, first)
         weights = self._weights(logits, chosen)
         return self.routing.observe(self.layer, logits, self._shares(logits), chosen, weights, first), chosen

@@ -88,7 +88,7 @@ class PackedRouting:
         device = micro_batch.tokens.device
         lengths = torch.tensor(micro_batch.lengths, dtype=torch.int64)
         none = torch.empty(0, dtype=torch.int64)
-        self._places = torch.cat([none, *micro_batch.places]).to(device)
+        self._places = micro_batch.places_here(torch.cat([none, *micro_batch.places])).to(device)
         self._samples = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
         self._lengths = lengths.to(device)
         self.weights = 0.0, 0.0
@@ -174,5 +174,6 @@ def pack_choices(micro_batch: MicroBatch, rows: Iterable[Tensor]) -> Tensor:
     """Lay choices, ``[tokens, layers, experts_per_token]`` of each sample, as the tokens are in a micro-batch."""
     values = torch.cat(list(rows))
     places = torch.cat(micro_batch.places)
-    packed = values.new_full((len(micro_batch.tokens), *values.shape[1:]), unknown_choice(values.dtype))
-    return packed.index_copy_(0, places, values).to(micro_batch.tokens.device)
+    packed = values.new_full((len(micro_batch.all_tokens), *values.shape[1:]), unknown_choice(values.dtype))
+    packed = packed.index_copy_(0, places, values).to(micro_batch.tokens.device)
+    return packed if micro_batch.share is None else packed[micro_batch.share.tokens.mine]

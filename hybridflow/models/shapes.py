@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from hybridflow.errors import ReshardError
 from hybridflow.families.model import ModelConfig
@@ -33,14 +33,18 @@ class ModelShape:
         vocab_divisible_by: In a layout the vocabulary is padded to a multiple of this times ``tp``.
         tied_embeddings: Whether input and output embedding are one tensor.
         qkv_bias: Whether the projections to query, key and value have a bias.
-        qk_norm: Whether queries and keys are normalized head by head.
+        linear_bias: Whether all linear layers have one, router and experts included.
+        attention_sinks: Whether each head has a sink.
+        qk_norm: Whether queries and keys are normalized.
+        qk_norm_over: What is normalized together: a head, or all heads of a projection.
         num_experts: Experts of each layer; None: a dense feed-forward block.
         num_dense_layers: Layers from the first with a dense feed-forward block instead of experts.
         dense_ffn_hidden_size: Width inside the feed-forward block of these.
         shared_ffn_hidden_size: Width inside the shared expert of each layer; None: there is none.
         shared_gate: Whether a gate weighs the shared expert.
         expert_bias: Whether the router adds a bias, in fp32, when it chooses experts.
-        post_norms: Whether the outputs of attention and feed-forward block are normalized.
+        pre_norms: Whether the inputs of attention and feed-forward block are normalized.
+        post_norms: The same of their outputs.
         dtype: Number format of the weights.
     """
 
@@ -58,13 +62,17 @@ class ModelShape:
     vocab_divisible_by: int = 1
     tied_embeddings: bool = False
     qkv_bias: bool = False
+    linear_bias: bool = False
+    attention_sinks: bool = False
     qk_norm: bool = False
+    qk_norm_over: Literal["head", "projection"] = "head"
     num_experts: int | None = None
     num_dense_layers: int = 0
     dense_ffn_hidden_size: int = 0
     shared_ffn_hidden_size: int | None = None
     shared_gate: bool = False
     expert_bias: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     dtype: DType = "bf16"
 
@@ -113,10 +121,14 @@ def shape_of(model: ModelConfig, vocab_size: int) -> ModelShape:
         vocab_divisible_by=model.vocab_divisible_by,
         tied_embeddings=model.tied_embeddings,
         qkv_bias=model.qkv_bias,
+        linear_bias=model.linear_bias,
+        attention_sinks=model.attention_sinks,
         qk_norm=model.qk_norm,
+        qk_norm_over=model.qk_norm_over,
         num_experts=model.num_experts,
         num_dense_layers=model.num_dense_layers,
         dense_ffn_hidden_size=model.dense_ffn_hidden_size or 0,
+        pre_norms=model.pre_norms,
         shared_ffn_hidden_size=model.shared_ffn_hidden_size,
         expert_bias=model.router_bias,
         post_norms=model.post_norms,
@@ -166,15 +178,23 @@ def _attention(model: ModelShape, layer: int) -> Iterator[TensorSpec]:
         return
     queries = model.num_attention_heads * model.head_dim
     qkv = queries + 2 * model.num_query_groups * model.head_dim
-    yield _whole(f"{prefix}.input_layernorm.weight", (hidden,), dtype, layer)
+    if model.pre_norms:
+        yield _whole(f"{prefix}.input_layernorm.weight", (hidden,), dtype, layer)
     prefix += ".self_attention"
+    if model.attention_sinks:
+        name = f"{prefix}.core_attention.softmax_offset"
+        yield TensorSpec(name=name, shape=(model.num_attention_heads,), dtype=dtype, tp_dim=0, place=layer)
     yield TensorSpec(name=f"{prefix}.linear_proj.weight", shape=(hidden, queries), dtype=dtype, tp_dim=1, place=layer)
+    if model.linear_bias:
+        yield _whole(f"{prefix}.linear_proj.bias", (hidden,), dtype, layer)
     yield TensorSpec(name=f"{prefix}.linear_qkv.weight", shape=(qkv, hidden), dtype=dtype, tp_dim=0, place=layer)
-    if model.qkv_bias:
+    if model.qkv_bias or model.linear_bias:
         yield TensorSpec(name=f"{prefix}.linear_qkv.bias", shape=(qkv,), dtype=dtype, tp_dim=0, place=layer)
     if model.qk_norm:
-        yield _whole(f"{prefix}.q_layernorm.weight", (model.head_dim,), dtype, layer)
-        yield _whole(f"{prefix}.k_layernorm.weight", (model.head_dim,), dtype, layer)
+        is_wide = model.qk_norm_over == "projection"
+        widths = (queries, model.num_query_groups * model.head_dim) if is_wide else (model.head_dim, model.head_dim)
+        yield _whole(f"{prefix}.q_layernorm.weight", widths[:1], dtype, layer)
+        yield _whole(f"{prefix}.k_layernorm.weight", widths[1:], dtype, layer)
     if model.post_norms:
         yield _whole(f"{prefix}.post_layernorm.weight", (hidden,), dtype, layer)
 
@@ -205,7 +225,8 @@ def _latent_attention(prefix: str, model: ModelShape, layer: int, rank: int) -> 
 
 def _feed_forward(model: ModelShape, layer: int) -> Iterator[TensorSpec]:
     prefix, hidden, dtype = f"decoder.layers.{layer}.mlp", model.hidden_size, model.dtype
-    yield _whole(f"decoder.layers.{layer}.pre_mlp_layernorm.weight", (hidden,), dtype, layer)
+    if model.pre_norms:
+        yield _whole(f"decoder.layers.{layer}.pre_mlp_layernorm.weight", (hidden,), dtype, layer)
     if model.num_experts is None:
         yield from _gated(prefix, model, model.ffn_hidden_size, layer)
     elif layer < model.num_dense_layers:
@@ -221,6 +242,8 @@ def _mixture(prefix: str, model: ModelShape, layer: int) -> Iterator[TensorSpec]
     hidden, dtype = model.hidden_size, model.dtype
     assert model.num_experts is not None, "a mixture has experts"
     yield _whole(f"{prefix}.router.weight", (model.num_experts, hidden), dtype, layer)
+    if model.linear_bias:
+        yield _whole(f"{prefix}.router.bias", (model.num_experts,), dtype, layer)
     for index in range(model.num_experts):
         expert = index, model.num_experts
         yield from _gated(f"{prefix}.experts.{index}", model, model.ffn_hidden_size, layer, expert)
@@ -234,10 +257,18 @@ def _gated(
     prefix: str, model: ModelShape, width: int, layer: int, expert: tuple[int, int] | None = None
 ) -> Iterator[TensorSpec]:
     """Yield gate and up, then down."""
-    for name, sizes in (("linear_fc1", (2, width, model.hidden_size)), ("linear_fc2", (model.hidden_size, width))):
-        yield TensorSpec(
-            name=f"{prefix}.{name}.weight", shape=sizes, dtype=model.dtype, tp_dim=1, place=layer, expert=expert
+    hidden = model.hidden_size
+    for name, shape, bias in (
+        ("linear_fc1", (2, width, hidden), (2, width)),
+        ("linear_fc2", (hidden, width), (hidden,)),
+    ):
+        weight = TensorSpec(
+            name=f"{prefix}.{name}.weight", shape=shape, dtype=model.dtype, tp_dim=1, place=layer, expert=expert
         )
+        yield weight
+        if model.linear_bias:
+            tp_dim = 1 if len(bias) == 2 else None
+            yield replace(weight, name=f"{prefix}.{name}.bias", shape=bias, tp_dim=tp_dim)
 
 
 def _whole(name: str, shape: tuple[int, ...], dtype: DType, place: Place) -> TensorSpec:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from hybridflow.errors import ReshardError
 from hybridflow.models.gpt import ValueHead
+from hybridflow.models.layers import Chunks, chunks_of
 from hybridflow.models.user_model import Uncut
 from hybridflow.reshard.spec import DType, ModelSpec, Place, TensorSpec
 
@@ -59,7 +60,7 @@ class Logical(NamedTuple):
     tensor: Tensor
 
 
-def logical_parameters(model: GPTModel | Sequence[GPTModel]) -> dict[str, nn.Parameter]:
+def logical_parameters(model: GPTModel | Chunks | Sequence[GPTModel]) -> dict[str, nn.Parameter]:
     """Return this rank's parameters by logical name, in the order of the model; of all its virtual pipeline chunks.
 
     Raises:
@@ -69,9 +70,9 @@ def logical_parameters(model: GPTModel | Sequence[GPTModel]) -> dict[str, nn.Par
     return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
 
 
-def logical_tensors(model: GPTModel | Sequence[GPTModel]) -> dict[str, Tensor]:
+def logical_tensors(model: GPTModel | Chunks | Sequence[GPTModel]) -> dict[str, Tensor]:
     """Return ``logical_parameters`` plus the buffers that belong to the weights, such as a router's ``expert_bias``."""
-    chunks = [model] if isinstance(model, nn.Module) else model
+    chunks = chunks_of(model) if isinstance(model, nn.Module) else model
     return {logical.name: logical.tensor for chunk in chunks for logical in _logical(chunk)}
 
 

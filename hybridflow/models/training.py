@@ -15,18 +15,22 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
+    forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
+    get_schedule_table,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from hybridflow.config.roles import OptimizerConfig
+from hybridflow.models.flops import ModelFlops
 from hybridflow.models.gpt import Transformer
+from hybridflow.models.layers import Chunks, chunks_of
 from hybridflow.models.microbatch import MicroBatch, blank
 from hybridflow.models.overlap import Overlap
 from hybridflow.models.specs import logical_parameters
 from hybridflow.observe.work import add_work
-from hybridflow.parallel.accelerators import use_gpu_optimizer
+from hybridflow.parallel.accelerators import use_cpu_optimizer, use_gpu_optimizer
 from hybridflow.parallel.megatron import gathering_within
 from hybridflow.reshard.memory import HostOffload
 
@@ -45,26 +49,27 @@ class Trainable:
     """One rank's part of a model in training. What requires no gradient has neither gradient nor state.
 
     Args:
-        model: The bare model.
+        model: The bare model, or its virtual pipeline chunks.
         groups: This rank's process groups.
         settings: How it learns.
         bucket_size: Elements of gradients that are summed together during the backward pass. Weights are then gathered
             during the forward pass. None: both wait for the end of the pass, and the step.
 
     Attributes:
-        model: The bare model, for forward passes and weights.
+        model: The bare model or its chunks, for forward passes and weights.
         is_distributed: Whether optimizer state is cut over the data-parallel ranks.
     """
 
     def __init__(
         self,
-        model: Transformer,
+        model: Transformer | Chunks,
         groups: ProcessGroupCollection,
         settings: OptimizerConfig,
         *,
         bucket_size: int | None = None,
     ) -> None:
-        config = model.config
+        chunks: list[Transformer] = chunks_of(model)
+        config = chunks[0].config
         self.model = model
         self.is_distributed = settings.distributed
         self._groups = groups
@@ -81,8 +86,8 @@ class Trainable:
             overlap_param_gather=bucket_size is not None and settings.distributed,
             bucket_size=bucket_size,
         )
-        self._ddp = DistributedDataParallel(config, ddp_config, model, pg_collection=groups)
-        self._overlap = None if bucket_size is None else Overlap(self._ddp, model)
+        self._ddp = [DistributedDataParallel(chunk.config, ddp_config, chunk, pg_collection=groups) for chunk in chunks]
+        self._overlap = None if bucket_size is None else Overlap(self._ddp, chunks)
         with gathering_within(groups.intra_dist_opt):
             self._optimizer = get_megatron_optimizer(
                 MegatronOptimizerConfig(
@@ -97,20 +102,20 @@ class Trainable:
                     params_dtype=config.params_dtype,
                     use_distributed_optimizer=settings.distributed,
                 ),
-                [self._ddp],
+                self._ddp,
                 use_gloo_process_groups=False,
                 pg_collection=groups,
             )
         for group in self._optimizer.param_groups:
             # Megatron-LM's scheduler of rates does this, which is not used here: norms and biases do not decay.
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
-        if next(model.parameters()).device.type == "cuda":
-            use_gpu_optimizer(inner for _, inner in self._inner_optimizers())
+        tune = use_gpu_optimizer if next(model.parameters()).device.type == "cuda" else use_cpu_optimizer
+        tune(inner for _, inner in self._inner_optimizers())
 
     def accumulate(self, micro_batches: list[MicroBatch], loss: LossFunction) -> list[Any]:
         """Run forward and backward over this rank's micro-batches; gradients are summed over the replicas at the end.
 
-        Collective: tp, pp, dp. A replica without samples passes no micro-batch and still takes part.
+        Collective: tp, cp, pp, dp. A replica without samples passes no micro-batch and still takes part.
 
         Returns:
             What ``loss`` gave for each micro-batch; empty but on the last stage.
@@ -120,22 +125,23 @@ class Trainable:
         if not micro_batches:
             self.finish()
             return []
-        ranks = self._groups.tp.size() * self._groups.pp.size()
-        count_work(self.model, micro_batches, ranks, is_training=True, is_frozen=self._is_frozen)
+        count_work(self.model, micro_batches, _num_sharers(self._groups), is_training=True, is_frozen=self._is_frozen)
         return run_schedule(self._ddp, self._config, self._groups, micro_batches, loss, forward_only=False)
 
     def begin(self) -> None:
         """Set the gradients to zero, for backward passes of one's own; without pipeline stages."""
-        self._ddp.zero_grad_buffer()
+        for chunk in self._ddp:
+            chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         if self._overlap is not None:
             self._overlap.begin()
-        if self.model.dropout is not None:
-            self.model.dropout.update = self._updates
+        for transformer in chunks_of(self.model):
+            if transformer.dropout is not None:
+                transformer.dropout.update = self._updates
 
     def finish(self) -> None:
         """Sum the gradients of these over the replicas. Collective: tp, dp."""
-        self._finalize([self._ddp])
+        self._finalize(self._ddp)
 
     def step(self, *, is_followed: bool = False) -> float:
         """Clip the gradients, update the weights, and return the gradient norm before clipping.
@@ -230,8 +236,11 @@ class Trainable:
     def _finalize(self, models: list[Any], num_tokens: Tensor | None = None, **_: Any) -> None:
         if self._overlap is not None:
             self._overlap.finish()
+        # megatron-core then sums over the tensor-parallel ranks what is marked; forward passes are switched one by one.
+        self._config.sequence_parallel = chunks_of(self.model)[0].sequence_switch is not None
         # num_tokens is left out: the loss is already divided by the global batch's counts.
         finalize_model_grads(models, None, pg_collection=self._groups)
+        self._config.sequence_parallel = False
 
     def offload(self, owner: str) -> HostOffload:
         """Return what moves the optimizer's state to host memory and back; gradients are freed and come back as zeros.
@@ -241,7 +250,8 @@ class Trainable:
         """
         state = self.state()
         kept = [tensor for kind in ("exp_avg", "exp_avg_sq", "master") for tensor in state[kind].values()]
-        gradients = [parameter.main_grad for parameter in self.model.parameters() if parameter.requires_grad]
+        parameters = [parameter for chunk in chunks_of(self.model) for parameter in chunk.parameters()]
+        gradients = [parameter.main_grad for parameter in parameters if parameter.requires_grad]
         return HostOffload(kept, zeroed=gradients, owner=owner)
 
     def reset_optimizer(self) -> None:
@@ -300,13 +310,22 @@ class _Neighbors(P2PCommunicator):
     Args:
         group: Stages of the pipeline.
         config: megatron-core's.
-        lengths: Tokens of each micro-batch, in order. Both ways they come in that order.
+        lengths: Tokens of each micro-batch that a stage hands on, in order. Both ways they come in the order in which
+            stages compute.
+        num_chunks: Virtual pipeline chunks of each stage.
     """
 
-    def __init__(self, group: dist.ProcessGroup, config: Any, lengths: Sequence[int]) -> None:
+    def __init__(self, group: dist.ProcessGroup, config: Any, lengths: Sequence[int], num_chunks: int) -> None:
         super().__init__(pp_group=group, config=config)
-        self._forward = ((length, 1, config.hidden_size) for length in lengths)
-        self._backward = ((length, 1, config.hidden_size) for length in lengths)
+        per_chunk = len(lengths) if num_chunks == 1 else group.size()
+        order = get_schedule_table(len(lengths), num_chunks, per_chunk)
+        # Backwards the chunks come from the last to the first: the one that nothing follows is the last of the table.
+        between = [lengths[index] for index, chunk in order if chunk < num_chunks - 1]
+        every = [lengths[index] for index, _ in order]
+        self._forward, self._backward = (
+            ((length, 1, config.hidden_size) for length in (between if has_wrapped else every))
+            for has_wrapped in (group.rank() == 0, group.rank() == group.size() - 1)
+        )
 
     def _communicate_shapes(
         self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
@@ -316,7 +335,7 @@ class _Neighbors(P2PCommunicator):
 
 
 def run_schedule(
-    model: torch.nn.Module,
+    chunks: Sequence[torch.nn.Module],
     config: Any,
     groups: ProcessGroupCollection,
     micro_batches: list[MicroBatch],
@@ -325,6 +344,16 @@ def run_schedule(
     forward_only: bool,
 ) -> list[Any]:
     """Run megatron-core's own schedule over packed micro-batches: 1F1B through the stages, or plain accumulation.
+
+    With virtual pipeline chunks 1F1B is interleaved, which takes a multiple of ``pp`` micro-batches.
+
+    Args:
+        chunks: The model, or its virtual pipeline chunks in order; in training each in megatron-core's DDP.
+        config: megatron-core's.
+        groups: This rank's process groups.
+        micro_batches: Those of this replica, at least one.
+        loss: What the last stage makes of an output.
+        forward_only: Without gradients.
 
     Returns:
         What ``loss`` gave beside the loss for each micro-batch that is not blank; empty but on the last stage.
@@ -340,10 +369,13 @@ def run_schedule(
 
         return output, finish
 
+    if len(chunks) > 1:
+        missing = -len(micro_batches) % groups.pp.size()
+        micro_batches = [*micro_batches, *[blank(micro_batches[0].tokens.device, groups.cp)] * missing]
     arguments: dict[str, Any] = dict(
         forward_step_func=forward_step,
-        data_iterator=iter(micro_batches),
-        model=model,
+        data_iterator=[iter(micro_batches) for _ in chunks],
+        model=list(chunks),
         num_microbatches=len(micro_batches),
         seq_length=1,
         micro_batch_size=1,
@@ -351,23 +383,33 @@ def run_schedule(
         pg_collection=groups,
     )
     # Sums over replicas begin in the last backward pass; a bare model has none.
-    config.no_sync_func = getattr(model, "no_sync", None)
+    waits: list[Any] = [chunk.no_sync for chunk in chunks if hasattr(chunk, "no_sync")]
+    config.no_sync_func = waits if len(chunks) > 1 else next(iter(waits), None)
     kept: list[Any]
     if groups.pp.size() == 1:
         kept = forward_backward_no_pipelining(**arguments)
     else:
-        sender = _Neighbors(groups.pp, config, [len(each.tokens) for each in micro_batches])
-        kept = forward_backward_pipelining_without_interleaving(**arguments, p2p_communicator=sender)
+        bare = chunks[0].module if isinstance(chunks[0], DistributedDataParallel) else chunks[0]
+        assert isinstance(bare, Transformer), "FSDP has no stages"
+        lengths = [bare.stage_tokens(len(each.tokens)) for each in micro_batches]
+        sender = _Neighbors(groups.pp, config, lengths, len(chunks))
+        run = forward_backward_pipelining_without_interleaving
+        if len(chunks) > 1:
+            run = forward_backward_pipelining_with_interleaving
+        kept = run(**arguments, p2p_communicator=sender)
     return [each for each in kept if each is not _BLANK]
 
 
 @torch.no_grad()
 def forward_only(
-    model: Transformer, groups: ProcessGroupCollection, micro_batches: list[MicroBatch], compute: Callable[..., Any]
+    model: Transformer | Chunks,
+    groups: ProcessGroupCollection,
+    micro_batches: list[MicroBatch],
+    compute: Callable[..., Any],
 ) -> list[Any]:
     """Run forward passes without gradients; keep what ``compute(output, micro_batch)`` returns, on the last stage.
 
-    Collective: tp, pp.
+    Collective: tp, cp, pp.
     """
     micro_batches = equally_many(model, groups, micro_batches)
     if not micro_batches:
@@ -376,29 +418,35 @@ def forward_only(
     def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Any]:
         return output.new_zeros(()), compute(output, micro_batch)
 
-    count_work(model, micro_batches, groups.tp.size() * groups.pp.size())
-    return run_schedule(model, model.config, groups, micro_batches, loss, forward_only=True)
+    count_work(model, micro_batches, _num_sharers(groups))
+    chunks: list[Transformer] = chunks_of(model)
+    return run_schedule(chunks, chunks[0].config, groups, micro_batches, loss, forward_only=True)
+
+
+def _num_sharers(groups: ProcessGroupCollection) -> int:
+    """Return the ranks that share the work of a replica."""
+    return int(groups.tp.size() * groups.cp.size() * groups.pp.size())
 
 
 def equally_many(
-    model: Transformer, groups: ProcessGroupCollection, micro_batches: list[MicroBatch]
+    model: Transformer | Chunks, groups: ProcessGroupCollection, micro_batches: list[MicroBatch]
 ) -> list[MicroBatch]:
     """Add blank micro-batches, so that all replicas that share a set of experts have equally many.
 
     Collective: ep.
     """
-    config = model.config
+    config = chunks_of(model)[0].config
     is_apart = config.expert_model_parallel_size > 1 or groups.expt_tp.size() != groups.tp.size()
     if config.num_moe_experts is None or not is_apart or groups.tp_ep.size() == 1:
         return micro_batches
     device = next(model.parameters()).device
     most = torch.tensor(len(micro_batches), device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=groups.tp_ep)
-    return micro_batches + [blank(device)] * (int(most) - len(micro_batches))
+    return micro_batches + [blank(device, groups.cp) for _ in range(int(most) - len(micro_batches))]
 
 
 def count_work(
-    model: Transformer,
+    model: Transformer | Chunks,
     micro_batches: list[MicroBatch],
     num_ranks: int,
     *,
@@ -408,20 +456,21 @@ def count_work(
     """Add this rank's share of what micro-batches take; a prompt that several samples share is computed once.
 
     Args:
-        model: The model.
+        model: The model, or its virtual pipeline chunks.
         micro_batches: Those of a replica.
         num_ranks: Ranks that share the work.
         is_training: Forward and backward, not forward alone.
         is_frozen: Some weights have no gradients.
     """
-    if model.flops is None:
+    whole: ModelFlops | None = chunks_of(model)[0].flops
+    if whole is None:
         return
-    tokens = sum(len(each.tokens) for each in micro_batches)
-    pairs, outputs = sum(each.num_pairs for each in micro_batches), sum(len(each.rows) for each in micro_batches)
+    tokens, pairs = sum(len(each.all_tokens) for each in micro_batches), sum(each.num_pairs for each in micro_batches)
+    outputs = sum(len(each.rows) if each.dealt is None else len(each.dealt.index) for each in micro_batches)
     if is_training:
-        flops = model.flops.training(tokens, pairs, outputs, is_frozen=is_frozen)
+        flops = whole.training(tokens, pairs, outputs, is_frozen=is_frozen)
     else:
-        flops = model.flops.forward(tokens, pairs, outputs)
+        flops = whole.forward(tokens, pairs, outputs)
     add_work(flops / num_ranks, sum(sum(each.lengths) for each in micro_batches) / num_ranks)
 
 

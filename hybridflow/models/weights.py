@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,66 +11,18 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hybridflow.config.roles import LoRAConfig
 from hybridflow.errors import ReshardError
-from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
-from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.adapters import is_factor
-from hybridflow.models.gpt import build_transformer
 from hybridflow.models.initial import initial_factor, initial_matrix
-from hybridflow.models.specs import describe, logical_tensors
-from hybridflow.parallel.megatron import collection
-from hybridflow.parallel.world import World
+from hybridflow.models.layers import Chunks, chunks_of
+from hybridflow.models.specs import logical_tensors
 from hybridflow.reshard.fsdp import weight_holdings
 from hybridflow.reshard.spec import ModelSpec, Shard, TensorSpec, num_elements, shard
 
 
-def describe_model(
-    world: World, model: ModelConfig, *, vocab_size: int, has_value_head: bool = False, lora: LoRAConfig | None = None
-) -> ModelSpec:
-    """Describe how every tensor of a model is cut, without communication and the same on every rank.
-
-    Found by building the model without memory, once for each that differs in this process.
-
-    Args:
-        world: Gives this rank's group of one.
-        model: The model's shape.
-        vocab_size: True vocabulary, before padding.
-        has_value_head: Values instead of logits.
-        lora: Its adapters.
-    """
-    key = (model, vocab_size, has_value_head, lora)
-    found = _described.get(key)
-    if found is None:
-        found = _described[key] = _describe(world, model, vocab_size, has_value_head, lora)
-    return found
-
-
-_described: dict[tuple[ModelConfig, int, bool, LoRAConfig | None], ModelSpec] = {}
-
-
-def _describe(
-    world: World, model: ModelConfig, vocab_size: int, has_value_head: bool, lora: LoRAConfig | None
-) -> ModelSpec:
-    alone = DeviceMesh(
-        name="whole model", layout=ParallelLayout(), ranks=(world.rank,), ranks_per_node=world.ranks_per_node
-    )
-    whole = build_transformer(
-        # Without padding, which is the layout's and not the model's.
-        replace(model, vocab_divisible_by=1),
-        alone.layout,
-        collection(world, alone),
-        torch.device("meta"),
-        vocab_size=vocab_size,
-        has_value_head=has_value_head,
-        lora=lora,
-    )
-    return describe(whole, vocab_divisible_by=model.vocab_divisible_by)
-
-
 def local_shards(
-    model: GPTModel | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int
+    model: GPTModel | Chunks | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int
 ) -> dict[str, tuple[Tensor, Shard]]:
     """Return this rank's tensors in their logical view, each with its part of the whole.
 
@@ -126,7 +77,7 @@ class Region(NamedTuple):
 
 
 def local_regions(
-    model: GPTModel | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int
+    model: GPTModel | Chunks | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int
 ) -> dict[str, tuple[Region, ...]]:
     """Return this rank's parts of the tensors: one of each, or of a sharded model as many boxes as its range has.
 
@@ -148,7 +99,7 @@ def regions_of(flat: Tensor, parts: Iterable[Shard]) -> tuple[Region, ...]:
 
 
 def local_tensors(
-    model: GPTModel | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int
+    model: GPTModel | Chunks | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int
 ) -> dict[str, Tensor]:
     """Return this rank's storage of the tensors, as a ``Resharder`` takes it: whole shards, or flat ranges.
 
@@ -161,7 +112,7 @@ def local_tensors(
 
 
 def _sharded_parts(
-    model: GPTModel | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int
+    model: GPTModel | Chunks | Sequence[GPTModel], spec: ModelSpec, mesh: DeviceMesh, rank: int
 ) -> dict[str, tuple[Tensor, tuple[Shard, ...]]]:
     tensors, holdings = logical_tensors(model), weight_holdings(spec, mesh)
     found: dict[str, tuple[Tensor, tuple[Shard, ...]]] = {}
@@ -184,7 +135,7 @@ def _sharded_parts(
 
 
 def initialize(
-    model: GPTModel | Sequence[GPTModel],
+    model: GPTModel | Chunks | Sequence[GPTModel],
     spec: ModelSpec,
     mesh: DeviceMesh,
     rank: int,
@@ -211,7 +162,7 @@ def initialize(
         variant: Another number gives other matrices.
     """
     shapes = {tensor.name: tensor for tensor in spec.tensors}
-    chunk: GPTModel = model if isinstance(model, nn.Module) else model[0]
+    chunk = chunks_of(model)[0] if isinstance(model, nn.Module) else model[0]
     norm = 0.0 if chunk.config.layernorm_zero_centered_gamma else 1.0
     for name, regions in local_regions(model, spec, mesh, rank).items():
         if names is not None and name not in names:
@@ -225,7 +176,7 @@ def _initial_value(tensor: TensorSpec, std: float, num_layers: int, norm: float,
     """Return the whole logical tensor, fp32 in host memory."""
     if is_factor(tensor.name):
         return initial_factor(tensor.name, tensor.shape, seed=seed, variant=variant)
-    if tensor.name.endswith("bias"):
+    if tensor.name.endswith(("bias", "softmax_offset")):
         return torch.zeros(tensor.shape)
     if len(tensor.shape) == 1:
         return torch.full(tensor.shape, norm)

@@ -9,7 +9,9 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import re
+import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -66,6 +68,14 @@ def use_torch_optimizer() -> None:
     for module in (clipping, mixed):
         module.multi_tensor_applier = utils.local_multi_tensor_applier
         module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+
+
+def use_cpu_optimizer(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Let torch's AdamW step without torch's compiler, whose import takes longer than the start of a small job."""
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+    for optimizer in optimizers:
+        if type(optimizer) is torch.optim.AdamW:
+            optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
 def use_gpu_optimizer(optimizers: Iterable[torch.optim.Optimizer]) -> None:

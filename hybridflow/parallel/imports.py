@@ -19,8 +19,9 @@ def has_accelerator() -> bool:
 def import_megatron() -> None:
     """Import megatron-core without what no job here uses: wandb, and torch's compiler where there is no GPU.
 
-    megatron-core has torch compile some functions when they are first called. On a CPU their plain form is called
-    instead, since importing the compiler would take a third of the start.
+    megatron-core has torch compile some functions when they are first called, and torch's optimizers import the
+    compiler to stay out of it. On a CPU the plain form of both is called instead, since importing the compiler would
+    take a third of the start.
     """
     import torch
 
@@ -31,12 +32,21 @@ def import_megatron() -> None:
         sys.modules["wandb"] = None  # type: ignore[assignment]
     if not has_accelerator():
         torch.compile = _as_it_is  # type: ignore[assignment]
+        _keep_compiler_away(torch.optim.Optimizer)
     try:
         importlib.import_module("megatron.core")
     finally:
         torch.compile = compiler
         if not has_wandb:
             del sys.modules["wandb"]
+
+
+def _keep_compiler_away(optimizer: type) -> None:
+    """Give torch's optimizers what they else make on first use, of the compiler: their methods, not compiled."""
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        plain = getattr(getattr(optimizer, name), "__wrapped__", None)
+        if plain is not None:
+            vars(plain).setdefault("__dynamo_disable", plain)
 
 
 def _as_it_is(function: Any = None, **_: Any) -> Any:

@@ -36,7 +36,10 @@ def rank_sets(meshes: Iterable[DeviceMesh], size: int) -> list[tuple[int, ...]]:
     sets += [(rank,) for rank in range(size)]
     for mesh in meshes:
         sets.append(mesh.ranks)
-        for axes in (("tp",), ("pp",), ("dp", "cp"), ("tp", "pp"), ("tp", "dp", "cp")):
+        for axes in (
+            *(("tp",), ("cp",), ("pp",), ("dp",)),
+            *(("tp", "cp"), ("dp", "cp"), ("tp", "pp"), ("tp", "dp", "cp")),
+        ):
             sets += mesh.groups(*axes)
         for axes in (("etp",), ("ep",), ("etp", "ep"), ("etp", "ep", "pp"), ("edp",)):
             sets += _expert_groups(mesh, *axes)
@@ -49,10 +52,9 @@ def rank_sets(meshes: Iterable[DeviceMesh], size: int) -> list[tuple[int, ...]]:
 def collection(world: World, mesh: DeviceMesh) -> ProcessGroupCollection:
     """Return this rank's process groups in a mesh that it belongs to.
 
-    Context parallel groups are single ranks, since layouts with ``cp`` above 1 are refused earlier.
+    Ranks of ``dp`` have other samples; ranks of ``dp_cp`` have other tokens, and sum gradients.
     """
     rank = world.rank
-    alone = world.group((rank,))
 
     def along(*axes: str) -> dist.ProcessGroup:
         return world.group(mesh.group_of(rank, *axes))
@@ -68,14 +70,14 @@ def collection(world: World, mesh: DeviceMesh) -> ProcessGroupCollection:
         mp=along("tp", "pp"),
         embd=world.group(ends) if rank in ends else None,
         pos_embd=world.group((rank,)) if rank == pipeline[0] else None,
-        cp=alone,
-        tp_cp=along("tp"),
-        hcp=[alone],
+        cp=along("cp"),
+        tp_cp=along("tp", "cp"),
+        hcp=[along("cp")],
         ep=experts_along("ep"),
         expt_tp=experts_along("etp"),
         tp_ep=experts_along("etp", "ep"),
         tp_ep_pp=experts_along("etp", "ep", "pp"),
-        dp=along("dp", "cp"),
+        dp=along("dp"),
         dp_cp=along("dp", "cp"),
         expt_dp=experts_along("edp"),
         intra_dp_cp=along("dp", "cp"),

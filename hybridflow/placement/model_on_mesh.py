@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection
 
 import torch
@@ -18,6 +19,7 @@ from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.fsdp import local_part, shard_model
 from hybridflow.models.gpt import Transformer, build_transformer, set_rotary
+from hybridflow.models.layers import Chunks
 from hybridflow.models.training import Trainable
 from hybridflow.models.user_model import Uncut
 from hybridflow.models.weights import initialize, local_regions, local_shards, local_tensors
@@ -46,11 +48,11 @@ class ModelOnMesh:
         spec: How its tensors are cut.
         vocab_size: Token ids that are chosen among.
         groups: This rank's process groups; None outside the mesh.
-        transformer: This rank's stage and shard; None outside the mesh.
+        transformer: This rank's stage and shard, or its virtual pipeline chunks; None outside the mesh.
     """
 
     groups: ProcessGroupCollection | None
-    transformer: Transformer | Uncut | None
+    transformer: Transformer | Chunks | Uncut | None
 
     def __init__(self, world: World, mesh: DeviceMesh, model: ModelConfig, spec: ModelSpec, *, seed: int = 1) -> None:
         assert model.vocab_size is not None, "a model on a mesh has a vocabulary"
@@ -70,34 +72,41 @@ class ModelOnMesh:
             lora: Adapters.
         """
         assert self.groups is not None and self.model.vocab_size is not None, "built on a rank of its mesh"
-        self.transformer = build_transformer(
+        layout = self.mesh.layout
+        build = functools.partial(
+            build_transformer,
             self.model,
-            self.mesh.layout,
+            layout,
             self.groups,
             self._world.device,
             vocab_size=self.model.vocab_size,
             has_value_head=has_value_head,
             lora=lora,
             seed=self._seed,
-            is_empty=self.mesh.layout.fsdp > 1,
+            is_empty=layout.fsdp > 1,
         )
-        if self.mesh.layout.fsdp > 1:
-            layers = self.transformer.decoder.layers
-            shard_model(self.transformer, layers, self._world, self.mesh, in_host_memory=self._is_in_host_memory)
-            set_rotary(self.transformer, self.model, self._world.device)
+        if layout.vpp > 1:
+            self.transformer = Chunks(build(chunk=chunk) for chunk in range(layout.vpp))
+            return
+        self.transformer = whole = build()
+        if layout.fsdp > 1:
+            in_host_memory = self._is_in_host_memory
+            shard_model(whole, whole.decoder.layers, self._world, self.mesh, in_host_memory=in_host_memory)
+            set_rotary(whole, self.model, self._world.device)
 
     @property
-    def megatron_model(self) -> Transformer:
+    def megatron_model(self) -> Transformer | Chunks:
         """Return ``transformer`` where it is megatron-core's, not a user's own."""
-        assert isinstance(self.transformer, Transformer), "UserModel has methods of its own where this is read"
+        assert isinstance(self.transformer, Transformer | Chunks), "UserModel has methods of its own where this is read"
         return self.transformer
 
     def make_engine(
         self, *, seed: int, max_concurrent: int, cache_memory: float = 0.5, tokenizer: Tokenizer | None = None
     ) -> MegatronEngine:
         """Make an engine that generates with these weights; arguments as ``MegatronEngine`` takes them."""
+        assert isinstance(self.transformer, Transformer), "a model that generates is in one piece: check_placement"
         return MegatronEngine(
-            self.megatron_model,
+            self.transformer,
             self.groups,
             vocab_size=self.vocab_size,
             seed=seed,

@@ -10,17 +10,17 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from hybridflow.algorithms.losses import Totals
-from hybridflow.config.roles import OptimizerConfig
+from hybridflow.config.roles import ActorConfig, CriticConfig, OptimizerConfig
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.layout.mesh import DeviceMesh
-from hybridflow.models.adapters import base_spec, is_factor
+from hybridflow.models.adapters import base_spec, is_factor, whole_spec
 from hybridflow.models.gpt import Transformer
-from hybridflow.models.layers import recompute, transformer_layers
+from hybridflow.models.layers import Chunks, chunks_of, recompute_activations
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import MicroBatch, first_of_prompt, pack, split_by_tokens
+from hybridflow.models.shapes import shape_of
 from hybridflow.models.training import Trainable, forward_only, sum_over
 from hybridflow.models.user_model import Uncut
-from hybridflow.models.weights import describe_model
 from hybridflow.placement.job import Job
 from hybridflow.placement.model_on_mesh import ModelOnMesh
 from hybridflow.placement.routing import ROUTER_CHOICES, attach_choices, set_dispatcher
@@ -37,7 +37,7 @@ def role_spec(job: Job, role: str = "actor", *, has_value_head: bool = False) ->
     model = job.model_of(role)
     assert model.vocab_size is not None, "a job's models have a vocabulary"
     lora = job.recipe.actor.lora if role == "actor" else None
-    return describe_model(job.world, model, vocab_size=model.vocab_size, has_value_head=has_value_head, lora=lora)
+    return whole_spec(shape_of(model, model.vocab_size), has_value_head=has_value_head, lora=lora)
 
 
 def part_of(job: Job, mesh: str, spec: ModelSpec, model: PlacedModel | None) -> ModelOnMesh:
@@ -56,7 +56,7 @@ class PlacedModel(ModelOnMesh):
     """
 
     groups: ProcessGroupCollection
-    transformer: Transformer | Uncut
+    transformer: Transformer | Chunks | Uncut
 
     def __init__(
         self,
@@ -76,9 +76,11 @@ class PlacedModel(ModelOnMesh):
         self._norm_tokens = recipe.loss.norm_tokens or recipe.rollout.max_new_tokens
         self._is_in_host_memory = mesh.layout.fsdp > 1 and getattr(recipe, self._role).offload == "always"
         self.build(has_value_head=has_value_head, lora=recipe.actor.lora if self._role == "actor" else None)
-        if mesh.name != "actor.rollout" and getattr(getattr(recipe, self._role), "gradient_checkpointing", False):
-            recompute(transformer_layers(self.transformer, f"{self._role}.gradient_checkpointing"))
-        if self._role == "actor" and isinstance(self.transformer, Transformer):
+        section = getattr(recipe, self._role)
+        if mesh.name != "actor.rollout" and isinstance(section, ActorConfig | CriticConfig):
+            owner = f"{self._role}.recompute"
+            recompute_activations(self.transformer, owner, section.recompute, section.recompute_layers)
+        if self._role == "actor" and not isinstance(self.transformer, Uncut):
             set_dispatcher(self.transformer, recipe.actor.moe.dispatcher)
         if not (is_filled_later or job.is_resumed):
             self._initialize()
@@ -97,7 +99,7 @@ class PlacedModel(ModelOnMesh):
     @property
     def is_output_rank(self) -> bool:
         """Return whether this rank has the model's outputs: the last pipeline stage."""
-        return bool(self.megatron_model.post_process)
+        return bool(chunks_of(self.megatron_model)[-1].post_process)
 
     def load_given(self) -> None:
         """Take the weights of the model that was given, or of the directory that the recipe names; else none.
@@ -134,17 +136,27 @@ class PlacedModel(ModelOnMesh):
         lengths = [len(sequence) for sequence in sequences]
         budget = self._job.recipe.trainer.micro_batch_tokens
         chosen = split_by_tokens(lengths, budget, prompts=prompts, group_size=group_size)
-        return [pack(samples, sequences, prompt_lengths, self._world.device) for samples in chosen]
+        device, context = self._world.device, self.groups.cp
+        return [pack(samples, sequences, prompt_lengths, device, context) for samples in chosen]
 
     def log_probs(self, output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Compute log-probability and entropy per response token at the rollout's temperature, ``[responses]`` each."""
-        return vocab_parallel_log_probs(
+        """Compute log-probability and entropy per response token at the rollout's temperature, ``[responses]`` each.
+
+        Collective: tp, cp.
+        """
+        local = vocab_parallel_log_probs(
             output,
             micro_batch.targets,
             group=self.groups.tp,
             vocab_size=self.vocab_size,
             temperature=self.temperature,
         )
+        log_probs, entropy = micro_batch.gathered(torch.stack(local, dim=1)).unbind(1)
+        return log_probs, entropy
+
+    def values(self, output: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """Return a value head's number of each row, ``[rows]`` fp32. Collective: cp."""
+        return micro_batch.gathered(output[:, 0].float())
 
     def totals(self, part: Batch, mask: str = "response_mask") -> Totals | None:
         """Count a mini-batch over all data-parallel ranks, from a mask's column. Collective: dp.

@@ -19,7 +19,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.families.assets import ASSETS, CONFIG, GENERATION, ends_in, parse_json, read_assets
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
-from hybridflow.models.weights import describe_model
+from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
@@ -72,7 +72,7 @@ def from_pretrained(
     assert model.vocab_size is not None, "a source's model has a vocabulary"
     has_value_head = role != "actor"
     world.make_groups(rank_sets([mesh], world.size))
-    spec = describe_model(world, model, vocab_size=model.vocab_size, has_value_head=has_value_head)
+    spec = model_spec(shape_of(model, model.vocab_size), has_value_head=has_value_head)
     made = ModelOnMesh(world, mesh, model, spec, seed=seed)
     if world.rank in mesh:
         made.build(has_value_head=has_value_head)

@@ -13,8 +13,8 @@ from hybridflow.config.roles import MoEConfig
 from hybridflow.dataflow.batch import Batch
 from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.gpt import Transformer
+from hybridflow.models.layers import Chunks, chunks_of
 from hybridflow.models.microbatch import MicroBatch
-from hybridflow.models.router import ExpertRouter
 from hybridflow.models.routing import NUM_SUMS, PackedRouting, pack_choices
 
 ROUTER_CHOICES = "router_choices"
@@ -22,7 +22,12 @@ ROUTER_CHOICES = "router_choices"
 
 
 def attach_choices(
-    parts: list[MicroBatch], batch: Batch, groups: ProcessGroupCollection, model: Transformer, *, is_replayed: bool
+    parts: list[MicroBatch],
+    batch: Batch,
+    groups: ProcessGroupCollection,
+    model: Transformer | Chunks,
+    *,
+    is_replayed: bool,
 ) -> None:
     """Tell routers the rollout's choices.
 
@@ -37,7 +42,7 @@ def attach_choices(
     for part in parts:
         choices = pack_choices(part, (rows[sample] for sample in part.samples))
         part.attention.routing = PackedRouting(
-            part, choices=choices, is_replayed=is_replayed, group=_slices(model, groups)
+            part, choices=choices, is_replayed=is_replayed, group=_sharers(model, groups)
         )
 
 
@@ -54,7 +59,7 @@ class RouterWatch:
     """
 
     def __init__(
-        self, model: Transformer, groups: ProcessGroupCollection, settings: MoEConfig, parts: list[MicroBatch]
+        self, model: Transformer | Chunks, groups: ProcessGroupCollection, settings: MoEConfig, parts: list[MicroBatch]
     ) -> None:
         self._model, self._groups, self._settings = model, groups, settings
         lengths = [length for part in parts for length in part.lengths]
@@ -66,20 +71,20 @@ class RouterWatch:
         for part in parts:
             routing = part.attention.routing
             if routing is None:
-                routing = part.attention.routing = PackedRouting(part, group=_slices(model, groups))
+                routing = part.attention.routing = PackedRouting(part, group=_sharers(model, groups))
             routing.weights = settings.aux_loss / num_samples, settings.z_loss / num_tokens
             self._routings.append(routing)
 
     def finish(self) -> dict[str, float]:
         """Let the biases follow the loads, after the optimizer's step; return metrics. Collective: dp, pp."""
-        config, groups = self._model.config, self._groups
+        config, groups = chunks_of(self._model)[0].config, self._groups
         num_experts = config.num_moe_experts
         sums = torch.zeros(config.num_layers, num_experts + NUM_SUMS, dtype=torch.float64, device=self._totals.device)
         for routing in self._routings:
             sums += routing.told(config.num_layers, num_experts)
         dist.all_reduce(sums, group=groups.dp_cp)
-        if (slices := _slices(self._model, groups)) is not None:
-            dist.all_reduce(sums, group=slices)
+        if _splits_tokens(self._model):
+            dist.all_reduce(sums, group=groups.tp)
         self._follow_loads(sums[:, :num_experts])
         # Each stage has its own layers.
         dist.all_reduce(sums, group=groups.pp)
@@ -88,7 +93,7 @@ class RouterWatch:
     def _follow_loads(self, loads: Tensor) -> None:
         """Raise the biases of experts with less than the mean load, and lower those of the others."""
         rate = self._settings.bias_update_rate
-        for router in _routers(self._model):
+        for router in (layer.router for layer in _expert_layers(self._model)):
             if rate and router.expert_bias is not None:
                 own = loads[router.layer]
                 router.expert_bias += rate * (own.mean() - own).sign().float()
@@ -111,19 +116,25 @@ class RouterWatch:
         return found | ({"rollout/router_agreement": agreed / compared} if compared else {})
 
 
-def set_dispatcher(model: Transformer, dispatcher: str) -> None:
+def set_dispatcher(model: Transformer | Chunks, dispatcher: str) -> None:
     """Choose how tokens reach experts on other ranks, see ``actor.moe.dispatcher``."""
-    for layer in model.decoder.layers:
-        if isinstance(layer.mlp, ExpertLayer) and dispatcher != "auto":
-            layer.mlp.gathers = dispatcher == "allgather"
+    for layer in _expert_layers(model):
+        if dispatcher != "auto":
+            layer.gathers = dispatcher == "allgather"
 
 
-def _routers(model: Transformer) -> Iterator[ExpertRouter]:
-    for layer in model.decoder.layers:
+def _expert_layers(model: Transformer | Chunks) -> Iterator[ExpertLayer]:
+    for layer in (layer for chunk in chunks_of(model) for layer in chunk.decoder.layers):
         if isinstance(layer.mlp, ExpertLayer):
-            yield layer.mlp.router
+            yield layer.mlp
 
 
-def _slices(model: Transformer, groups: ProcessGroupCollection) -> dist.ProcessGroup | None:
+def _splits_tokens(model: Transformer | Chunks) -> bool:
+    """Return whether each tensor-parallel rank routes a slice of the tokens."""
+    return chunks_of(model)[0].sequence_switch is not None
+
+
+def _sharers(model: Transformer | Chunks, groups: ProcessGroupCollection) -> dist.ProcessGroup | None:
     """Return the ranks that have parts of each sample; None: this rank has all of its samples."""
-    return groups.tp if model.config.sequence_parallel and groups.tp.size() > 1 else None
+    group = groups.tp_cp if _splits_tokens(model) else groups.cp
+    return group if group.size() > 1 else None

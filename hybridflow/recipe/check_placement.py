@@ -31,6 +31,30 @@ def check_uncut(recipe: Recipe, in_memory: Mapping[str, ModelInfo]) -> None:
                 )
 
 
+def check_recompute(recipe: Recipe, in_memory: Mapping[str, ModelInfo]) -> None:
+    """Refuse to recompute what a role's model has not, and numbers of layers that would not be read.
+
+    Raises:
+        ConfigError: A key asks for it.
+    """
+    foreign = {key.rpartition(".")[0] or "actor" for key, settings in in_memory.items() if not settings.is_cut}
+    for role in ("actor", "critic", "cost_critic"):
+        section = getattr(recipe, role)
+        if section is None:
+            continue
+        if section.recompute_layers is not None and section.recompute != "full":
+            raise ConfigError(
+                f"{role}.recompute_layers={section.recompute_layers}: counts the layers of {role}.recompute=full, and "
+                f"it is {section.recompute}; remove the key, or set recompute to full"
+            )
+        is_ours = role not in foreign and recipe.model_of(role).implementation == "megatron"
+        if section.recompute == "selective" and not is_ours:
+            raise ConfigError(
+                f"{role}.recompute=selective: computes the core attention of hybridflow's own layers again, and this "
+                "model has layers of its own; set it to full or none"
+            )
+
+
 def check_placement(recipe: Recipe) -> None:
     """Refuse ranks that do not exist, and layouts that do not fit their model. Raises LayoutError."""
     given = {f"{role}.ranks": getattr(recipe, role) for role in _PLACED}
@@ -43,11 +67,8 @@ def check_placement(recipe: Recipe) -> None:
                 f"{key}={list(ranks)}: {strangers} not among ranks 0 to {recipe.cluster.ranks - 1}; "
                 f"set cluster.ranks to at least {max(ranks) + 1}, or name ranks that exist"
             )
-    if recipe.actor.rollout is not None and recipe.actor.rollout.is_sharded:
-        raise LayoutError(
-            f"actor.rollout: {recipe.actor.rollout}: a rollout needs whole layers; use tp, pp and dp there, and keep "
-            "fsdp in actor.update"
-        )
+    if recipe.actor.rollout is not None:
+        recipe.actor.rollout.check_generates("actor.rollout")
     _check_fsdp_adapters(recipe)
     _check_offload(recipe)
     whole = transformers_meshes(recipe)

@@ -31,7 +31,7 @@ def check_environment(recipe: Recipe) -> None:
 
 def check_engine(recipe: Recipe) -> None:
     """Refuse settings that the rollout engine does not support. Raises ConfigError."""
-    engine, layout = recipe.rollout.engine, recipe.actor.rollout or recipe.actor.update
+    engine, layout = recipe.rollout.engine, recipe.actor.rollout or recipe.actor.update.for_rollout()
     if engine.kind != "megatron" and (layout.tp, layout.pp, layout.ep, layout.cp) != (1, 1, 1, 1):
         raise ConfigError(
             f"actor.rollout: rollout.engine.kind={engine.kind} takes no part of a model, found {layout}; set tp, pp, "

@@ -23,6 +23,7 @@ from hybridflow.recipe.check_placement import (
     check_moe,
     check_partial_rollouts,
     check_placement,
+    check_recompute,
     check_replay,
     check_reshard_every,
     check_split,
@@ -95,6 +96,7 @@ def check_recipe(recipe: Recipe, in_memory: Mapping[str, ModelInfo] | None = Non
             raise ConfigError(f"{key}.dtype=fp16: is for generating alone, since gradients underflow; set bf16 or fp32")
     _check_contexts(recipe)
     check_uncut(recipe, in_memory)
+    check_recompute(recipe, in_memory)
     check_transformers(recipe, MODELS, in_memory)
     check_data(recipe.data)
     _check_live(recipe)

@@ -40,7 +40,7 @@ def meshes_in_recipe_order(recipe: Recipe) -> dict[str, DeviceMesh]:
     rollout_ranks = actor_ranks if actor.rollout_ranks is None else actor.rollout_ranks
     placed: dict[str, tuple[ParallelLayout, tuple[int, ...]]] = {
         "actor.update": (actor.update, actor_ranks),
-        "actor.rollout": (actor.update.without_sharding() if actor.rollout is None else actor.rollout, rollout_ranks),
+        "actor.rollout": (actor.update.for_rollout() if actor.rollout is None else actor.rollout, rollout_ranks),
     }
     for name in ("critic", "cost_critic"):
         critic: CriticConfig | None = getattr(recipe, name)

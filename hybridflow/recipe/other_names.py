@@ -12,6 +12,7 @@ from hybridflow.sections import resume_rules, shorten
 
 _SAMPLES = "counts samples: prompts × rollout.group_size"
 _STEPS = "counts steps, not epochs"
+_RECOMPUTE = "is none, selective or full"
 _TOKENS = "bounds the tokens of one forward pass, not its samples"
 
 NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
@@ -20,6 +21,7 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
         "lr_scheduler_type": "actor.optimizer.schedule",
         "warmup_ratio": ("actor.optimizer.warmup_steps", "counts steps, not a share"),
         "max_grad_norm": "actor.optimizer.clip_grad",
+        "gradient_checkpointing": ("actor.recompute", _RECOMPUTE),
         "adam_beta1": "actor.optimizer.beta1",
         "adam_beta2": "actor.optimizer.beta2",
         "adam_epsilon": "actor.optimizer.eps",
@@ -87,7 +89,8 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
         "data.max_response_length": "rollout.max_new_tokens",
         "actor_rollout_ref.model.path": "model.path",
         "actor_rollout_ref.model.trust_remote_code": "model.trust_remote_code",
-        "actor_rollout_ref.model.enable_gradient_checkpointing": "actor.gradient_checkpointing",
+        "actor_rollout_ref.model.enable_gradient_checkpointing": ("actor.recompute", _RECOMPUTE),
+        "critic.model.enable_gradient_checkpointing": ("critic.recompute", _RECOMPUTE),
         "actor_rollout_ref.model.lora_rank": "actor.lora.rank",
         "actor_rollout_ref.model.lora_alpha": "actor.lora.alpha",
         "actor_rollout_ref.model.target_modules": "actor.lora.targets",
@@ -111,6 +114,7 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
         "actor_rollout_ref.actor.kl_loss_type": "kl.estimator",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "actor.update.tp",
         "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": "actor.update.pp",
+        "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size": "actor.update.vpp",
         "actor_rollout_ref.actor.fsdp_config.fsdp_size": "actor.update.fsdp",
         "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "actor.offload",
         "actor_rollout_ref.rollout.name": "rollout.engine.kind",
@@ -154,6 +158,8 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
         "policy.optimizer.kwargs.weight_decay": "actor.optimizer.weight_decay",
         "policy.megatron_cfg.tensor_model_parallel_size": "actor.update.tp",
         "policy.megatron_cfg.pipeline_model_parallel_size": "actor.update.pp",
+        "policy.megatron_cfg.activation_checkpointing": ("actor.recompute", _RECOMPUTE),
+        "policy.dtensor_cfg.activation_checkpointing": ("actor.recompute", _RECOMPUTE),
         "policy.dtensor_cfg.tensor_parallel_size": "actor.update.tp",
         "policy.generation.backend": "rollout.engine.kind",
         "policy.generation.max_new_tokens": "rollout.max_new_tokens",

@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
-from hybridflow.errors import ReshardError
+from hybridflow.errors import LayoutError, ReshardError
 from hybridflow.layout.mesh import Coordinate
 from hybridflow.layout.parallel_layout import ParallelLayout
 
@@ -200,18 +200,13 @@ def stage_of(place: Place, layout: ParallelLayout, num_layers: int, name: str) -
     if place == "output":
         return layout.pp - 1
     num_stages = layout.pp * layout.vpp
-    if layout.layers is None:
-        if num_layers % num_stages != 0:
-            raise ReshardError(
-                f"{name}: {num_layers} layers cannot be dealt to {'pp' if layout.vpp == 1 else 'pp·vpp'}={num_stages} "
-                f"equal stages; choose one that divides {num_layers}, or give the layers of each stage"
-            )
+    if layout.layers is None and num_layers % num_stages == 0:
         return place // (num_layers // num_stages) % layout.pp
-    if sum(layout.layers) != num_layers:
-        raise ReshardError(
-            f"{name}: layout {layout} has {sum(layout.layers)} layers, the model {num_layers}; make the two equal"
-        )
-    return bisect.bisect_right(list(itertools.accumulate(layout.layers)), place) % layout.pp
+    try:
+        counts = layout.layer_counts(num_layers, name)
+    except LayoutError as error:
+        raise ReshardError(str(error)) from None
+    return bisect.bisect_right(list(itertools.accumulate(counts)), place) % layout.pp
 
 
 def expert_place(layout: ParallelLayout, coordinate: Coordinate) -> tuple[int, int]:

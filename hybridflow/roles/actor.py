@@ -269,14 +269,14 @@ class Actor(Role):
         ids = here.ragged("teacher_ids").values if "teacher_ids" in part.columns else None
         kl = vocab_parallel_reverse_kl(
             output,
-            here.ragged("teacher_log_probs").values,
-            ids,
+            micro_batch.local(here.ragged("teacher_log_probs").values),
+            None if ids is None else micro_batch.local(ids),
             group=self._placed.groups.tp,
             vocab_size=self._placed.vocab_size,
             temperature=self._placed.temperature,
         )
         mask = here.ragged("response_mask").pad(0).to(output.device)
-        loss = aggregate(micro_batch.pad(kl), mask, "token-mean", totals)
+        loss = aggregate(micro_batch.pad(micro_batch.gathered(kl)), mask, "token-mean", totals)
         return loss, loss.detach()[None]
 
     def imitate(self, batch: Batch, decided: Mapping[str, Any]) -> None:

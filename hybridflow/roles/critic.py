@@ -69,7 +69,7 @@ class Critic(Role):
     def values(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Compute ``values``, or ``cost_values``, before the update."""
         assert self.model is not None, "called outside its mesh"
-        column = self.model.per_token(batch, lambda output, part: output[:, 0])
+        column = self.model.per_token(batch, self.model.values)
         return None if column is None else Batch(batch.ids, {self._values: column})
 
     def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
@@ -100,7 +100,8 @@ class Critic(Role):
             self.metrics |= zip(names, (loss, clipped, grad_norm), strict=True)
 
     def _loss(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
-        values, samples = micro_batch.pad(output[:, 0].float()), torch.tensor(micro_batch.samples)
+        assert self.model is not None, "called outside its mesh"
+        values, samples = micro_batch.pad(self.model.values(output, micro_batch)), torch.tensor(micro_batch.samples)
         mask, old, returns = (
             part.ragged(name).select(samples).pad(0).to(output.device)
             for name in ("response_mask", self._values, self._returns)

@@ -150,7 +150,7 @@ class OfflineActor(Actor):
     def _numbers(self, output: Tensor, micro_batch: MicroBatch, part: Batch) -> Tensor:
         """Return one number per response, ``[samples of the micro-batch]``: its score, log-probability or log-ratio."""
         if self._job.recipe.traits.is_scorer:
-            return output[:, 0].float()
+            return self._placed.values(output, micro_batch)
         log_probs, _ = self._placed.log_probs(output, micro_batch)
         if "ref_log_probs" in part.columns:
             reference = part.ragged("ref_log_probs").select(torch.tensor(micro_batch.samples))

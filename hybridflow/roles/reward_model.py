@@ -57,7 +57,7 @@ class RewardModel(Role):
         mesh, scores = self._job.meshes[self._role], self._scores(batch)
         # The ranks of a stage all have the replica's scores: one of them speaks for it.
         ids = batch.ids
-        if scores is None or mesh.coordinate(self._job.world.rank).tp > 0:
+        if scores is None or not mesh.speaks(self._job.world.rank):
             ids, scores = ids[:0], torch.zeros(0)
         else:
             self.shown = shown_samples(self._job, batch, scores)
@@ -66,9 +66,10 @@ class RewardModel(Role):
     def _scores(self, batch: Batch) -> Tensor | None:
         """Return the score of each sample, ``[samples]`` fp32, or None except on output ranks. Collective: tp, pp."""
         assert self.model is not None, "called outside its mesh"
+        model = self.model
 
         def compute(output: Tensor, part: MicroBatch) -> list[tuple[int, float]]:
-            return list(zip(part.samples, output[:, 0].float().tolist(), strict=True))
+            return list(zip(part.samples, model.values(output, part).tolist(), strict=True))
 
         parts = [last_tokens(part, self._pad_id) for part in self._micro_batches(batch)]
         shares = self.model.forward(parts, compute)
@@ -111,7 +112,7 @@ def last_tokens(part: MicroBatch, pad_id: int | None) -> MicroBatch:
     for places in part.places:
         last = len(places) - 1
         if pad_id is not None:
-            others = (part.tokens[places] != pad_id).nonzero()
+            others = (part.all_tokens[places] != pad_id).nonzero()
             last = int(others[-1]) if len(others) else 0
         rows.append(int(places[last]))
-    return replace(part, rows=torch.tensor(rows, dtype=torch.int64, device=part.tokens.device))
+    return part.with_rows(torch.tensor(rows, dtype=torch.int64))

@@ -192,7 +192,7 @@ class SteppedActor(Actor):
         for part in self._placed.pack([labelled.sequences[row] for row in local_rows], [1] * len(local_rows)):
             rows = [local_rows[sample] for sample in part.samples]
             targets = torch.cat([labelled.labels[row].clamp(min=0) for row in rows]).to(part.tokens.device)
-            parts.append(replace(part, samples=rows, targets=targets))
+            parts.append(replace(part, samples=rows, targets=part.local(targets)))
         return parts
 
 

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.role import Role
 from hybridflow.errors import ConfigError
 from hybridflow.models.distillation import top_log_probs
+from hybridflow.models.microbatch import MicroBatch
 from hybridflow.placement.job import Job
 from hybridflow.placement.place import place_frozen
 from hybridflow.placement.placed_model import role_spec
@@ -47,7 +49,12 @@ class Teacher(Role):
         assert self.model is not None, "called outside the teacher's mesh"
         model = self.model
         how = {"group": model.groups.tp, "vocab_size": model.vocab_size, "temperature": model.temperature}
-        found = model.rows_per_token(batch, lambda output, part: top_log_probs(output, self._top_k, **how))
+
+        def top(output: Tensor, part: MicroBatch) -> tuple[Tensor, ...]:
+            local = top_log_probs(output, self._top_k, **how)
+            return tuple(part.gathered(each.to(output.device)) for each in local)
+
+        found = model.rows_per_token(batch, top)
         if found is None:
             return None
         columns = {"teacher_log_probs": Ragged.from_list([row[0] for row in found], torch.float32)}

@@ -71,9 +71,10 @@ def layout_of(arguments: argparse.Namespace, num_ranks: int) -> ParallelLayout:
     """Return the requested layout; by default each rank has the whole model.
 
     Raises:
-        LayoutError: It cannot be read, or does not fill the ranks.
+        LayoutError: It cannot be read, does not fill the ranks, or cannot generate.
     """
     layout = ParallelLayout(dp=num_ranks) if arguments.layout is None else ParallelLayout.parse(arguments.layout)
+    layout.check_generates("--layout")
     layout.check_fits(num_ranks, "--layout")
     return layout
 
@@ -170,7 +171,8 @@ def memory_line(model: ModelConfig, layout: ParallelLayout, cached_tokens: int, 
     )
     held = WeightHoldings(spec, mesh)
     weights = max(held_bytes(spec, held, mesh.rank_at(pp=stage)) for stage in range(layout.pp))
-    of_a_token = model.num_layers // layout.pp * model.cached_size(layout.tp) * ITEM_BYTES[model.dtype]
+    max_layers = max(layout.num_layers_of(stage, model.num_layers) for stage in range(layout.pp))
+    of_a_token = max_layers * model.cached_size(layout.tp) * ITEM_BYTES[model.dtype]
     cache = cached_tokens * of_a_token
     most = int(cache_memory) if cache_memory >= 1 else cache
     least = format_bytes(min(cache, most))

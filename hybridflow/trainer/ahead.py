@@ -57,7 +57,9 @@ def compile_ahead(step: Step, meshes: Mapping[str, DeviceMesh]) -> tuple[Program
     take = Node(name="buffer.take", role="buffer", call="take", mesh="actor.rollout", writes=columns, source=True)
     sample, score = compile_stages((step.sample, step.score >> put), meshes)
     taken = Flow(elements=(take,))
-    hand_over, *learn = compile_stages((taken, step.experience, step.update), meshes, hands_over=True)
+    hand_over, *learn = compile_stages(
+        (taken, step.experience, step.update), meshes, hands_over=True, elsewhere=(step.sample, step.score)
+    )
     fill = Loop("fill_buffer", "job", (*sample.whole, Branch("go_on", "job", score.whole)))
     later = Branch("sample_ahead", "job", (*sample.whole, Branch("keep_samples", WORKING_AHEAD, score.whole)))
     return (fill,), (*hand_over.whole, later, *(instruction for stage in learn for instruction in stage.whole))

@@ -87,7 +87,7 @@ def tiny_recipe(
         data=DataConfig(train="none", held_out="none"),
         actor=ActorConfig(
             update=layout,
-            rollout=layout.without_sharding(),
+            rollout=layout.for_rollout(),
             optimizer=optimizer,
             moe=MoEConfig() if model.num_experts is None else replace(MOE, bias_update_rate=0.01 * model.router_bias),
         ),

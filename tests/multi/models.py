@@ -10,10 +10,11 @@ from hybridflow.families.model import ModelConfig, RotaryScaling
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.gpt import Transformer, build_transformer
-from hybridflow.models.weights import describe_model, initialize
+from hybridflow.models.weights import initialize
 from hybridflow.parallel.megatron import collection, rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.rollout.request import Request, SamplingParams, expand
+from tests.support.described import describe_model
 
 TINY = ModelConfig(
     num_layers=4,

@@ -1,4 +1,4 @@
-"""The crown test: what is learned from given samples depends neither on TP×PP×DP nor on micro-batches."""
+"""The crown test: what is learned from given samples depends neither on TP×PP×CP×DP nor on micro-batches."""
 
 from __future__ import annotations
 
@@ -56,6 +56,8 @@ class Case:
     model: str = "plain"
     micro_batch_tokens: int = LARGE
     distributed: bool = False
+    recompute: str = "none"
+    recompute_layers: int | None = None
 
 
 @dataclass
@@ -96,6 +98,10 @@ def compute(world: World, case: Case) -> Findings:
         micro_batch_tokens=case.micro_batch_tokens,
         optimizer=OptimizerConfig(lr=1e-4, distributed=case.distributed, weight_decay=0.1),
     )
+    if case.recompute != "none":
+        settings = dict(recompute=case.recompute, recompute_layers=case.recompute_layers)
+        sections = {role: getattr(recipe, role) for role in ("actor", "critic") if getattr(recipe, role) is not None}
+        recipe = replace(recipe, **{role: replace(section, **settings) for role, section in sections.items()})
     job, _ = make_job(world, recipe)
     mesh = job.meshes["actor.update"]
     batch = share_of(make_batch(), mesh.coordinate(world.rank).dp, case)
@@ -112,7 +118,7 @@ def compute(world: World, case: Case) -> Findings:
     if recipe.critic is not None:
         critic = Critic(job)
         initial(found, "critic", critic, world.rank)
-        keep_rows(found, "values", critic, batch, lambda output, part: output[:, 0])
+        keep_rows(found, "values", critic, batch, critic.model.values)
         two_steps(found, "critic", critic, batch, world.rank, case)
     return found
 
@@ -264,11 +270,51 @@ def cases_of(size: int) -> list[Case]:
         plain = "deep" if layout.pp == 8 else "plain"
         cases.append(Case(layout=layout, algorithm="ppo", model=plain, micro_batch_tokens=SMALL))
         cases.append(Case(layout=layout, algorithm="grpo", model=plain, micro_batch_tokens=LARGE))
+        if layout.tp > 1 and layout.tp * layout.pp == size:
+            whole = replace(layout, sequence_parallel=False)
+            cases.append(Case(layout=whole, algorithm="ppo", model=plain, micro_batch_tokens=SMALL))
         if size < 4:
             cases.append(replace(cases[-2], distributed=layout.dp > 1, micro_batch_tokens=LARGE))
         if layout == ParallelLayout(dp=2):
             # What an algorithm does beyond log-probabilities knows of no other axis.
             cases += [Case(layout=layout, algorithm=name, micro_batch_tokens=SMALL) for name in LOSSES]
+    return cases
+
+
+def cases_of_stages(size: int) -> list[Case]:
+    """Virtual pipeline chunks, stages of unequal length, and activations computed anew."""
+    chosen: dict[int, list[tuple[str, str, str, str, int | None]]] = {
+        1: [("tp1", "ppo", "plain", "full", 2), ("tp1", "grpo", "capped", "selective", None)],
+        2: [
+            ("pp2.vpp2", "ppo", "plain", "none", None),
+            ("pp2.vpp2.layers1-1-1-1", "grpo", "mixed", "full", 1),
+            ("pp2.layers3-1", "ppo", "mixed", "selective", None),
+            ("pp2.layers1-3", "grpo", "mixture", "full", None),
+        ],
+        4: [
+            ("pp4.vpp2", "ppo", "deep", "full", 1),
+            ("pp4.layers3-1-2-2", "grpo", "deep", "selective", None),
+            ("tp2.pp2.vpp2", "ppo", "mixed", "selective", None),
+            ("tp2.pp2.vpp2", "grpo", "plain", "full", None),
+            ("pp2.vpp2.dp2", "grpo", "mixed", "none", None),
+            ("pp2.vpp2.dp2.layers1-2-3-2", "ppo", "deep", "none", None),
+            ("pp2.vpp4.dp2", "grpo", "deep", "none", None),
+            ("pp2.dp2.layers1-3", "ppo", "capped", "full", 2),
+        ],
+        8: [
+            ("tp2.pp2.vpp2.dp2", "ppo", "plain", "full", None),
+            ("pp4.vpp2.dp2", "grpo", "deep", "selective", None),
+            ("tp2.pp4.layers2-3-2-1", "ppo", "deep", "full", 1),
+        ],
+    }
+    cases = []
+    for text, algorithm, model, recompute, layers in chosen[size]:
+        layout = ParallelLayout.parse(text)
+        case = Case(layout=layout, algorithm=algorithm, model=model, recompute=recompute, recompute_layers=layers)
+        # More micro-batches than pp, and fewer: then some are blank.
+        cases.append(
+            replace(case, micro_batch_tokens=SMALL if algorithm == "ppo" else LARGE, distributed=layout.dp > 1)
+        )
     return cases
 
 
@@ -284,6 +330,21 @@ def cases_of_other_models(size: int) -> list[Case]:
         for model, text in itertools.product(("capped", "mixture"), ("tp2.pp2.dp1", "tp2.pp1.dp2", "tp1.pp2.dp2")):
             layout = ParallelLayout.parse(text)
             cases.append(Case(layout=layout, algorithm="ppo", model=model, distributed=layout.tp == 1))
+    return cases
+
+
+def cases_of_context(size: int) -> list[Case]:
+    """Context parallelism, alone and with every other axis, of every model and algorithm."""
+    texts = {2: ["cp2"], 4: ["cp4", "tp2.cp2", "pp2.cp2", "cp2.dp2"], 8: ["tp2.pp2.cp2", "tp2.cp2.dp2", "cp4.pp2"]}
+    cases = []
+    for text in texts[size]:
+        layout = ParallelLayout.parse(text)
+        cases += [Case(layout=layout, algorithm="ppo", model=model, micro_batch_tokens=SMALL) for model in MODELS]
+        cases.append(Case(layout=layout, algorithm="grpo", model="mixed", distributed=True))
+        if layout.cp == 2 == size:
+            cases += [Case(layout=layout, algorithm=name) for name in LOSSES]
+        if layout.tp > 1:
+            cases.append(replace(cases[-1], layout=replace(layout, sequence_parallel=False)))
     return cases
 
 
@@ -336,7 +397,7 @@ def test_layout_and_micro_batches_change_nothing(size, expected):
     assert {str(case.layout) for case in cases} == {str(layout) for layout in layouts_of(size, DEEP)}, (
         "a layout is left out"
     )
-    check(size, cases, expected)
+    check(size, [*cases, *cases_of_stages(size)], expected)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -347,6 +408,11 @@ def test_layout_and_micro_batches_change_nothing_of_other_models(size, expected)
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_experts_on_several_ranks_change_nothing(size, expected):
     check(size, cases_of_experts(size), expected)
+
+
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 8))])
+def test_context_parallelism_changes_nothing(size, expected):
+    check(size, cases_of_context(size), expected)
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 8))])

@@ -31,7 +31,7 @@ from hybridflow.models.lora import Dropout, adapters_off, merge
 from hybridflow.models.microbatch import pack, split_by_tokens
 from hybridflow.models.shapes import shape_of
 from hybridflow.models.training import Trainable, forward_only
-from hybridflow.models.weights import describe_model, initialize, local_shards
+from hybridflow.models.weights import initialize, local_shards
 from hybridflow.parallel.world import World
 from hybridflow.placement.model_on_mesh import ModelOnMesh
 from hybridflow.placement.placed_model import PlacedModel
@@ -42,6 +42,7 @@ from hybridflow.roles.reference import Reference
 from hybridflow.sampling.engines import whole_tensors
 from tests.multi.jobs import inner_of, make_batch, make_job, tiny_recipe
 from tests.multi.models import CAPPED, MIXTURE, TINY, VOCAB, place, samples
+from tests.support.described import describe_model
 from tests.support.lora_cases import make_adapter
 from tests.support.lora_cases import make_model as make_hf_model
 from tests.support.plain_models import token_log_probs
@@ -51,8 +52,15 @@ RANK, ALPHA = 3, 7.0
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SOME = ("v_proj", "o_proj", "up_proj")
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-CASES = [("llama", ALL), ("qwen3", SOME), ("phi3", FUSED)]
-LAYOUTS = ["tp1", "dp2", "tp2", "pp2", "tp2.pp2", "tp2.dp2", "pp2.dp2"]
+CASES = [
+    *(("llama", ALL), ("qwen3", SOME), ("phi3", FUSED)),
+    *(
+        ("olmo2", ALL),
+        ("glm4", ("q_proj", "o_proj", "gate_up_proj")),
+        ("gpt_oss", ("q_proj", "k_proj", "v_proj", "o_proj")),
+    ),
+]
+LAYOUTS = ["tp1", "dp2", "tp2", "pp2", "cp2", "tp2.pp2", "tp2.dp2", "pp2.dp2", "tp2.cp2"]
 LENGTHS = [(3, 6), (1, 9), (5, 4), (2, 2), (4, 11)]
 """Tokens of each sample's prompt and response."""
 
@@ -124,10 +132,12 @@ class Placed:
         dp, place = self.layout.dp, self.mesh.coordinate(self.rank)
         mine = list(range(len(rows)))[place.dp :: dp]
         chosen = split_by_tokens([len(rows[index]) for index in mine], 20)
-        return [pack([mine[index] for index in each], rows, prompts, torch.device("cpu")) for each in chosen]
+        device, context = torch.device("cpu"), self.groups.cp
+        return [pack([mine[index] for index in each], rows, prompts, device, context) for each in chosen]
 
     def log_probs(self, output: Tensor, batch: Any) -> Tensor:
-        return vocab_parallel_log_probs(output, batch.targets, group=self.groups.tp, vocab_size=101)[0]
+        local = vocab_parallel_log_probs(output, batch.targets, group=self.groups.tp, vocab_size=101)[0]
+        return batch.gathered(local)
 
     def loss(self, output: Tensor, batch: Any) -> tuple[Tensor, None]:
         """The micro-batch's share of the mean."""
@@ -356,7 +366,8 @@ def trained(world: World, cases: list[tuple[ModelConfig, tuple[str, ...], str]])
     found = []
     for model, targets, text in cases:
         lora = LoRAConfig(rank=4, dropout=0.3, targets=targets)
-        recipe, merging = lora_recipe(text, text, lora=lora, model=model), replace(lora, merge_every=9)
+        rollout = str(ParallelLayout.parse(text).for_rollout())
+        recipe, merging = lora_recipe(text, rollout, lora=lora, model=model), replace(lora, merge_every=9)
         job, _ = make_job(world, recipe)
         actor = Actor(job, KLCoefficient(recipe))
         reference = Reference(job, actor)
@@ -376,9 +387,9 @@ def trained(world: World, cases: list[tuple[ModelConfig, tuple[str, ...], str]])
 def test_training_with_dropout_is_the_same_in_every_layout_and_leaves_the_reference_as_it_was() -> None:
     tiny, mixture = (replace(model, num_layers=2) for model in (TINY, MIXTURE))
     capped = replace(CAPPED, num_layers=2, window_layers=(0,))
-    cases = [(tiny, SOME, text) for text in ("dp4", "tp4", "pp2.dp2")]
+    cases = [(tiny, SOME, text) for text in ("dp4", "tp4", "pp2.dp2", "tp2.cp2")]
     # With tied embeddings, which nobody trains, on the first and the last stage; and beside experts without adapters.
-    cases += [(capped, ALL, text) for text in ("dp4", "tp2.pp2")]
+    cases += [(capped, ALL, text) for text in ("dp4", "tp2.pp2", "cp4")]
     cases += [(mixture, ("q_proj", "k_proj", "o_proj"), text) for text in ("dp4", "tp2.pp2")]
     ranks = run_ranks(trained, 4, cases)
     expected = {}

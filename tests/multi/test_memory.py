@@ -16,7 +16,7 @@ from hybridflow.models.gpt import build_transformer
 from hybridflow.models.microbatch import pack
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.models.training import Trainable
-from hybridflow.models.weights import describe_model, initialize
+from hybridflow.models.weights import initialize
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.optimizer import OptimizerHoldings
 from hybridflow.reshard.plan import held_bytes
@@ -24,6 +24,7 @@ from hybridflow.rollout import engine
 from hybridflow.rollout.cpu import kernels, transformer
 from hybridflow.rollout.cpu.transformer import CpuTransformer
 from tests.multi.models import CAPPED, MIXTURE, TINY, VOCAB, make_model, place
+from tests.support.described import describe_model
 from tests.support.ranks import run_ranks
 
 CASES = [

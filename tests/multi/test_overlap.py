@@ -18,13 +18,14 @@ from hybridflow.models.gpt import build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import MicroBatch, pack
 from hybridflow.models.training import Trainable, forward_only
-from hybridflow.models.weights import describe_model, initialize
+from hybridflow.models.weights import initialize
 from hybridflow.parallel.world import World
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.critic import Critic
 from tests.multi.jobs import make_batch, make_job, tiny_recipe
 from tests.multi.models import CAPPED, MIXTURE, TINY, VOCAB, place, samples
+from tests.support.described import describe_model
 from tests.support.ranks import run_ranks
 
 BUCKET_SIZE = 3000

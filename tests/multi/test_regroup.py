@@ -27,12 +27,13 @@ from hybridflow.models.microbatch import pack
 from hybridflow.models.regroup import Training, check_ranges, regroup, trained_tensors
 from hybridflow.models.specs import logical_parameters
 from hybridflow.models.training import Trainable
-from hybridflow.models.weights import describe_model, initialize
+from hybridflow.models.weights import initialize
 from hybridflow.parallel.megatron import collection, rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.reshard.plan import participants
 from hybridflow.reshard.spec import ModelSpec, TensorSpec
 from tests.multi.models import VOCAB, layouts_of, samples
+from tests.support.described import describe_model
 from tests.support.ranks import run_ranks
 
 PLAIN = ModelConfig(

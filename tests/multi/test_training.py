@@ -98,10 +98,10 @@ def test_a_step_goes_on_from_weights_that_were_written_from_outside():
         assert distance < 1e-5, (case, distance)
 
 
-def difference_of_sharing(world, model: ModelConfig) -> dict[str, float]:
+def difference_of_sharing(world, model: ModelConfig, layout: ParallelLayout) -> dict[str, float]:
     """How far outputs and gradients are from one another where samples share prompts, and where each is alone."""
-    built, _, groups, _ = make_model(world, ParallelLayout(tp=2), model=model)
-    trainable = Trainable(built, groups, OptimizerConfig(lr=1e-3))
+    built, _, groups, _ = make_model(world, layout, model=model)
+    trainable = Trainable(built, groups, OptimizerConfig(lr=1e-3, distributed=False))
     drawn, lengths = samples(12)
     # Three prompts, four responses to each.
     sequences = [torch.cat([drawn[each % 3][: lengths[each % 3]], drawn[each][lengths[each] :]]) for each in range(12)]
@@ -113,14 +113,14 @@ def difference_of_sharing(world, model: ModelConfig) -> dict[str, float]:
         outputs: dict[int, torch.Tensor] = {}
 
         def loss(output, batch, outputs=outputs):
-            parts = dict(zip(batch.samples, output.split(batch.response_lengths), strict=True))
+            parts = dict(zip(batch.samples, batch.gathered(output).split(batch.response_lengths), strict=True))
             outputs.update({each: part.detach() for each, part in parts.items()})
             return sum((part.square() * weights[each][: len(part)]).sum() for each, part in parts.items()), None
 
-        batches = [pack(each, sequences, prompts, world.device) for each in split]
+        batches = [pack(each, sequences, prompts, world.device, groups.cp) for each in split]
         trainable.accumulate(batches, loss)
         gradients = {name: each.clone() for name, each in trainable.state()["gradient"].items()}
-        found.append((sum(len(batch.tokens) for batch in batches), outputs, gradients))
+        found.append((sum(len(batch.all_tokens) for batch in batches), outputs, gradients))
     (few, shared, one), (many, alone, another) = found
     assert many - few == 3 * sum(lengths[:3])
     return {
@@ -131,7 +131,8 @@ def difference_of_sharing(world, model: ModelConfig) -> dict[str, float]:
 
 
 def differences_of_sharing(world):
-    return [difference_of_sharing(world, model) for model in (TINY, CAPPED, MIXTURE)]
+    layouts = [ParallelLayout(tp=2), ParallelLayout(cp=2)]
+    return [difference_of_sharing(world, model, each) for model in (TINY, CAPPED, MIXTURE) for each in layouts]
 
 
 def test_a_shared_prompt_changes_no_output_and_no_gradient():

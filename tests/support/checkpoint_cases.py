@@ -23,8 +23,13 @@ OTHER: dict[str, dict[str, Any]] = {
     },
     "gemma": {"head_dim": 12},
     "gemma2": {"head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": 5},
+    "gpt_oss": {"head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
     "mistral": {"sliding_window": 5},
     "mixtral": {"num_local_experts": 4},
+    "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": 5, "sliding_window_pattern": 2},
+    "glm": {"head_dim": 16},
+    "glm4": {"head_dim": 12},
+    "olmo2": {"head_dim": 12},
     "phi3": {"sliding_window": 6},
     "qwen3": {"head_dim": 12},
     "qwen3_moe": {"head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
@@ -37,7 +42,7 @@ def make_model(
 ) -> nn.Module:
     """A model of a family with every weight random, norms and biases too."""
     table = FAMILIES[family]
-    config = getattr(transformers, table.causal.replace("ForCausalLM", "Config"))
+    config = type(transformers.AutoConfig.for_model(family))
     labels = {"num_labels": 1} if scorer else {}
     values = {
         "tie_word_embeddings": table.defaults["tie_word_embeddings"],

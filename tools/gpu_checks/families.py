@@ -37,6 +37,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 8},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "phi3": {"pad_token_id": 0, "sliding_window": 12},
+    "gemma3_text": {"head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 2, "tie_word_embeddings": True},
+    "glm": {"head_dim": 32},
+    "glm4": {"head_dim": 32},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8},
+    "olmo2": {"head_dim": 32},
     "gemma": {"head_dim": 32, "tie_word_embeddings": True},
 }
 """Keys of ``config.json`` in which a family differs, those first that differ most."""

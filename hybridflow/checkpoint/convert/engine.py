@@ -314,7 +314,8 @@ def _write_together(job: _Job, files: Sequence[str], output: Output, monitor: Mo
         if not missing:
             continue
         dtype = TORCH_DTYPES[job.target.files[missing[0][0]][missing[0][1]].dtype]
-        output.make_room(math.prod(job.source.tensors[tensor].shape) * dtype.itemsize)
+        num_bytes = sum(job.target.files[file][key].num_bytes for file, key in missing)
+        output.make_room(max(num_bytes, math.prod(job.source.tensors[tensor].shape) * dtype.itemsize))
         values = cast(tensor, job.source.read(tensor), dtype)
         for (file, key), part in zip(places, job.target.parts(tensor, values), strict=True):
             if (file, key) in missing:
@@ -356,7 +357,8 @@ def _hashes(job: _Job) -> dict[str, dict[str, str]]:
 
 
 def _summary(job: _Job, found: Sequence[Part], seconds: float, peak: int) -> Summary:
-    wanted = {tensor: job.target.places(tensor)[0] for tensor in job.source.tensors}
+    places = {tensor: job.target.places(tensor) for tensor in job.source.tensors}
+    wanted = {tensor: found[0] for tensor, found in places.items() if found}
     return Summary(
         num_tensors=len(job.source.tensors),
         num_cast=sum(

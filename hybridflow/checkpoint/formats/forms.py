@@ -24,6 +24,11 @@ def to_logical(form: Form, tensors: list[Tensor], model: ModelConfig) -> Tensor:
     if form == "halves":
         halves: Tensor = tensors[0].unflatten(0, (2, -1))
         return halves
+    if form == "transposed":
+        return tensors[0].t()
+    if form == "interleaved":
+        by_turns: Tensor = tensors[0].unflatten(-1, (-1, 2))
+        return by_turns.permute(*reversed(range(by_turns.dim())))
     groups, head = model.query_groups, model.head_size
     queries = model.num_attention_heads * head
     if form == "fused_qkv":
@@ -40,6 +45,10 @@ def from_logical(form: Form, tensor: Tensor, model: ModelConfig) -> list[Tensor]
         return list(tensor)
     if form == "halves":
         return [tensor.flatten(0, 1)]
+    if form == "transposed":
+        return [tensor.t()]
+    if form == "interleaved":
+        return [tensor.permute(*reversed(range(tensor.dim()))).flatten(-2)]
     groups, head = model.query_groups, model.head_size
     per_group = model.num_attention_heads // groups * head
     parts = [part.flatten(0, 1) for part in tensor.unflatten(0, (groups, -1)).split([per_group, head, head], 1)]
@@ -54,5 +63,9 @@ def part_shapes(form: Form, shape: tuple[int, ...], model: ModelConfig) -> tuple
         return (shape[1:], shape[1:])
     if form == "halves":
         return ((2 * shape[1], *shape[2:]),)
+    if form == "transposed":
+        return (shape[::-1],)
+    if form == "interleaved":
+        return ((*shape[2:], 2 * shape[1]),)
     queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
     return tuple((rows, *shape[1:]) for rows in (queries, keys, keys))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.formats.forms import from_logical, part_shapes, to_logical
@@ -38,12 +39,36 @@ class Parts(NamedTuple):
         names: Their names, in the order of the rule.
         shapes: Their shapes.
         shape: Shape of the logical tensor.
+        expert: Its index in the first dim of those; None: they are its alone.
     """
 
     form: Form
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     shape: tuple[int, ...]
+    expert: int | None = None
+
+    def to_logical(self, tensors: list[Tensor], model: ModelConfig) -> Tensor:
+        """Return the logical tensor out of those of Hugging Face, a view where the form allows."""
+        own = tensors if self.expert is None else [tensor[self.expert] for tensor in tensors]
+        return to_logical(self.form, own, model)
+
+    def from_logical(self, read: Callable[[str], Tensor], name: str, model: ModelConfig) -> list[Tensor]:
+        """Return the tensors of Hugging Face; of experts that share tensors the first has them, the others have none.
+
+        Args:
+            read: Gives the value of a logical tensor.
+            name: The tensor's name; with the first of experts that share tensors all of them are read.
+            model: The settings.
+        """
+        if self.expert is None:
+            return from_logical(self.form, read(name), model)
+        if self.expert > 0:
+            return []
+        assert model.num_experts is not None, "its experts share tensors"
+        siblings = (name.replace(".experts.0.", f".experts.{expert}.") for expert in range(model.num_experts))
+        parts = [from_logical(self.form, read(sibling), model) for sibling in siblings]
+        return [torch.stack(tensors) for tensors in zip(*parts, strict=True)]
 
 
 def parts_of(described: Described) -> dict[str, Parts]:
@@ -63,7 +88,13 @@ def parts_of(described: Described) -> dict[str, Parts]:
             )
         numbers = dict(re.findall(r"\b(layer|expert)s\.(\d+)", spec.name))
         names = tuple(name.format(**numbers) for name in rule.hf)
-        found[spec.name] = Parts(rule.form, names, part_shapes(rule.form, spec.shape, model), spec.shape)
+        shapes = part_shapes(rule.form, spec.shape, model)
+        expert = None
+        if rule.has_all_experts:
+            assert spec.expert is not None, "the rule is that of an expert"
+            expert, num_experts = spec.expert
+            shapes = tuple((num_experts, *shape) for shape in shapes)
+        found[spec.name] = Parts(rule.form, names, shapes, spec.shape, expert)
     return found
 
 
@@ -89,7 +120,7 @@ class HuggingFaceSource(Source):
         self._files = files
         self._where = {name: file for file in files.values() for name in file.entries}
         described = read_config(values, where=str(path / CONFIG))
-        _check_counts(described.model, len(self._where), path)
+        _check_counts(described, len(self._where), path)
         self.model, self.has_value_head = described.model, described.has_value_head
         self.family = described.family.name
         self._parts = parts_of(described)
@@ -106,7 +137,7 @@ class HuggingFaceSource(Source):
         values = [self._where[name].read(name) for name in parts.names]
         if tensor == _EMBEDDING and self._output_copy is not None:
             self._check_copy(parts.names[0], self._output_copy)
-        return to_logical(parts.form, values, self.model)
+        return parts.to_logical(values, self.model)
 
     def names(self, tensor: str) -> list[str]:
         """Return the Hugging Face names of the parts of a logical tensor."""
@@ -235,11 +266,17 @@ class HuggingFaceTarget(Target):
 
     def places(self, tensor: str) -> list[tuple[str, str]]:
         """See ``Target``."""
-        return [(self._where[name], name) for name in self._parts[tensor].names]
+        parts = self._parts[tensor]
+        # See ``Parts.from_logical``.
+        return [] if parts.expert else [(self._where[name], name) for name in parts.names]
 
     def parts(self, tensor: str, values: Tensor) -> list[Tensor]:
         """See ``Target``."""
-        return from_logical(self._parts[tensor].form, values, self._source.model)
+
+        def read(name: str) -> Tensor:
+            return values if name == tensor else self._source.read(name).to(values.dtype)
+
+        return self._parts[tensor].from_logical(read, tensor, self._source.model)
 
     def open(self, path: Path, file: str) -> TensorFileWriter:
         """See ``Target``."""
@@ -329,9 +366,11 @@ def _open_shards(path: Path) -> dict[str, TensorFile]:
     return files
 
 
-def _check_counts(model: ModelConfig, num_tensors: int, path: Path) -> None:
+def _check_counts(described: Described, num_tensors: int, path: Path) -> None:
     """Refuse sizes that the files cannot have, before anything is listed by them."""
-    if num_blocks(model) > num_tensors:
+    model = described.model
+    has_own_tensors = not any(rule.has_all_experts for rule in described.family.rules)
+    if (num_blocks(model) if has_own_tensors else model.num_layers) > num_tensors:
         raise CheckpointError(
             f"{path / CONFIG}: found {model.num_layers} layers"
             + ("" if model.num_experts is None else f" of {model.num_experts} experts")

@@ -228,9 +228,10 @@ def linear_modules(described: Described) -> list[Module]:
     """
     specs = {spec.name: spec for spec in _base_spec(described.model, described.has_value_head).tensors}
     found = []
-    for logical, (form, names, shapes, _) in parts_of(described).items():
+    for logical, (form, names, shapes, _, expert) in parts_of(described).items():
         spec = specs[logical]
-        if not logical.endswith(".weight") or len(spec.shape) < 2 or spec.place == "embedding":
+        # PEFT adapts modules, and tensors that experts share are none.
+        if expert is not None or not logical.endswith(".weight") or len(spec.shape) < 2 or spec.place == "embedding":
             continue
         parts = _PARTS.get(form, (None,))
         for name, (out, width), part in zip(names, shapes, parts, strict=True):

@@ -147,10 +147,14 @@ def to_args(model: ModelConfig, dtype: DType) -> dict[str, Any]:
         ConfigError: Megatron-LM has no arguments for it; names the settings.
     """
     plain = ModelConfig(num_layers=1, hidden_size=1, ffn_hidden_size=1, num_attention_heads=1, max_context=1)
-    names = ("post_norms", "activation", "scaled_embeddings", "attention_scale", "attention_softcap", "logit_softcap")
-    # Megatron-LM has arguments for these, and names for their tensors, that are neither written nor read here.
-    unwritten = ("kv_lora_rank", "num_dense_layers", "router_groups", "routed_scaling")
-    strange = [name for name in (*names, *unwritten, "window_layers") if getattr(model, name) != getattr(plain, name)]
+    names = (
+        *("pre_norms", "post_norms", "qk_norm_over", "activation", "scaled_embeddings", "linear_bias", "glu_clamp"),
+        *("glu_offset", "attention_sinks", "rotary_dim", "rotary_interleaved", "local_rotary_base", "attention_scale"),
+        *("attention_softcap", "logit_softcap", "window_layers"),
+        # Megatron-LM has arguments for these, and names for their tensors, that are neither written nor read here.
+        *("kv_lora_rank", "num_dense_layers", "router_groups", "routed_scaling"),
+    )
+    strange = [name for name in names if getattr(model, name) != getattr(plain, name)]
     if model.router_score == "sigmoid" and not model.normalized_experts:
         strange.append("normalized_experts")
     scaling = model.rotary_scaling

@@ -40,6 +40,7 @@ def runs_on_cpu(model: Transformer) -> bool:
         load_kernels() is not None
         and config.params_dtype is torch.float32
         and next(model.parameters()).device.type == "cpu"
+        and model.is_common
         and head % 16 == 0
         and 2 * len(model.rotary_pos_emb.inv_freq) == head
         and config.num_query_groups >= config.tensor_model_parallel_size

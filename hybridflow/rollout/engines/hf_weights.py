@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from hybridflow.checkpoint.formats.forms import from_logical
 from hybridflow.checkpoint.formats.huggingface import parts_of
 from hybridflow.families.config_json import Described
 
@@ -22,4 +21,6 @@ def hf_weights(described: Described, read: Callable[[str], Tensor]) -> Iterator[
         ConfigError: The family has no place for a tensor of the model.
     """
     for name, parts in parts_of(described).items():
-        yield from zip(parts.names, from_logical(parts.form, read(name), described.model), strict=True)
+        # Of experts that share tensors the first gives those of all.
+        if not parts.expert:
+            yield from zip(parts.names, parts.from_logical(read, name, described.model), strict=True)

@@ -19,7 +19,8 @@ def runs_on_gpu(model: Transformer) -> bool:
     """Return whether ``GpuRunner`` can compute this model; others go through the training model's modules."""
     head, config = cache_shape(model)[1], model.config
     is_turned_whole = 2 * len(model.rotary_pos_emb.inv_freq) == head
-    return is_turned_whole and head <= 256 and config.num_query_groups >= config.tensor_model_parallel_size
+    is_known = model.is_common and is_turned_whole and head <= 256
+    return is_known and config.num_query_groups >= config.tensor_model_parallel_size
 
 
 def _can_be_captured(group: dist.ProcessGroup, device: torch.device) -> bool:

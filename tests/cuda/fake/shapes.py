@@ -29,6 +29,19 @@ _CONFIGS = {
         attn_logit_softcapping=50.0,
         final_logit_softcapping=30.0,
     ),
+    "gemma3_text": dict(
+        hidden_size=2560,
+        intermediate_size=10240,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        sliding_window=1024,
+        sliding_window_pattern=2,
+        query_pre_attn_scalar=256,
+    ),
+    "glm": dict(hidden_size=4096, intermediate_size=13696, num_attention_heads=32, num_key_value_heads=2),
+    "glm4": dict(hidden_size=4096, intermediate_size=13696, num_attention_heads=32, num_key_value_heads=2),
+    "olmo2": dict(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32),
     "mixtral": dict(
         hidden_size=4096,
         intermediate_size=14336,
@@ -36,6 +49,9 @@ _CONFIGS = {
         num_key_value_heads=8,
         num_local_experts=8,
         num_experts_per_tok=2,
+    ),
+    "gpt_oss": dict(
+        hidden_size=2880, intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8, num_local_experts=32
     ),
     "qwen3_moe": dict(
         hidden_size=2048,
@@ -52,6 +68,8 @@ _CONFIGS = {
 
 
 FAMILIES = tuple(_CONFIGS)
+BY_MODULES = ("gemma3_text", "glm", "glm4", "gpt_oss", "olmo2")
+"""Families that the kernels for decoding do not know, so that they generate with the modules of training."""
 
 
 def family_model(name: str) -> ModelConfig:

@@ -13,7 +13,7 @@ from hybridflow.rollout.gpu.cache import GpuAttention, rows_per_tile
 from hybridflow.rollout.gpu.runner import runs_on_gpu
 from hybridflow.rollout.gpu.transformer import GpuTransformer
 from tests.cuda.fake.machine import DEVICE, Launches, fake_cuda, place
-from tests.cuda.fake.shapes import FAMILIES, family_model
+from tests.cuda.fake.shapes import BY_MODULES, FAMILIES, family_model
 
 ROWS = 64
 
@@ -28,7 +28,16 @@ def prefill_attention(tokens: int, dtype: torch.dtype, sharers: int, context: in
     return GpuAttention(addresses, ints, *longs, torch.empty(2, tiles, dtype=torch.int32, device=DEVICE), most)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", BY_MODULES)
+def test_layers_that_the_kernels_do_not_know_are_left_to_the_modules(monkeypatch, name):
+    model = family_model(name)
+    with fake_cuda(monkeypatch) as world:
+        groups = place(world, ParallelLayout())[1]
+        built = build_transformer(model, ParallelLayout(), groups, DEVICE, vocab_size=model.vocab_size)
+        assert not runs_on_gpu(built)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in BY_MODULES])
 def test_prefill_and_a_step_ask_nothing_of_the_device(monkeypatch, name):
     model = family_model(name)
     monkeypatch.setattr(

@@ -19,7 +19,7 @@ from tests.support.conversions import convert
 
 PROMPTS = torch.tensor([[1, 17, 5, 9, 30, 2, 8, 11, 36], [1, 4, 4, 23, 7, 19, 33, 3, 10]])
 LAYOUTS = ["tp1", "tp2", "pp2", "tp2.pp2"]
-MIXTURES = ["mixtral", "qwen3_moe", "deepseek_v3"]
+MIXTURES = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 16, "rope_theta": 5e5}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 9.0, 27.0]}
@@ -79,11 +79,13 @@ def test_there_and_back_in_every_layout(case, tmp_path):
         assert (end / name).read_bytes() == (start / name).read_bytes()
     written, original = (json.loads((path / "config.json").read_text()) for path in (end, start))
     older = {"rope_theta", "rope_scaling", "original_max_position_embeddings", "num_experts", "num_local_experts"}
+    older |= {"rope_local_base_freq", "partial_rotary_factor"}
     if "num_nextn_predict_layers" in original:
         original["num_nextn_predict_layers"] = 0  # the tensors of these layers are not written
     assert {key: value for key, value in written.items() if key in original} == original
     assert written.keys() - original.keys() <= older
-    assert written["rope_theta"] == original["rope_parameters"]["rope_theta"]
+    rotary = original["rope_parameters"]
+    assert written["rope_theta"] == rotary.get("full_attention", rotary)["rope_theta"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

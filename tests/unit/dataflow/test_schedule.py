@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from hybridflow.dataflow.compiler import compile_flow
+from hybridflow.dataflow.compiler import compile_flow, compile_stages
 from hybridflow.dataflow.graph import Flow, Node, repeat
 from hybridflow.dataflow.render import mermaid, plan_table
 from hybridflow.dataflow.schedule import (
@@ -355,6 +355,23 @@ def test_every_rank_has_what_its_calls_read(job) -> None:
     play(program, set(), {})
     called = [each.name for each in walk(program) if isinstance(each, Call)]
     assert sorted(called) == sorted(each.name for each in flow.nodes())
+
+
+def test_a_phase_that_ranks_outside_a_loop_take_part_in_is_entered_before_it() -> None:
+    meshes = {**SPLIT, "critic": mesh("critic", "dp2", range(2)), "update": mesh("update", "dp2", range(4, 6))}
+    update = node("actor.update", "update", "tokens order", phase="update")
+    flow = SAMPLE >> repeat("mini_batch", update, "update")
+    program = compile_flow(flow, meshes)
+    assert lines(program)[-3:] == ["phase actor update", "loop mini_batch", "call actor.update"]
+    for rank in range(6):
+        project(program, rank, meshes)
+    # Sampled by a program of its own.
+    taken = node("buffer.take", "rollout", writes="tokens", source=True)
+    apart = Flow(elements=(taken, repeat("mini_batch", update, "update")))
+    (alone,) = compile_stages((apart,), meshes)
+    (beside,) = compile_stages((apart,), meshes, elsewhere=(Flow(elements=(SAMPLE,)),))
+    assert lines(alone.whole)[-3:] == ["loop mini_batch", "phase actor update", "call actor.update"]
+    assert lines(beside.whole)[-3:] == ["phase actor update", "loop mini_batch", "call actor.update"]
 
 
 def test_the_plan_says_who_does_what() -> None:

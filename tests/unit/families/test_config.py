@@ -72,7 +72,13 @@ SIZES = {
     "Phi-3-mini-128k": (32, 3072, 8192, 32, 32, 131072, 32064),
     "gemma-2b": (18, 2048, 16384, 8, 1, 8192, 256000),
     "gemma-2-9b": (42, 3584, 14336, 16, 8, 8192, 256000),
+    "gemma-3-1b": (26, 1152, 6912, 4, 1, 32768, 262144),
+    "gemma-3-27b": (62, 5376, 21504, 32, 16, 131072, 262208),
+    "glm-4-9b": (40, 4096, 13696, 32, 2, 131072, 151552),
+    "GLM-4-32B-0414": (61, 6144, 23040, 48, 8, 32768, 151552),
+    "OLMo-2-7B": (32, 4096, 11008, 32, 32, 4096, 100352),
     "Mixtral-8x7B": (32, 4096, 14336, 32, 8, 32768, 32000),
+    "gpt-oss-20b": (24, 2880, 2880, 64, 8, 131072, 201088),
     "Qwen3-30B-A3B": (48, 2048, 6144, 32, 4, 40960, 151936),
     "DeepSeek-V3": (61, 7168, 18432, 128, 128, 163840, 129280),
 }
@@ -96,6 +102,30 @@ GEMMA = {
     "head_dim": 256,
 }
 GEMMA_MODEL = dict(zero_centered_norms=True, scaled_embeddings=True, activation="gelu_tanh", tied_embeddings=True)
+GEMMA3 = {
+    **{
+        **GEMMA,
+        "model_type": "gemma3_text",
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10000,
+        "torch_dtype": "bfloat16",
+    },
+    **{"hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": None, "final_logit_softcapping": None},
+}
+GEMMA3_MODEL = {**GEMMA_MODEL, "norm_eps": 1e-6, "post_norms": True, "qk_norm": True}
+GLM = {
+    **{
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "head_dim": 128,
+        "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16",
+    },
+    **{"partial_rotary_factor": 0.5, "tie_word_embeddings": False},
+}
+GLM_MODEL = {"head_dim": 128, "rotary_dim": 64, "rotary_interleaved": True}
+YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+YARN |= {"original_max_position_embeddings": 4096}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MOE = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.001}
 YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"}
@@ -182,12 +212,67 @@ REAL = {
             "window_layers": tuple(range(0, 42, 2)),
         },
     ),
+    "gemma-3-1b": (
+        {
+            **{**GEMMA3, "query_pre_attn_scalar": 256, "head_dim": 256, "sliding_window": 512, "rope_scaling": None},
+            **{"sliding_window_pattern": 6, "cache_implementation": "hybrid"},
+        },
+        {
+            **{**GEMMA3_MODEL, "rotary_base": 1e6, "local_rotary_base": 1e4, "attention_scale": 1 / 16, "window": 512},
+            **{"head_dim": 256, "window_layers": tuple(layer for layer in range(26) if layer % 6 != 5)},
+        },
+    ),
+    "gemma-3-27b": (
+        {
+            **{**GEMMA3, "query_pre_attn_scalar": 168, "head_dim": 128, "sliding_window": 1024},
+            **{"rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+        },
+        {
+            **{**GEMMA3_MODEL, "rotary_base": 1e6, "local_rotary_base": 1e4, "attention_scale": 168**-0.5},
+            **{"head_dim": 128, "window": 1024, "window_layers": tuple(layer for layer in range(62) if layer % 6 != 5)},
+            "rotary_scaling": RotaryScaling(kind="linear", factor=8.0),
+        },
+    ),
+    "glm-4-9b": (
+        {**GLM, "model_type": "glm", "attention_bias": True, "rms_norm_eps": 1.5625e-07},
+        {**GLM_MODEL, "norm_eps": 1.5625e-07, "qkv_bias": True},
+    ),
+    "GLM-4-32B-0414": (
+        {**GLM, "model_type": "glm4", "attention_bias": False, "rms_norm_eps": 1e-5, "rope_scaling": None},
+        {**GLM_MODEL, "post_norms": True},
+    ),
+    "OLMo-2-7B": (
+        {
+            **{"model_type": "olmo2", "hidden_act": "silu", "torch_dtype": "float32", "tie_word_embeddings": False},
+            **{"attention_bias": False, "attention_dropout": 0.0, "rms_norm_eps": 1e-6, "rope_theta": 500000},
+            "rope_scaling": None,
+        },
+        {
+            **{"norm_eps": 1e-6, "rotary_base": 5e5, "dtype": "fp32", "pre_norms": False, "post_norms": True},
+            **{"qk_norm": True, "qk_norm_over": "projection"},
+        },
+    ),
     "Mixtral-8x7B": (
         {
             **{**MISTRAL, "model_type": "mixtral", "rope_theta": 1000000.0, "sliding_window": None},
             **{"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02},
         },
         {"rotary_base": 1e6, "num_experts": 8, "experts_per_token": 2},
+    ),
+    "gpt-oss-20b": (
+        {
+            **{"model_type": "gpt_oss", "hidden_act": "silu", "attention_bias": True, "attention_dropout": 0.0},
+            **{"rms_norm_eps": 1e-5, "rope_theta": 150000, "rope_scaling": YARN, "sliding_window": 128, "head_dim": 64},
+            **{"num_local_experts": 32, "num_experts_per_tok": 4, "swiglu_limit": 7.0, "tie_word_embeddings": False},
+            **{"torch_dtype": "bfloat16", "layer_types": ["sliding_attention", "full_attention"] * 12},
+            **{"experts_per_token": 4, "initial_context_length": 4096, "router_aux_loss_coef": 0.9},
+        },
+        {
+            **{"attention_sinks": True, "linear_bias": True, "qkv_bias": True, "activation": "quick_gelu"},
+            **{"glu_clamp": 7.0, "glu_offset": 1.0, "num_experts": 32, "experts_per_token": 4, "head_dim": 64},
+            **{"rotary_base": 150000.0, "window": 128, "window_layers": tuple(range(0, 24, 2))},
+            "rotary_scaling": RotaryScaling(kind="yarn", factor=32.0, original_context=4096, truncate=False),
+        },
     ),
     "Qwen3-30B-A3B": (
         {
@@ -251,7 +336,16 @@ def meaning(values):
     config = transformers.AutoConfig.for_model(**values).to_dict()
     nothing = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "cache_implementation"}
     nothing |= {"hidden_act", "auto_map", "router_aux_loss_coef", "max_window_layers", "head_dim", "attention_bias"}
-    nothing |= {"original_max_position_embeddings", "mlp_bias", "dtype", "num_nextn_predict_layers", "ep_size"}
+    nothing |= {
+        "experts_per_token",
+        "initial_context_length",
+        "sliding_window_pattern",
+        "original_max_position_embeddings",
+        "mlp_bias",
+        "dtype",
+        "num_nextn_predict_layers",
+        "ep_size",
+    }
     nothing |= {"intermediate_size"} if values["model_type"] == "qwen3_moe" else set()
     return {key: value for key, value in config.items() if key not in nothing}
 
@@ -264,9 +358,17 @@ def test_a_written_file_means_the_same_to_transformers(name):
     assert spelled_out(read_config(written, where="config.json").model) == spelled_out(described.model)
     ours, theirs = meaning(written), meaning(values)
     for each in (ours, theirs):
+        if name.startswith("gemma-3"):
+            each["rope_parameters"] = each["rope_parameters"]["full_attention"] | {
+                "local": each["rope_parameters"]["sliding_attention"]
+            }
         each["rope_parameters"] = {
-            key: value for key, value in each["rope_parameters"].items() if key not in ("type", "partial_rotary_factor")
+            key: value
+            for key, value in each["rope_parameters"].items()
+            if key != "type" and (key, value) != ("partial_rotary_factor", 1.0)
         }
+        # Some of their classes write it at the top too, as a default.
+        each.pop("partial_rotary_factor", None)
         if not each.get("use_sliding_window", True):
             each["sliding_window"] = None
     assert ours == theirs
@@ -290,6 +392,7 @@ SCALINGS = {
         original_context=st.integers(1, 9999),
         beta_fast=st.floats(16.0, 64.0),
         beta_slow=st.floats(0.5, 2.0),
+        truncate=st.booleans(),
         attention_factor=st.none() | FLOATS,
         mscale=st.none() | FLOATS,
         mscale_all_dim=st.none() | FLOATS,
@@ -330,7 +433,7 @@ def models(draw, family):
     )
     if family.window != "none" and draw(st.booleans()):
         values["window"] = draw(st.integers(1, 99))
-        if family.window in ("upper_layers", "even_layers"):
+        if family.window in ("upper_layers", "even_layers", "most_layers"):
             values["window_layers"] = draw(st.none() | st.sets(st.integers(0, layers - 1)).map(sorted).map(tuple))
     if "num_experts" in family.keys.values():
         values |= {"num_experts": draw(st.integers(2, 8)), "experts_per_token": 2}
@@ -347,8 +450,13 @@ def models(draw, family):
         if values["num_experts"] % 2 == 0 and values["num_experts"] > 2:
             values |= {"router_groups": 2, "router_groups_per_token": draw(st.integers(1, 2))}
         values["routed_scaling"] = draw(FLOATS)
-    if "attention_softcap" in family.keys.values():
-        values |= {"attention_softcap": draw(st.none() | FLOATS), "logit_softcap": draw(st.none() | FLOATS)}
+    caps = {"attention_softcap", "logit_softcap"} & {*family.keys.values()}
+    values |= {cap: draw(st.none() | FLOATS) for cap in sorted(caps)}
+    if "partial_rotary_factor" in family.defaults:
+        values["rotary_dim"] = draw(st.sampled_from([None, 2, 4, 6, 8]))
+    if "rope_local_base_freq" in family.defaults and "window" in values:
+        values["local_rotary_base"] = draw(FLOATS)
+    if "query_pre_attn_scalar" in family.defaults:
         values["attention_scale"] = draw(st.none() | st.integers(1, 999).map(lambda scalar: scalar**-0.5))
     return ModelConfig(**values)
 
@@ -380,6 +488,9 @@ PLAIN = ModelConfig(
         ({"num_experts": 4}, "mixtral"),
         ({"num_experts": 4, "normalized_experts": False, "qk_norm": True}, "qwen3_moe"),
         ({"zero_centered_norms": True, "scaled_embeddings": True, "activation": "gelu_tanh"}, "gemma"),
+        ({"rotary_interleaved": True, "head_dim": 8, "rotary_dim": 4}, "glm"),
+        ({"rotary_interleaved": True, "post_norms": True, "qkv_bias": True}, "glm4"),
+        ({"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_over": "projection"}, "olmo2"),
     ],
 )
 def test_the_plainest_family_that_has_the_model(changes, family):
@@ -430,6 +541,8 @@ def test_phi3_is_written_with_the_three_keys_that_older_readers_allow():
         ("mixtral", {"sliding_window": 9}, tuple(range(32))),
         ("gemma2", {"sliding_window": 9}, tuple(range(0, 32, 2))),
         ("gemma2", {"sliding_window": 9, "layer_types": ["full_attention"] * 31 + ["sliding_attention"]}, (31,)),
+        ("gemma3_text", {"sliding_window": 9}, tuple(layer for layer in range(32) if layer % 6 != 5)),
+        ("gemma3_text", {"sliding_window": 9, "sliding_window_pattern": 2}, tuple(range(0, 32, 2))),
         ("llama", {"sliding_window": 9}, None),
     ],
 )
@@ -443,7 +556,10 @@ REFUSED = {
     "family": ({"model_type": "gpt2"}, "model_type='gpt2': not a family known here"),
     "family of another type": ({"model_type": ["llama"]}, "model_type=['llama']"),
     "bias": ({"attention_bias": True}, "attention_bias=True is not computed for llama"),
-    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config="),
+    "quantized": (
+        {"quantization_config": {"quant_method": "mxfp4"}},
+        "quantization_config={'quant_method': 'mxfp4'}: quantized weights are not read; load the model in",
+    ),
     "bare": ({"architectures": ["LlamaModel"]}, "architectures=['LlamaModel']"),
     "labels": ({"architectures": ["LlamaForSequenceClassification"]}, "with 2 labels"),
     "layers": ({"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000: expected an integer of 1 to"),
@@ -473,8 +589,7 @@ LEAST += ["vocab_size", "moe_intermediate_size"]
 def full(name):
     """Every key as the family's class in ``transformers`` writes it."""
     transformers = pytest.importorskip("transformers")
-    make = getattr(transformers, FAMILIES[name].causal.replace("ForCausalLM", "Config"))
-    return {**make().to_dict(), "architectures": [FAMILIES[name].causal]}
+    return {**transformers.AutoConfig.for_model(name).to_dict(), "architectures": [FAMILIES[name].causal]}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -508,11 +623,14 @@ def test_the_published_and_the_written_name_of_the_number_of_experts():
 ROTARY = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 REFUSED_ROTARY = {
     "mscale": ({**ROTARY, "rope_type": "llama3", "mscale": 0.7}, "mscale=0.7 is not computed"),
-    "truncate": ({**ROTARY, "truncate": False}, "truncate=False is not computed"),
     "nested": ({"full_attention": ROTARY, "rope_type": "yarn"}, "full_attention={"),
     "dynamic": ({"rope_type": "dynamic", "factor": 2.0}, "rope_type='dynamic' is not computed"),
     "partial": ({**ROTARY, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not computed"),
     "betas": ({**ROTARY, "beta_fast": 1.0, "beta_slow": 1.0}, "beta_slow=1.0 is not below"),
+    "partial of a family that has none": (
+        {**ROTARY, "rope_type": "default", "partial_rotary_factor": 0.5},
+        "is not computed for llama; only 1 is",
+    ),
     "divisors": ({**ROTARY, "rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, "1 numbers"),
 }
 

@@ -13,7 +13,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.families.other_config import has_no_table, read_other_config
 from tests.support.complaints import complains
 
-TYPES = ("stablelm", "falcon", "granite", "gpt2", "gpt_neox", "gpt_bigcode", "opt", "olmo2", "starcoder2", "gptj")
+TYPES = ("stablelm", "falcon", "granite", "gpt2", "gpt_neox", "gpt_bigcode", "opt", "olmo", "starcoder2", "gptj")
 SIZES: dict[str, Any] = {
     "model_type": "stablelm",
     "architectures": ["StableLmForCausalLM"],

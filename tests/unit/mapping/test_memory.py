@@ -42,8 +42,8 @@ def test_70b_on_a_stage_without_embeddings():
     # Keys and values of one of eight groups of 128: 80 layers, 32 sequences of 4096 tokens, 2 bytes.
     assert rollout.cache == 2 * 80 * 32 * 4096 * 128 * 2
     # Stage 1 of 8 has seven micro-batches of 4096 tokens under way. Of each token a layer keeps
-    # 4 · 8192 + 4 · 128 + 5 · (8192 + 1024 + 28672) / 8 numbers of 2 bytes.
-    assert actor.activations == critic.activations == 7 * 4096 * 10 * 56_960 * 2
+    # 4 · 8192 / 8 + 4 · 128 + 5 · (8192 + 1024 + 28672) / 8 numbers of 2 bytes.
+    assert actor.activations == critic.activations == 7 * 4096 * 10 * 28_288 * 2
 
 
 def test_70b_first_and_last_stage_have_the_embeddings():
@@ -53,8 +53,21 @@ def test_70b_first_and_last_stage_have_the_embeddings():
     assert last["actor.update"].weights == (10 * LAYER + EMBEDDING + 8192) * 2
     assert last["critic"].weights == (10 * LAYER + 8192 + 8192) * 2
     # One micro-batch, logits and their gradient, and four fp32 chunks of 1024 tokens; the columns are 128,256 / 8.
-    layers, columns = 4096 * 10 * 56_960 * 2, 16_032
+    layers, columns = 4096 * 10 * 28_288 * 2, 16_032
     assert last["actor.update"].activations == layers + 2 * 4096 * columns * 2 + 4 * 1024 * columns * 4
+
+
+def test_sequence_parallelism_cuts_what_is_between_matrices_and_context_parallelism_the_tokens():
+    # Of the 70B model with one stage of eight: see above. cp2 has half of the tokens, the keys and values of all tokens
+    # of one layer four times (one group of 128), and half of the logits on the last stage.
+    split, whole = (
+        by_mesh(memory_of("ppo-70b", f"actor.update.sequence_parallel={value}")[100])["actor.update"]
+        for value in ("true", "false")
+    )
+    assert (split.activations, whole.activations) == (7 * 4096 * 10 * 28_288 * 2, 7 * 4096 * 10 * 56_960 * 2)
+    shared = by_mesh(memory_of("ppo-70b", "actor.update={tp: 8, pp: 8, cp: 2, dp: 4}")[100])["actor.update"]
+    assert shared.activations == split.activations // 2 + 4 * 4096 * 2 * 128 * 2
+    assert (shared.weights, shared.optimizer) == (split.weights, split.optimizer)
 
 
 def test_phases_add_up_what_is_there_in_them():

@@ -8,11 +8,13 @@ import math
 
 import pytest
 
+from hybridflow.config.roles import LoRAConfig
 from hybridflow.errors import ReshardError
 from hybridflow.families.model import ModelConfig
+from hybridflow.models.adapters import whole_spec
 from hybridflow.models.shapes import ModelShape, model_spec, named_shapes, shape, shape_of
 from hybridflow.models.specs import describe
-from hybridflow.models.weights import describe_model
+from tests.support.described import describe_model
 from tests.support.megatron_models import make_whole
 from tests.support.ranks import run_ranks
 
@@ -119,6 +121,9 @@ RECIPES = [
     dataclasses.replace(MODEL, tied_embeddings=True, qkv_bias=True),
     dataclasses.replace(MODEL, post_norms=True, zero_centered_norms=True, qk_norm=True, dtype="bf16"),
     dataclasses.replace(MODEL, num_experts=4, post_norms=True, dtype="bf16"),
+    dataclasses.replace(MODEL, num_experts=4, linear_bias=True, attention_sinks=True),
+    dataclasses.replace(MODEL, linear_bias=True),
+    dataclasses.replace(MODEL, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_over="projection"),
     dataclasses.replace(
         MODEL, num_experts=4, router_score="sigmoid", router_bias=True, shared_ffn_hidden_size=20, dtype="bf16"
     ),
@@ -129,19 +134,31 @@ RECIPES = [
 ]
 
 
+ADAPTERS = (
+    None,
+    LoRAConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")),
+    LoRAConfig(rank=2, alpha=2.0, targets=("qkv_proj", "gate_up_proj")),
+)
+CASES = [
+    (model, has_value_head, lora)
+    for model, has_value_head, lora in itertools.product(RECIPES, (False, True), ADAPTERS)
+    if lora is None or model.num_experts is None
+]
+
+
 def described(world):
     world.make_groups([(0,)])
     return [
-        describe_model(world, model, vocab_size=29, has_value_head=has_value_head)
-        for model, has_value_head in itertools.product(RECIPES, (False, True))
+        describe_model(world, model, vocab_size=29, has_value_head=has_value_head, lora=lora)
+        for model, has_value_head, lora in CASES
     ]
 
 
 def test_a_recipes_model_is_described_as_it_is_built():
     (specs,) = run_ranks(described, 1)
     expected = [
-        model_spec(shape_of(model, 29), has_value_head=has_value_head)
-        for model, has_value_head in itertools.product(RECIPES, (False, True))
+        whole_spec(shape_of(model, 29), has_value_head=has_value_head, lora=lora)
+        for model, has_value_head, lora in CASES
     ]
     assert specs == expected
     assert len({spec.digest() for spec in specs}) == len(specs)

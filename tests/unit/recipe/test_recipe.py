@@ -165,7 +165,7 @@ def test_heads_may_be_wider_than_their_share_of_the_hidden_size(recipe_file):
         (["actor.update={tp: 2, pp: 4, dp: 4}"], ["actor.update", "= 32 ≠ 4 ranks"]),
         (["actor.rollout.dp=2"], ["actor.rollout", "= 2 ≠ 4 ranks", "set dp=4"]),
         (["actor.update.tp=0"], ["override 'actor.update.tp=0'", "actor.update: layout tp=0"]),
-        (["actor.update={cp: 2, dp: 2}"], ["actor.update.cp=2: context parallelism cannot be trained yet", "set cp=1"]),
+        (["actor.rollout={cp: 2, dp: 2}"], ["actor.rollout: tp1.pp1.dp2.cp2: a rollout needs whole", "cp=1 and dp=4"]),
         (["actor.update={ep: 2, dp: 4}"], ["actor.update.ep=2: expert parallelism"]),
         (["actor.rollout={vpp: 2, dp: 4}"], ["actor.rollout.vpp=2: virtual pipeline parallelism"]),
         (["critic.ranks=[2, 3, 4, 5]"], ["critic.ranks=[2, 3, 4, 5]", "[4, 5] not among ranks 0 to 3", "at least 6"]),

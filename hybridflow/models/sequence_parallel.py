@@ -1,0 +1,61 @@
+"""Sequence parallelism: between the tensor-parallel matrices each tensor-parallel rank has some of the tokens.
+
+Paper: arXiv 2205.05198. It can be switched for each forward pass, since one model may be trained and decode.
+"""
+
+from __future__ import annotations
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from torch import nn
+
+from hybridflow.models.experts import ExpertLayer
+
+_NORMS = ("layernorm.weight", "layer_norm_weight")
+_HEAD_NORMS = ("q_layernorm", "k_layernorm")
+
+
+class SequenceSwitch:
+    """Switches a stage's layers between all tokens on every tensor-parallel rank and a slice of the tokens on each.
+
+    Args:
+        transformer: The stage, without sequence parallelism, which is how it begins.
+    """
+
+    def __init__(self, transformer: GPTModel) -> None:
+        self._is_on = False
+        self._embedding = getattr(transformer, "embedding", None)
+        # Experts have tokens of other ranks, whole ones.
+        experts = [
+            f"{name}.experts." for name, module in transformer.named_modules() if isinstance(module, ExpertLayer)
+        ]
+        self._modules = [
+            module
+            for name, module in transformer.decoder.named_modules(prefix="decoder")
+            if hasattr(module, "sequence_parallel")
+            and not name.startswith(tuple(f"{mixture}.experts." for mixture in mixtures))
+        ]
+        for name, parameter in transformer.decoder.named_parameters():
+            if name.endswith(_NORMS) and not any(norm in name for norm in _HEAD_NORMS):
+                # Of norms of heads megatron-core sums the gradients anyway.
+                parameter.sequence_parallel = True
+            if ".mlp.router." in name:
+                parameter.sequence_parallel = True
+
+    def turn(self, is_on: bool) -> None:
+        """Make the next forward pass one of all tokens, or of slices."""
+        if is_on == self._is_on:
+            return
+        self._is_on = is_on
+        for module in self._modules:
+            _turn(module, is_on)
+        if self._embedding is not None:
+            self._embedding.reduce_scatter_embeddings = is_on
+            self._embedding.word_embeddings.reduce_scatter_embeddings = is_on
+
+
+def _turn(module: nn.Module, is_on: bool) -> None:
+    module.sequence_parallel = is_on  # type: ignore[assignment]
+    if isinstance(module, ColumnParallelLinear):
+        # With slices the gradient of the input is scattered as it is summed.
+        module.allreduce_dgrad = not is_on

@@ -357,7 +357,10 @@ class _Reader:
         if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
             if value is None:
                 return None
-            kind = next(option for option in typing.get_args(hint) if option is not type(None))
+            options = [option for option in typing.get_args(hint) if option is not type(None)]
+            # Of a list or a word, a text can only be the word.
+            words = [option for option in options if typing.get_origin(option) is Literal]
+            kind = words[0] if words and isinstance(value, str) else options[0]
         if typing.get_origin(kind) is Annotated:
             kind, *rest = typing.get_args(kind)
             bounds = tuple(rest)

@@ -141,6 +141,20 @@ def with_drops(step: Step) -> Step:
     return replace(step, update=each_node(step.update, reading))
 
 
+def with_router_choices(flow: Flow) -> Flow:
+    """Return the flow in which the rollout's choices of experts go to where the actor computes log-probabilities."""
+    column = ("router_choices",)
+
+    def change(node: Node) -> Node:
+        if node.source and node.role in ("actor", "groups"):
+            return replace(node, writes=(*node.writes, *column))
+        if node.name in ("actor.log_probs", "actor.update", "groups.keep"):
+            return replace(node, reads=(*node.reads, *column))
+        return node
+
+    return each_node(flow, change)
+
+
 def with_environment(flow: Flow) -> Flow:
     """Return the flow in which an environment answers the responses.
 

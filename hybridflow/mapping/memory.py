@@ -17,6 +17,7 @@ from typing import Any
 
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import LoRAConfig, OptimizerConfig
+from hybridflow.config.types import Recompute
 from hybridflow.errors import ConfigError
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh, format_ranks
@@ -276,7 +277,9 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
         gradients=share * gradient_bytes(trained, model),
         optimizer=share
         * optimizer_bytes(placed.trained, placed.states if is_distributed else None, rank, model, trained),
-        activations=training_bytes(model, mesh, rank, tokens, lora, is_recomputed=section.gradient_checkpointing)
+        activations=training_bytes(
+            model, mesh, rank, tokens, lora, recompute=section.recompute, recompute_layers=section.recompute_layers
+        )
         + _stacked_bytes(model, mesh)
         + _exchanged_bytes(model, mesh, whole, copies=4)
         + output(copies=2)
@@ -399,8 +402,8 @@ def _spare_bytes(recipe: Recipe, mesh: DeviceMesh) -> int:
 
 
 def _sequence_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:
-    """Return keys and values of a sequence as long as the context, in whole blocks, in a stage's layers."""
-    layers = model.num_layers // mesh.layout.pp
+    """Return keys and values of a sequence as long as the context, in whole blocks, on the longest stage."""
+    layers = max(mesh.layout.num_layers_of(stage, model.num_layers) for stage in range(mesh.layout.pp))
     tokens = -(-model.max_context // BLOCK_TOKENS) * BLOCK_TOKENS
     return layers * tokens * model.cached_size(mesh.layout.tp) * ITEM_BYTES[model.dtype]
 
@@ -412,25 +415,64 @@ def training_bytes(
     tokens: int,
     lora: LoRAConfig | None = None,
     *,
-    is_recomputed: bool = False,
+    recompute: Recompute = "none",
+    recompute_layers: int | None = None,
 ) -> int:
     """Return what a stage's layers keep for the backward pass, of micro-batches of ``tokens`` tokens.
 
-    ``tokens`` are those of a rank: a share of the micro-batch's under context parallelism. In 1F1B stage ``s`` of
-    ``pp`` has ``pp - s`` micro-batches under way. The activations between the layers are cut over the tensor-parallel
-    ranks with sequence parallelism alone. Weights below adapters are frozen, and need no input for a gradient; that is
-    not taken off. With ``is_recomputed`` each layer keeps its input, and one layer at a time has the rest.
+    The activations between the layers are cut over the tensor-parallel ranks with sequence parallelism alone. Weights
+    below adapters are frozen, and need no input for a gradient; that is not taken off. What is recomputed, one layer at a time has. ``selective``
+    counts as ``none``: the formula has of the attention what a fused kernel keeps, and recomputing keeps it too.
+
+    Args:
+        model: The model.
+        mesh: Where it is.
+        rank: Whose stage.
+        tokens: Of each micro-batch, this rank's: a share of them under context parallelism.
+        lora: Its adapters.
+        recompute: With ``full`` a layer keeps its input alone.
+        recompute_layers: With ``full`` so many of the stage's layers, from the first; None: all.
     """
-    stages = mesh.layout.pp
-    under_way = stages - mesh.coordinate(rank).pp
-    slices = _slices(mesh.layout)
-    token_bytes = _layer_bytes(model, mesh.layout.tp, slices)
-    token_bytes += 0 if lora is None else _adapter_bytes(model, mesh.layout.tp, slices, lora)
-    layers = model.num_layers // stages
-    if is_recomputed:
-        inputs = -(-model.hidden_size // slices) * ITEM_BYTES[model.dtype]
-        return tokens * (under_way * layers * inputs + token_bytes)
-    return under_way * tokens * layers * token_bytes
+    layout, stage = mesh.layout, mesh.coordinate(rank).pp
+    slices = _slices(layout)
+    token_bytes = _layer_bytes(model, layout.tp, slices)
+    token_bytes += 0 if lora is None else _adapter_bytes(model, layout.tp, slices, lora)
+    input_bytes = -(-model.hidden_size // slices) * ITEM_BYTES[model.dtype]
+    left = 0
+    if recompute == "full":
+        left = model.num_layers if recompute_layers is None else recompute_layers
+    at_once = token_bytes if left else 0
+    chunks: list[int] = []
+    for layers in layout.layer_counts(model.num_layers, f"layout {layout}")[stage :: layout.pp]:
+        anew = min(layers, left)
+        left -= anew
+        chunks.append(anew * input_bytes + (layers - anew) * token_bytes)
+    return tokens * (_most_under_way(chunks, stage, layout.pp) + at_once)
+
+
+def _most_under_way(chunks: Sequence[int], stage: int, pp: int) -> int:
+    """Return the largest sum over the forward passes of a stage whose backward pass is yet to come.
+
+    In 1F1B stage ``s`` of ``pp`` has ``pp - s`` micro-batches under way. Interleaved it begins with
+    ``2 (pp - s - 1) + (vpp - 1) pp`` passes, then goes one forward and one back: with equal chunks the first stage
+    keeps ``1 + (pp - 1) / (pp vpp)`` times what all its layers keep of ``pp`` micro-batches.
+
+    Args:
+        chunks: What a pass through each virtual chunk keeps.
+        stage: The stage.
+        pp: Stages.
+    """
+    vpp = len(chunks)
+    if vpp == 1:
+        return (pp - stage) * chunks[0]
+    begun = 2 * (pp - stage - 1) + (vpp - 1) * pp
+    kept = sum(chunks[index // pp % vpp] for index in range(begun))
+    most = 0
+    for index in range(2 * pp * vpp):
+        kept += chunks[(begun + index) // pp % vpp]
+        most = max(most, kept)
+        kept -= chunks[vpp - 1 - index // pp % vpp]
+    return most
 
 
 def _slices(layout: ParallelLayout) -> int:

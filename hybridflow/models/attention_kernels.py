@@ -1,4 +1,4 @@
-"""Triton kernels of attention on packed tokens, with soft caps and windows, in any format; memory is linear in tokens.
+"""Triton kernels of attention on packed tokens, with soft caps, windows and sinks, in any format, in linear memory.
 
 Sequences stand one after the other. The queries of a sequence are the last of its tokens: there may be fewer queries
 than keys, where the first tokens were computed with another sequence. Each query sees itself and what is before it.
@@ -351,3 +351,33 @@ def _backward(ctx: Any, grad: Tensor, _: object) -> tuple[Tensor | None, ...]:
 
 
 packed_attention.register_autograd(_backward, setup_context=_keep)
+
+
+class _WithSinks(torch.autograd.Function):
+    """``packed_attention`` whose sums of exponentials have one more term for each head.
+
+    With the sum that has it, and the context that goes with it, the kernels' gradients are those of the whole.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, sinks: Tensor, *inputs: Any) -> Tensor:
+        context, normalizers = packed_attention(*inputs)
+        totals = torch.logaddexp(normalizers, sinks.float()[:, None])
+        context = (context * (normalizers - totals).exp().t()[..., None]).to(context.dtype)
+        ctx.save_for_backward(sinks, context, totals, *inputs[:5])
+        ctx.settings = inputs[5:]
+        return context
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        sinks, context, totals, *inputs = ctx.saved_tensors
+        found = packed_attention_gradient(grads[0], context, totals, *inputs, *ctx.settings)
+        deltas = (grads[0].float() * context.float()).sum(-1).t()
+        of_sinks = -((sinks.float()[:, None] - totals).exp() * deltas).sum(1)
+        return of_sinks.to(sinks.dtype), *found, *(None for _ in range(7))
+
+
+def packed_attention_with_sinks(sinks: Tensor, *inputs: Any) -> Tensor:
+    """Attend as ``packed_attention`` does, with sinks ``[heads]``; differentiable in sinks, query, key and value."""
+    context: Tensor = _WithSinks.apply(sinks, *inputs)
+    return context

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -170,7 +171,8 @@ class ContextAttention(PackedAttention):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Attend as ``PackedAttention`` does, of this rank's tokens. Collective: cp, backward passes too."""
-        found: Tensor = _Attend.apply(query, key, value, self._share.tokens, self._view(scoring.window), scoring)
+        view = self._view(scoring.window)
+        found: Tensor = _Attend.apply(query, key, value, scoring.sinks, self._share.tokens, view, scoring)
         return found
 
     def _view(self, window: int | None) -> _View:
@@ -230,7 +232,14 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, tokens: Dealt, view: _View, scoring: Scoring
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        tokens: Dealt,
+        view: _View,
+        scoring: Scoring,
     ) -> Tensor:
         ctx.tokens, ctx.view, ctx.scoring = tokens, view, scoring
         keys, values = _exchanged(tokens, key, value)
@@ -251,18 +260,22 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *kept = ctx.saved_tensors
         keys, values = _exchanged(ctx.tokens, key, value)
+        of_sinks: Tensor | None = None
         if kept:
             of_query, of_keys, of_values = _flash_gradients(ctx, gradient, query, keys, values, *kept)
         else:
             with torch.enable_grad():
-                inputs = [each.detach().requires_grad_() for each in (query, keys, values)]
-                context = ctx.view.attend(*inputs, ctx.scoring)
-            of_query, of_keys, of_values = torch.autograd.grad(
+                given = (query, keys, values, *([] if ctx.scoring.sinks is None else [ctx.scoring.sinks]))
+                inputs = [each.detach().requires_grad_() for each in given]
+                scoring = replace(ctx.scoring, sinks=inputs[3] if len(inputs) > 3 else None)
+                context = ctx.view.attend(*inputs[:3], scoring)
+            of_query, of_keys, of_values, *others = torch.autograd.grad(
                 context, inputs, gradient, allow_unused=True, materialize_grads=True
             )
+            of_sinks = others[0] if others else None
         together = torch.cat([of_keys.flatten(1), of_values.flatten(1)], dim=1)
         of_key, of_value = _apart(ctx.tokens.sum_back(together), key, value)
-        return of_query, of_key, of_value, None, None, None
+        return of_query, of_key, of_value, of_sinks, None, None, None
 
 
 def _exchanged(tokens: Dealt, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 from hybridflow.models.scoring import Scoring
 
 Backend = Literal["varlen", "flash_attn", "triton", "rectangles"]
-"""``varlen``: torch's own, on packed tokens. ``flash_attn``: the package's. ``triton``: ours, also with soft caps.
+"""``varlen``: torch's own, on packed tokens. ``flash_attn``: the package's. ``triton``: ours, also with caps and sinks.
 ``rectangles``: sequences of like length side by side, through torch's scaled dot-product attention."""
 
 _LARGEST_HEAD = 256
@@ -32,7 +32,7 @@ def backend(
         dtype: Format of queries, keys and values.
         head: Width of a head.
         capability: The GPU's compute capability.
-        has_cap: Whether scores are capped.
+        has_cap: Whether scores are capped, or have sinks.
         has_window: Whether tokens see a window that is shorter than the longest sequence.
     """
     is_half = dtype in (torch.bfloat16, torch.float16)
@@ -74,9 +74,8 @@ class Chunks:
 
     def backend(self, query: Tensor, scoring: Scoring) -> Backend:
         """Choose what computes attention of ``[tokens, heads, head]``."""
-        if scoring.sinks is not None:
-            return "rectangles"
-        caps = dict(has_cap=scoring.softcap is not None, has_window=self._window(scoring) is not None)
+        has_cap = scoring.softcap is not None or scoring.sinks is not None
+        caps = dict(has_cap=has_cap, has_window=self._window(scoring) is not None)
         return backend(query.dtype, query.shape[2], _capability(query.device), **caps)
 
     def _window(self, scoring: Scoring) -> int | None:
@@ -112,11 +111,13 @@ class Chunks:
                 deterministic=torch.are_deterministic_algorithms_enabled(),
             )
         else:
-            from hybridflow.models.attention_kernels import packed_attention
+            from hybridflow.models import attention_kernels
 
-            context = packed_attention(*(query, key, value, *where), scoring.scale, scoring.softcap or 0.0, seen or 0)[
-                0
-            ]
+            inputs = *(query, key, value, *where), scoring.scale, scoring.softcap or 0.0, seen or 0
+            if scoring.sinks is None:
+                context = attention_kernels.packed_attention(*inputs)[0]
+            else:
+                context = attention_kernels.packed_attention_with_sinks(scoring.sinks, *inputs)
         found: Tensor = context
         return found
 

@@ -16,7 +16,8 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 def is_flash(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> bool:
     """Return whether it computes attention of such tensors."""
-    return query.device.type == "cpu" and scoring.softcap is None and key.shape[-1] == value.shape[-1]
+    is_plain = scoring.softcap is None and scoring.sinks is None
+    return query.device.type == "cpu" and is_plain and key.shape[-1] == value.shape[-1]
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
@@ -26,7 +27,7 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring)
         query: ``[queries, heads, head]``.
         key: ``[keys, groups, head]``.
         value: As ``key``.
-        scoring: Without a cap.
+        scoring: Without a cap and sinks.
 
     Returns:
         The context, ``[queries, heads, head]``, and the logarithms of the sums of exponentials, ``[queries, heads]``

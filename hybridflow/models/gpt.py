@@ -36,6 +36,7 @@ from hybridflow.models.cpu_linear import use_onednn
 from hybridflow.models.experts import ExpertLayer, RoutedLayer
 from hybridflow.models.flops import ModelFlops, model_flops
 from hybridflow.models.latent_attention import LatentSelfAttention
+from hybridflow.models.layers import Chunks
 from hybridflow.models.lora import Dropout, attach
 from hybridflow.models.norm import ProjectionNorm, RmsNorm, normalize_output
 from hybridflow.models.rotary import all_frequencies, score_scale
@@ -353,7 +354,16 @@ def _is_common(model: ModelConfig) -> bool:
     is_other_rotation = model.rotary_interleaved or model.local_rotary_base is not None
     is_other_gate = model.activation == "quick_gelu" or model.glu_clamp is not None or model.glu_offset != 0
     is_other = is_other_rotation or is_other_gate or model.linear_bias or model.attention_sinks
+    is_other = is_other or model.kv_lora_rank is not None
     return model.pre_norms and not has_wide_norms and not is_other
+
+
+def build_stage(
+    model: ModelConfig, layout: ParallelLayout, groups: ProcessGroupCollection, device: torch.device, **options: Any
+) -> Transformer | Chunks:
+    """Build this rank's stage and shard as ``build_transformer`` does; with ``vpp`` above 1 all its chunks."""
+    parts = [build_transformer(model, layout, groups, device, chunk=chunk, **options) for chunk in range(layout.vpp)]
+    return parts[0] if layout.vpp == 1 else Chunks(parts)
 
 
 def set_rotary(transformer: Transformer, model: ModelConfig, device: torch.device) -> None:

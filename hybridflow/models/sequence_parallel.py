@@ -12,6 +12,7 @@ from torch import nn
 from hybridflow.models.experts import ExpertLayer
 
 _NORMS = ("layernorm.weight", "layer_norm_weight")
+_ADDED_LAST = ("linear_proj.bias", "linear_fc2.bias")
 _HEAD_NORMS = ("q_layernorm", "k_layernorm")
 
 
@@ -25,17 +26,18 @@ class SequenceSwitch:
     def __init__(self, transformer: GPTModel) -> None:
         self._is_on = False
         self._embedding = getattr(transformer, "embedding", None)
+        mixtures = [name for name, module in transformer.named_modules() if isinstance(module, ExpertLayer)]
         # Experts have tokens of other ranks, whole ones.
-        experts = [
-            f"{name}.experts." for name, module in transformer.named_modules() if isinstance(module, ExpertLayer)
-        ]
+        experts = tuple(f"{name}.experts." for name in mixtures)
         self._modules = [
             module
             for name, module in transformer.decoder.named_modules(prefix="decoder")
-            if hasattr(module, "sequence_parallel")
-            and not name.startswith(tuple(f"{mixture}.experts." for mixture in mixtures))
+            if hasattr(module, "sequence_parallel") and not name.startswith(experts)
         ]
-        for name, parameter in transformer.decoder.named_parameters():
+        for name, parameter in transformer.decoder.named_parameters(prefix="decoder"):
+            # A bias behind the sum over the ranks is added to each rank's own tokens; those of experts come before it.
+            if name.endswith(_ADDED_LAST) and not name.startswith(tuple(experts)):
+                parameter.sequence_parallel = True
             if name.endswith(_NORMS) and not any(norm in name for norm in _HEAD_NORMS):
                 # Of norms of heads megatron-core sums the gradients anyway.
                 parameter.sequence_parallel = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Collection
 
 import torch
@@ -18,7 +17,7 @@ from hybridflow.errors import CheckpointError
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.fsdp import local_part, shard_model
-from hybridflow.models.gpt import Transformer, build_transformer, set_rotary
+from hybridflow.models.gpt import Transformer, build_stage, set_rotary
 from hybridflow.models.layers import Chunks
 from hybridflow.models.training import Trainable
 from hybridflow.models.user_model import Uncut
@@ -73,8 +72,7 @@ class ModelOnMesh:
         """
         assert self.groups is not None and self.model.vocab_size is not None, "built on a rank of its mesh"
         layout = self.mesh.layout
-        build = functools.partial(
-            build_transformer,
+        self.transformer = build_stage(
             self.model,
             layout,
             self.groups,
@@ -85,14 +83,11 @@ class ModelOnMesh:
             seed=self._seed,
             is_empty=layout.fsdp > 1,
         )
-        if layout.vpp > 1:
-            self.transformer = Chunks(build(chunk=chunk) for chunk in range(layout.vpp))
-            return
-        self.transformer = whole = build()
         if layout.fsdp > 1:
-            in_host_memory = self._is_in_host_memory
-            shard_model(whole, whole.decoder.layers, self._world, self.mesh, in_host_memory=in_host_memory)
-            set_rotary(whole, self.model, self._world.device)
+            assert isinstance(self.transformer, Transformer), "FSDP goes with no other axis"
+            layers = self.transformer.decoder.layers
+            shard_model(self.transformer, layers, self._world, self.mesh, in_host_memory=self._is_in_host_memory)
+            set_rotary(self.transformer, self.model, self._world.device)
 
     @property
     def megatron_model(self) -> Transformer | Chunks:
@@ -101,7 +96,13 @@ class ModelOnMesh:
         return self.transformer
 
     def make_engine(
-        self, *, seed: int, max_concurrent: int, cache_memory: float = 0.5, tokenizer: Tokenizer | None = None
+        self,
+        *,
+        seed: int,
+        max_concurrent: int,
+        cache_memory: float = 0.5,
+        tokenizer: Tokenizer | None = None,
+        keeps_choices: bool = False,
     ) -> MegatronEngine:
         """Make an engine that generates with these weights; arguments as ``MegatronEngine`` takes them."""
         assert isinstance(self.transformer, Transformer), "a model that generates is in one piece: check_placement"
@@ -114,6 +115,7 @@ class ModelOnMesh:
             cache_memory=cache_memory,
             ranks_per_node=min(self._world.ranks_per_node, self._world.size),
             tokenizer=tokenizer,
+            keeps_choices=keeps_choices,
         )
 
     def shards(self, spec: ModelSpec | None = None) -> dict[str, tuple[Tensor, Shard]]:

@@ -252,6 +252,7 @@ def check_moe(recipe: Recipe) -> None:
         raise ConfigError(
             f"actor.moe.{given[0]}={getattr(moe, given[0])!r}: the actor's model has no experts; remove the key"
         )
+    _check_router_replay(recipe)
     if moe.bias_update_rate and not model.router_bias:
         raise ConfigError(
             f"actor.moe.bias_update_rate={moe.bias_update_rate}: the model's routers have no bias; set it to 0, or "
@@ -262,6 +263,22 @@ def check_moe(recipe: Recipe) -> None:
             f"actor.moe.bias_update_rate={moe.bias_update_rate} with actor.lora: adapters leave the model's own "
             "tensors as they are; set it to 0, or remove actor.lora"
         )
+
+
+def _check_router_replay(recipe: Recipe) -> None:
+    """Refuse samplers that do not tell which experts they chose. Raises ConfigError."""
+    chosen = recipe.actor.moe.router_replay
+    others = {
+        f"rollout.engine.kind={recipe.rollout.engine.kind}": recipe.rollout.engine.kind != "megatron",
+        "rollout.environment": recipe.rollout.environment is not None,
+        f"algorithm={recipe.algorithm}": not recipe.traits.generates,
+    }
+    for what, is_there in others.items():
+        if is_there and chosen != "none":
+            raise ConfigError(
+                f"actor.moe.router_replay={chosen}: with {what} nobody tells the experts that the rollout chose; set "
+                "router_replay to none"
+            )
 
 
 def check_lora(recipe: Recipe) -> None:

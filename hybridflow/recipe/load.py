@@ -20,6 +20,7 @@ from hybridflow.recipe.defaults import brings_its_own, check_needed, fill_in, in
 from hybridflow.recipe.inputs import places, with_paths_beside
 from hybridflow.recipe.nested import inner
 from hybridflow.recipe.other_names import refuse_other_names
+from hybridflow.recipe.stages import with_layers
 from hybridflow.sections import put_over, read_section, read_yaml, shorten, to_dict
 from hybridflow.shipped import shipped
 
@@ -177,7 +178,7 @@ def recipe_from_dict(
         raise ConfigError(
             f"{where}: algorithm: expected one of {', '.join(ALGORITHMS)}, found {recipe.algorithm!r} (text)"
         )
-    recipe = replace(recipe, traits=ALGORITHMS[recipe.algorithm].traits, defaults=defaults)
+    recipe = with_layers(replace(recipe, traits=ALGORITHMS[recipe.algorithm].traits, defaults=defaults))
     try:
         check_settings(recipe, found)
         check_recipe(recipe, in_memory)

@@ -20,9 +20,10 @@ from hybridflow.errors import DataError
 from hybridflow.models.attention import PackedAttention
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
+from hybridflow.models.routing import unknown_choice
 from hybridflow.rollout.blocks import BLOCK_TOKENS, BlockPool
 from hybridflow.rollout.budget import cache_bytes
-from hybridflow.rollout.paged import block_bytes
+from hybridflow.rollout.paged import PagedCache, block_bytes
 from hybridflow.rollout.records import Records
 from hybridflow.rollout.request import FinishReason, Progress, Request, Response, RolloutStopped, length_refusal
 from hybridflow.rollout.runner import Cache, make_runner
@@ -59,10 +60,12 @@ class MegatronEngine:
             when generating begins.
         ranks_per_node: Ranks that share the memory of this rank's node.
         tokenizer: Tokenizer for stop and bad texts; None: requests may have none.
+        keeps_choices: Whether responses tell the experts that each token was sent to.
 
     Attributes:
         version: Number of the weights, noted beside each token; the caller's to set.
         metrics: Metrics of the last ``generate``.
+        keeps_choices: Whether responses tell the experts that each token was sent to.
     """
 
     def __init__(
@@ -76,7 +79,9 @@ class MegatronEngine:
         cache_memory: float = 0.5,
         ranks_per_node: int = 1,
         tokenizer: Tokenizer | None = None,
+        keeps_choices: bool = False,
     ) -> None:
+        self.keeps_choices = keeps_choices
         self.version = 0
         self.metrics: dict[str, float] = {}
         self.model = model
@@ -91,7 +96,9 @@ class MegatronEngine:
         self._ranks_per_node = ranks_per_node
         self._most_blocks = 0
         self._stage_ranks = dist.get_process_group_ranks(groups.pp)
-        self._runner = make_runner(model, groups, vocab_size, max_rows=max_concurrent, max_steps=LOOK_STEPS)
+        self._runner = make_runner(
+            model, groups, vocab_size, max_rows=max_concurrent, max_steps=LOOK_STEPS, keeps_choices=keeps_choices
+        )
         self._sent: tuple[dist.Work, Tensor] | None = None
         self._num_changes = 0
         mates, own = (dist.get_process_group_ranks(group) for group in (groups.tp_ep, groups.tp))
@@ -674,10 +681,26 @@ class Session:
                 response = self._response(lane, slot, number, "failed", reason)
             else:
                 response = self._response(lane, slot, number, "stop" if is_stop[row] else "length")
+                if self._engine.keeps_choices:
+                    response = replace(response, choices=self._choices(lane, slot))
             lane.scheduler.remove(slot)
             self._watches.pop(number, None)
             ended.append((self._requests.pop(number), self._clocks.pop(number).stop(response)))
         return ended
+
+    def _choices(self, lane: _Lane, slot: int) -> Tensor:
+        """Return the experts that each known token was sent to; those of the last are unknown. Collective: pp."""
+        num_known = int(lane.scheduler.lengths[slot])
+        blocks = torch.from_numpy(lane.scheduler.tables[slot]).to(self._engine.device)
+        assert isinstance(self._cache, PagedCache), "no other keeps them"
+        found = self._cache.choices_of(blocks, num_known)
+        found[num_known - 1 :] = unknown_choice(found.dtype)
+        if self._engine.groups.pp.size() > 1:
+            # Unknown is the largest number, and each stage knows its own layers.
+            wide = found.int()
+            dist.all_reduce(wide, dist.ReduceOp.MIN, group=self._engine.groups.pp)
+            found = wide.to(found.dtype)
+        return found.cpu()
 
     def _look_for_texts(self, lane: _Lane, slots: np.ndarray, tokens: np.ndarray, is_stop: np.ndarray) -> None:
         """Show the watched slots' tokens to their watches; where they complete a stop text, set ``is_stop``."""

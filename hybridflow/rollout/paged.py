@@ -14,6 +14,7 @@ from torch import Tensor
 from hybridflow.models.attention import attend
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.latent_attention import LatentSelfAttention
+from hybridflow.models.routing import choice_dtype, unknown_choice
 from hybridflow.models.scoring import Scoring
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 
@@ -33,16 +34,27 @@ class PagedCache:
         is_compressed: Whether they are of latent attention.
         keys: One tensor for each local layer, ``[blocks, groups/tp, head, BLOCK_TOKENS]``.
         values: As ``keys``, ``[blocks, groups/tp, BLOCK_TOKENS, head]``.
+        choices: Experts that each token was sent to, ``[blocks, BLOCK_TOKENS, layers, experts_per_token]``, of all
+            layers of the model; None: they are not kept.
         stride: Elements from a layer's keys to its values, and from there to the next layer's keys.
         num_bytes: Memory of all.
     """
 
-    def __init__(self, model: Transformer, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, model: Transformer, num_blocks: int, device: torch.device, *, keeps_choices: bool = False
+    ) -> None:
+        config = model.config
+        self.choices: Tensor | None = None
+        if keeps_choices:
+            dtype = choice_dtype(config.num_moe_experts)
+            sizes = num_blocks, BLOCK_TOKENS, config.num_layers, config.moe_router_topk
+            # Other stages know of other layers.
+            self.choices = torch.full(sizes, unknown_choice(dtype), dtype=dtype, device=device)
         (groups, head), latent = cache_shape(model), _latent(model)
         self.is_compressed = latent is not None
         per_layer = 1 if self.is_compressed else 2
         shape = (per_layer * len(model.decoder.layers), num_blocks, groups, head * BLOCK_TOKENS)
-        pool = _empty_pool(shape, model.config.params_dtype, device)
+        pool = _empty_pool(shape, config.params_dtype, device)
         self.stride, self.num_bytes = pool.stride(0), pool.nbytes
         if latent is not None:
             self.keys = list(pool.unflatten(-1, (head, BLOCK_TOKENS)))  # type: ignore[no-untyped-call]
@@ -53,8 +65,14 @@ class PagedCache:
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy blocks, ``[copies]`` int64 each; no block is both source and target."""
-        for blocks in self.keys if self.is_compressed else (*self.keys, *self.values):
+        own = self.keys if self.is_compressed else (*self.keys, *self.values)
+        for blocks in (*own, *(() if self.choices is None else (self.choices,))):
             blocks[targets] = blocks[sources]
+
+    def choices_of(self, blocks: Tensor, num_tokens: int) -> Tensor:
+        """Return the choices of a sequence's first tokens, ``[tokens, layers, experts_per_token]``."""
+        assert self.choices is not None, "kept from the start"
+        return self.choices[blocks[: -(-num_tokens // BLOCK_TOKENS)].long()].flatten(0, 1)[:num_tokens]
 
 
 def _empty_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -113,10 +131,19 @@ class PagedAttention:
         self.positions = positions
         self._parts: list[_Part] | None = None
 
+    @property
+    def routing(self) -> _Recording | None:
+        """Return what routers of a mixture are told; None: nothing."""
+        return None if self.cache.choices is None else _Recording(self.cache.choices, self._places())
+
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Return the block of each token, and its place there, ``[tokens]`` each."""
+        return self.tables[self.sequences, self.positions // BLOCK_TOKENS].long(), self.positions % BLOCK_TOKENS
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Attend as ``PackedAttention.attend`` does."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        block, token = self.tables[self.sequences, self.positions // BLOCK_TOKENS].long(), self.positions % BLOCK_TOKENS
+        block, token = self._places()
         keys[block, :, :, token] = key
         if not self.is_compressed:
             values[block, :, token] = value
@@ -143,6 +170,26 @@ class PagedAttention:
     def _part(self, rows: Tensor, sequences: Tensor) -> _Part:
         positions = self.positions[rows].unflatten(0, (len(sequences), -1))  # type: ignore[no-untyped-call]
         return _Part(rows, self.tables[sequences, : int(positions.max()) // BLOCK_TOKENS + 1].long(), positions)
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """Writes down which experts are chosen, see ``models.routing.Routing``."""
+
+    choices: Tensor
+    places: tuple[Tensor, Tensor]
+
+    def settle(self, layer: int, chosen: Tensor, first: int) -> Tensor:
+        """See ``Routing``."""
+        block, token = (each[first : first + len(chosen)] for each in self.places)
+        self.choices[block, token, layer] = chosen.to(self.choices.dtype)
+        return chosen
+
+    def observe(
+        self, layer: int, logits: Tensor, scores: Tensor, chosen: Tensor, weights: Tensor, first: int
+    ) -> Tensor:
+        """See ``Routing``."""
+        return weights
 
 
 @dataclass(frozen=True)

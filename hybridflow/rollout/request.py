@@ -210,6 +210,8 @@ class Response:
         versions: ``[response]`` int32, which weights sampled each token.
         prompt_log_probs: ``[prompt - 1]`` fp32 of the prompt's tokens but the first, at temperature 1; None: not asked
             for.
+        choices: Experts that each token of prompt and response was sent to, ``[tokens, layers, experts_per_token]``,
+            or what ``models.routing.unknown_choice`` gives; None: they were not kept.
         finish: Why it ended.
         error: Text of the error, where ``finish`` is ``failed``.
         latency_s: Seconds from when the engine was asked for it until it had ended, waits for a slot included; NaN: not
@@ -222,6 +224,7 @@ class Response:
     sampled_log_probs: Tensor
     versions: Tensor
     prompt_log_probs: Tensor | None = None
+    choices: Tensor | None = None
     finish: FinishReason
     error: str | None = None
     latency_s: float = field(default=math.nan, compare=False)

@@ -71,11 +71,19 @@ class PlainRunner:
         groups: This rank's process groups.
         vocab_size: True vocabulary.
         device: Where the model is.
+        keeps_choices: Whether its caches keep the choices of experts.
     """
 
     def __init__(
-        self, model: Transformer, groups: ProcessGroupCollection, vocab_size: int, device: torch.device
+        self,
+        model: Transformer,
+        groups: ProcessGroupCollection,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        keeps_choices: bool = False,
     ) -> None:
+        self._keeps_choices = keeps_choices
         self._model, self._groups, self._vocab_size, self._device = model, groups, vocab_size, device
         self._fast: CpuTransformer | None = None
 
@@ -105,7 +113,7 @@ class PlainRunner:
 
     def make_cache(self, num_blocks: int) -> PagedCache:
         """See ``Runner``."""
-        return PagedCache(self._model, num_blocks, self._device)
+        return PagedCache(self._model, num_blocks, self._device, keeps_choices=self._keeps_choices)
 
     def attention(
         self, cache: PagedCache, tables: np.ndarray, sequences: np.ndarray, positions: np.ndarray
@@ -128,7 +136,13 @@ class PlainRunner:
 
 
 def make_runner(
-    model: Transformer, groups: ProcessGroupCollection, vocab_size: int, *, max_rows: int, max_steps: int
+    model: Transformer,
+    groups: ProcessGroupCollection,
+    vocab_size: int,
+    *,
+    max_rows: int,
+    max_steps: int,
+    keeps_choices: bool = False,
 ) -> Runner:
     """Return what computes a model where it is.
 
@@ -138,12 +152,13 @@ def make_runner(
         vocab_size: True vocabulary.
         max_rows: Most sequences decoded at a time.
         max_steps: Most steps in a row.
+        keeps_choices: Whether its caches keep the choices of experts, which the training model's modules alone tell.
     """
     device = next(model.parameters()).device
-    if device.type == "cuda":
+    if device.type == "cuda" and not keeps_choices:
         # Needs Triton, which comes with torch's CUDA builds only.
         from hybridflow.rollout.gpu.runner import GpuRunner, runs_on_gpu
 
         if runs_on_gpu(model):
             return GpuRunner(model, groups, vocab_size, max_rows=max_rows, max_steps=max_steps)
-    return PlainRunner(model, groups, vocab_size, device)
+    return PlainRunner(model, groups, vocab_size, device, keeps_choices=keeps_choices)

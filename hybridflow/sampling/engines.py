@@ -117,7 +117,11 @@ def make_own_engine(job: Job, model: PlacedModel) -> MegatronEngine | UserEngine
     if not isinstance(model, UserModel):
         memory = rollout.cache_memory
         return model.make_engine(
-            seed=seed, max_concurrent=rollout.max_concurrent, cache_memory=memory, tokenizer=job.tokenizer
+            seed=seed,
+            max_concurrent=rollout.max_concurrent,
+            cache_memory=memory,
+            tokenizer=job.tokenizer,
+            keeps_choices=job.recipe.actor.moe.router_replay != "none",
         )
     kind: type[UserEngine] = HFEngine if isinstance(model.module, TransformersActor) else UserEngine
     return kind(

@@ -19,9 +19,11 @@ from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.schedule import Move
 from hybridflow.errors import EngineError
 from hybridflow.models.flops import model_flops, sampling_flops
+from hybridflow.models.routing import choice_dtype, unknown_choice
 from hybridflow.observe.rank_log import say
 from hybridflow.observe.work import add_work
 from hybridflow.placement.job import Job
+from hybridflow.placement.routing import ROUTER_CHOICES
 from hybridflow.placement.user_objects import user_class_of
 from hybridflow.rollout.dealing import Claims, Deal
 from hybridflow.rollout.engine import MegatronEngine
@@ -86,6 +88,7 @@ class Rollouts:
         self.engine = engine
         self._is_output_rank = is_output_rank
         self._has_versions = job.recipe.trainer.max_staleness > 0
+        self._has_choices = job.recipe.actor.moe.router_replay != "none"
         self._mesh = job.meshes["actor.rollout"]
         self._place = self._mesh.coordinate(job.world.rank)
         model = job.model_of("actor.rollout")
@@ -265,6 +268,7 @@ class Rollouts:
         chunk = max(1, sum(map(len, groups)))
         mover = Mover(self._job.world, self._job.meshes, chunk=chunk)
         names = (*_COLUMNS, "versions") if self._has_versions else _COLUMNS
+        names = (*names, ROUTER_CHOICES) if self._has_choices else names
         moved = mover.move(Move(columns=names, source=self._mesh.name, destination=self._mesh.name), batch, home)
         if batch is None or moved is None:
             return None
@@ -303,9 +307,22 @@ class Rollouts:
                 "rollout_log_probs": Ragged.from_list([got.log_probs for got in responses], torch.float32),
             },
         )
+        if self._has_choices:
+            batch = batch.with_columns({ROUTER_CHOICES: self._choices(pairs)})
         if not self._has_versions:
             return batch
         return batch.with_columns({"versions": torch.tensor(self._oldest(pairs), dtype=torch.int64)})
+
+    def _choices(self, pairs: Pairs) -> Ragged:
+        """Return the experts that tokens were sent to; unknown for a response that comes from a log."""
+        model = self._job.model_of("actor.rollout")
+        assert model.num_experts is not None, "refused by the recipe"
+        dtype, sizes = choice_dtype(model.num_experts), (model.num_layers, model.experts_per_token)
+        rows = [torch.empty(0, *sizes, dtype=dtype)]
+        for ask, got in pairs:
+            unknown = torch.full((len(ask.prompt) + len(got.tokens), *sizes), unknown_choice(dtype), dtype=dtype)
+            rows.append(unknown if got.choices is None else got.choices)
+        return Ragged(torch.cat(rows), torch.tensor([len(row) for row in rows[1:]], dtype=torch.int64))
 
     def _oldest(self, pairs: Pairs) -> list[int]:
         """Return the oldest weights that sampled each response; for an empty one, those that would have."""

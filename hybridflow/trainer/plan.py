@@ -9,7 +9,15 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.compiler import compile_flow
 from hybridflow.dataflow.graph import Flow, Step
 from hybridflow.dataflow.schedule import Program, project, rank_sets, role_ranks
-from hybridflow.flows.nodes import VALIDATION, VALIDATION_OF_PAIRS, WARM_START, with_drops, with_environment, without
+from hybridflow.flows.nodes import (
+    VALIDATION,
+    VALIDATION_OF_PAIRS,
+    WARM_START,
+    with_drops,
+    with_environment,
+    with_router_choices,
+    without,
+)
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -105,6 +113,8 @@ def _with_columns(recipe: Recipe, flow: Flow) -> Flow:
     """Return the flow with the other columns that this recipe's sampler produces."""
     if recipe.trainer.max_staleness > 0:
         flow = with_versions(flow)
+    if recipe.actor.moe.router_replay != "none":
+        flow = with_router_choices(flow)
     return flow if recipe.rollout.environment is None else with_environment(flow)
 
 

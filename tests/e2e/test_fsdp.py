@@ -48,7 +48,7 @@ def test_actor_and_reference_on_fsdp_critic_on_megatron(tmp_path, whole):
 @pytest.mark.slow
 def test_a_stop_changes_no_bit(tmp_path):
     settings = [*PPO, "actor.update={fsdp: 2}", "actor.rollout={dp: 2}", "critic.layout={fsdp: 2}"]
-    settings += ["actor.gradient_checkpointing=true", "critic.gradient_checkpointing=true", "actor.offload=true"]
+    settings += ["actor.recompute=full", "critic.recompute=full", "actor.offload=true"]
     found = []
     for name, stops in (("whole", ["4"]), ("stopped", ["2", "4"])):
         folder = tmp_path / name

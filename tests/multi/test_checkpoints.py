@@ -69,6 +69,8 @@ SOURCES = {
     "bf16": ("bf16", side("tp2.dp2")),
     "bf16 undistributed": ("bf16", side("tp2.pp2", distributed=False)),
     "value": ("value", side("pp2.dp2")),
+    "chunks": ("mixed", side("pp2.vpp2.dp2", bucket_size=1000)),
+    "uneven": ("bf16", side("pp2.dp2.layers1-3")),
 }
 """Name -> model, and where it is saved: by four ranks."""
 
@@ -85,6 +87,8 @@ GOALS = [
             "bf16": "pp2.dp2",
             "bf16 undistributed": "dp8",
             "value": "tp4 tp2",
+            "chunks": "pp2.layers3-1 tp2.pp2.vpp2.dp2 dp4",
+            "uneven": "tp2.pp2.vpp2 pp2.layers2-2",
         }.items()
         for layout in layouts.split()
     ),

@@ -91,7 +91,7 @@ def check_alike(
 
 DISTILL = {
     "colocated": dict(
-        ranks=2, actor={"update": {"tp": 2}, "rollout": {"dp": 2}}, teacher={"layout": {"pp": 2}, "offload": True}
+        ranks=2, actor={"update": {"cp": 2}, "rollout": {"dp": 2}}, teacher={"layout": {"pp": 2}, "offload": True}
     ),
     "split": dict(
         ranks=4,
@@ -102,7 +102,7 @@ DISTILL = {
     "shared in part": dict(
         ranks=3,
         actor={"ranks": [0, 1], "update": {"dp": 2}},
-        teacher={"ranks": [1, 2], "layout": {"dp": 2}, "offload": True},
+        teacher={"ranks": [1, 2], "layout": {"cp": 2}, "offload": True},
         reward={"ranks": [2]},
     ),
 }
@@ -143,10 +143,10 @@ SAFE = {
     "colocated": dict(
         ranks=2,
         actor={"update": {"tp": 2}, "rollout": {"dp": 2}},
-        critic={"layout": {"pp": 2}},
+        critic={"layout": {"cp": 2}},
         cost_critic={"layout": {"tp": 2}},
         reference={"offload": True, "layout": {"pp": 2}},
-        reward={"offload": True, "layout": {"dp": 2}},
+        reward={"offload": True, "layout": {"cp": 2}},
         cost={"offload": True, "layout": {"pp": 2}},
     ),
     "split": dict(

@@ -174,7 +174,7 @@ def recomputed(world) -> list[bool]:
     for text in ("fsdp2", "tp2", "pp2"):
         both = []
         for is_on in (False, True):
-            actor = actor_of(world, text, gradient_checkpointing=is_on)
+            actor = actor_of(world, text, recompute="full" if is_on else "none")
             learn(actor, world.rank, 2)
             both.append(pieces(actor, world.rank, "weight"))
         found.append(all((one == other).all() for (_, _, one), (_, _, other) in zip(*both, strict=True)))
@@ -189,7 +189,7 @@ def saved_tensors(world) -> dict[bool, int]:
     """Bytes that a forward pass keeps for the backward pass."""
     found = {}
     for is_on in (False, True):
-        actor, kept = actor_of(world, "dp1", gradient_checkpointing=is_on), [0]
+        actor, kept = actor_of(world, "dp1", recompute="full" if is_on else "none"), [0]
 
         def note(tensor: torch.Tensor, kept: list[int] = kept) -> torch.Tensor:
             kept[0] += tensor.nbytes if not isinstance(tensor, torch.nn.Parameter) else 0

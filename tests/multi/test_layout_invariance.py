@@ -300,6 +300,7 @@ def cases_of_stages(size: int) -> list[Case]:
             ("pp2.vpp2.dp2.layers1-2-3-2", "ppo", "deep", "none", None),
             ("pp2.vpp4.dp2", "grpo", "deep", "none", None),
             ("pp2.dp2.layers1-3", "ppo", "capped", "full", 2),
+            ("pp2.vpp2.dp2", "ppo", "capped", "none", None),
         ],
         8: [
             ("tp2.pp2.vpp2.dp2", "ppo", "plain", "full", None),

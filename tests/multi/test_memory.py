@@ -13,6 +13,7 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping import memory
 from hybridflow.models import log_probs
 from hybridflow.models.gpt import build_transformer
+from hybridflow.models.layers import recompute_activations
 from hybridflow.models.microbatch import pack
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.models.training import Trainable
@@ -87,11 +88,18 @@ WIDE = ModelConfig(
 LENGTHS = [48, 44, 44]
 
 
-def kept_by_layers(world, model: ModelConfig, lora: LoRAConfig | None = None) -> tuple[int, int]:
+def kept_by_layers(
+    world,
+    model: ModelConfig,
+    lora: LoRAConfig | None = None,
+    recompute: str = "none",
+    recompute_layers: int | None = None,
+) -> tuple[int, int]:
     """Bytes that the layers of a model keep for the backward pass, weights aside: as they are, and as estimated."""
     mesh, groups = place(world, ParallelLayout())
     built = build_transformer(model, mesh.layout, groups, world.device, vocab_size=VOCAB, lora=lora)
     initialize(built, describe_model(world, model, vocab_size=VOCAB, lora=lora), mesh, world.rank, seed=3, std=0.1)
+    recompute_activations(built, "model", recompute, recompute_layers)
     micro_batch = pack(
         [0, 1, 2], [(torch.arange(each) + place) % VOCAB for place, each in enumerate(LENGTHS)], [1, 1, 1], world.device
     )
@@ -111,7 +119,18 @@ def kept_by_layers(world, model: ModelConfig, lora: LoRAConfig | None = None) ->
         assert output.requires_grad  # what is kept stays alive until here
         return sum(kept.values())
 
-    return all_kept(torch.tensor([0])), memory.training_bytes(model, mesh, world.rank, sum(LENGTHS), lora)
+    estimated = memory.training_bytes(
+        model, mesh, world.rank, sum(LENGTHS), lora, recompute=recompute, recompute_layers=recompute_layers
+    )
+    return all_kept(torch.tensor([0])), estimated
+
+
+def kept_in_each_way(world, models: list[ModelConfig]) -> list[list[tuple[int, int]]]:
+    """For each model and way to recompute what ``kept_by_layers`` finds."""
+    return [[kept_by_layers(world, model, None, *way) for way in WAYS] for model in models]
+
+
+WAYS: list[tuple[str, int | None]] = [("none", None), ("selective", None), ("full", None), ("full", 1)]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -125,6 +144,23 @@ def test_activations_are_what_is_kept_for_the_backward_pass(dtype):
     # Sequences are padded to the longest for the kernel, which also keeps a number for each head. Of queries, keys and
     # values that are laid out for it, only that copy is kept.
     assert 0.9 * expected <= found <= 1.05 * expected, (found, estimated)
+
+
+def test_what_is_recomputed_is_not_kept():
+    short = replace(WIDE, num_layers=3)
+    ((plain, capped),) = run_ranks(kept_in_each_way, 1, [short, replace(CAPPED, vocab_size=VOCAB)])
+    tokens, width = sum(LENGTHS), short.hidden_size
+    (whole, all_of_it), (selective, as_much), (full, least), (first, some) = plain
+    # The fused kernel keeps what it takes and gives, with or without being computed again.
+    assert all_of_it == as_much and abs(selective - whole) < 0.01 * whole
+    layer, inputs = all_of_it // short.num_layers, tokens * width * 4
+    assert least == short.num_layers * inputs + layer and some == inputs + 3 * layer
+    # No layer is computed again yet, and the inputs are arguments, of which nothing is noted. Behind the last layer
+    # comes a norm, and others are unfused, as above.
+    assert 0.98 <= full / (2 * inputs) <= 1.05
+    assert 0.9 <= first / (2 * layer + 4 * inputs + 2 * inputs) <= 1.05
+    # Soft-capped scores are there for every pair of tokens.
+    assert capped[1][0] < 0.85 * capped[0][0] and capped[2][0] < capped[1][0]
 
 
 def test_adapters_keep_no_more_than_is_estimated():

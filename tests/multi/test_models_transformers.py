@@ -197,7 +197,7 @@ CASES = {
 }
 ALONE = "tp1.pp1.dp1"
 DENSE = ["tp2.pp1.dp1", "tp1.pp2.dp1", "tp2.pp2.dp1"]
-EXPERTS = ["tp1.pp1.dp2.ep2", "tp2.pp1.dp2.ep2", "tp1.pp2.dp2.ep2"]
+EXPERTS = ["tp1.pp1.dp2.ep2", "tp2.pp1.dp2.ep2", "tp1.pp2.dp2.ep2", "tp2.pp1.dp2.ep2.etp1"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -298,7 +298,7 @@ def cases_of(size: int) -> list[Case]:
     """Every algorithm in layouts of so many ranks, with a pair or two to a micro-batch, and with many."""
     layouts = {
         1: ["tp1.pp1.dp1"],
-        2: ["tp2.pp1.dp1", "tp1.pp2.dp1", "tp1.pp1.dp2"],
+        2: ["tp2.pp1.dp1", "tp1.pp2.dp1", "tp1.pp1.dp2", "cp2"],
         4: ["tp2.pp2.dp1", "tp1.pp2.dp2", "fsdp4", "fsdp2.dp4"],
     }[size]
     return [

@@ -21,7 +21,7 @@ from hybridflow.errors import ReshardError
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.gpt import build_transformer
+from hybridflow.models.gpt import build_stage
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import pack
 from hybridflow.models.regroup import Training, check_ranges, regroup, trained_tensors
@@ -88,6 +88,8 @@ CASES = [
     case("mixed", "tp2", "pp2", s_ranks=(0, 1), t_ranks=(2, 3)),
     case("plain", "dp2", "dp3", s_ranks=(0, 1), t_ranks=(3, 1, 2), t_bucket_size=4000),
     case("mixed", "tp1", "tp2.dp2", s_ranks=(2,)),
+    case("mixed", "pp2.vpp2.dp2", "tp2.pp2.layers3-1", s_bucket_size=2000),
+    case("bf16", "pp2.layers1-3.dp2", "tp2.pp2.vpp2", t_bucket_size=1000),
     case("plain", "dp2", "tp2.dp2", s_ranks=(1, 0), s_distributed=False, t_distributed=False),
 ]
 assert {str(ParallelLayout.parse(side.layout)) for each in CASES for side in (each.source, each.target)} >= {
@@ -116,7 +118,7 @@ class Run:
         if world.rank in self.mesh:
             self._groups = collection(world, self.mesh)
             spec = describe(world, model)
-            built = build_transformer(
+            built = build_stage(
                 MODELS[model],
                 self.mesh.layout,
                 self._groups,
@@ -175,11 +177,12 @@ class Run:
         (optimizer,) = self.trainable._optimizer.chained_optimizers
         inner = optimizer.optimizer
         if isinstance(optimizer, DistributedOptimizer):
-            (buffer,) = optimizer.buffers
             for parameter, (group, place) in optimizer.model_param_group_index_map.items():
                 main = inner.param_groups[group]["params"][place]
                 ranges = optimizer._get_model_param_range_map(parameter)
                 start, world = ranges["param"].start, ranges["gbuf_world"]
+                # Each virtual pipeline chunk has its own.
+                buffer = optimizer.buffers[optimizer.model_param_gbuf_map[parameter][0]]
                 self._keep(found, names[id(parameter)], start, parameter, main, inner.state[main])
                 found["gradient", names[id(parameter)]] = start, buffer.grad_data[world.start : world.end]
         else:

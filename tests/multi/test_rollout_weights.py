@@ -16,6 +16,10 @@ from tests.multi.jobs import make_job, tiny_recipe
 from tests.support.ranks import run_ranks
 
 PAIRS = [("tp2.dp2", "dp4"), ("dp4", "tp2.dp2"), ("tp2.pp2", "tp2.dp2"), ("pp2.dp2", "tp4")]
+TENSORS = 7
+"""Of a layer: two norms, the projection, query-key-value and its bias, the two of the feed-forward block."""
+# Layers 0 and 2 are on the first stage and 1 and 3 on the second, then 0 to 2 and 3.
+PAIRS += [("pp2.vpp2.dp2", "pp2.layers3-1.dp2")]
 
 
 def phases(world: World, pairs: list[tuple[str, str]], reshard: str) -> list[int]:
@@ -78,3 +82,5 @@ def test_phases_keep_what_they_need_and_free_the_rest() -> None:
         found = run_ranks(phases, 4, PAIRS, reshard)
         # Between TP and DP, the two norms of each layer and the last are whole in both.
         assert all(shared[0] > 0 and shared[1] > 0 for shared in found), found
+        # Layers 0 and 2 and the embedding, or layer 3, the last norm and the output layer.
+        assert sorted(shared[4] for shared in found) == [TENSORS + 2] * 2 + [2 * TENSORS + 1] * 2, found

@@ -28,7 +28,7 @@ def build(world, model, **given):
     return groups, build_transformer(model, ParallelLayout(), groups, DEVICE, vocab_size=model.vocab_size, **given)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_oss"])
 def test_every_family_gives_log_probabilities(monkeypatch, name):
     model = family_model(name)
     with fake_cuda(monkeypatch) as world:

@@ -74,6 +74,25 @@ def test_head_sizes_and_formats(heads, groups, head, dtype):
         torch.testing.assert_close(theirs, ours, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_sinks_take_their_share_and_have_gradients(window):
+    packed = tensors(SHARED, 6, 2, 16, torch.float32)
+    sinks = torch.tensor([0.5, -3.0, 2.0, 0.0, 4.0, 1.0], requires_grad=True)
+    plain, scoring = Scoring(scale=0.4, window=window), Scoring(scale=0.4, window=window, sinks=sinks)
+    lengths, places = [len(each) for each in SHARED], torch.tensor([place for each in SHARED for place in each])
+    found = []
+    for attend in (
+        lambda scoring: PackedAttention(lengths, CPU, places).attend(0, *packed, scoring),
+        lambda scoring: Sequences(lengths, places, CPU).attend(*packed, scoring, "triton"),
+    ):
+        context = attend(scoring)
+        assert float((context - attend(plain)).abs().max()) > 0.1, "the sinks have no weight"
+        weight = torch.randn(context.shape, generator=torch.Generator().manual_seed(2))
+        found.append([context, *torch.autograd.grad((context * weight).sum(), [*packed, sinks])])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(theirs, ours, atol=2e-5, rtol=1e-5)
+
+
 def test_no_tokens():
     sequences = Sequences([], torch.empty(0, dtype=torch.int64), CPU)
     query = torch.empty(0, 4, 16)

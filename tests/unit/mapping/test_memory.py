@@ -248,3 +248,38 @@ def test_what_samples_nothing_has_no_rollout_and_a_scorer_no_logits():
     assert [part.mesh for part in of_scorer.meshes] == ["actor.update"]
     assert of_policy.meshes[0].weights - of_scorer.meshes[0].weights == (64 - 1) * 128 * 4
     assert (of_policy.spare, of_scorer.spare) == (0, 0)
+
+
+EIGHT = ("actor.update={tp: 8, pp: 8, dp: 8%s}", "critic.layout={tp: 8, pp: 8, dp: 8}")
+
+
+def activations(stage, axes="", *more):
+    """Of a stage of the 70B actor; a layer keeps 56,960 numbers of 2 bytes of each of 4096 tokens."""
+    needed = memory_of("ppo-70b", EIGHT[0] % axes, EIGHT[1], *more)[64 * stage]
+    return by_mesh(needed)["actor.update"].activations / (4096 * 56_960 * 2)
+
+
+def test_recomputed_layers_keep_their_input_and_one_layer_at_a_time_the_rest():
+    share = 8192 / 56_960
+    assert activations(1, "", "actor.recompute=full") == pytest.approx(7 * 10 * share + 1)
+    assert activations(1, "", "actor.recompute=full", "actor.recompute_layers=4") == pytest.approx(
+        7 * (4 * share + 6) + 1
+    )
+    assert activations(1, "", "actor.recompute=selective") == activations(1) == 70
+
+
+def test_interleaved_stages_keep_more_the_more_there_are():
+    # 1 + (pp - 1) / (pp · vpp) times 80 layers on the first stage; each stage behind it two passes of a chunk less.
+    assert activations(0) == 80
+    for vpp in (2, 5):
+        chunk = 10 // vpp
+        assert activations(0, f", vpp: {vpp}") == pytest.approx(80 * (1 + 7 / (8 * vpp)))
+        assert activations(3, f", vpp: {vpp}") == pytest.approx(80 * (1 + 7 / (8 * vpp)) - 3 * 2 * chunk)
+
+
+def test_stages_of_unequal_length_keep_what_they_have():
+    layers = ", layers: [11, 11, 11, 11, 10, 10, 9, 7]"
+    assert [activations(stage, layers) for stage in (0, 1, 4)] == [8 * 11, 7 * 11, 4 * 10]
+    parts = [by_mesh(needed)["actor.update"] for needed in memory_of("ppo-70b", EIGHT[0] % layers, EIGHT[1])[::64]]
+    assert [part.weights for part in parts[1:7]] == [count * LAYER * 2 for count in (11, 11, 11, 10, 10, 9)]
+    assert parts[0].weights == (11 * LAYER + EMBEDDING) * 2

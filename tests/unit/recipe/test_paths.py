@@ -90,7 +90,7 @@ def test_critic_and_reward_are_cut_as_what_they_are(recipe_file, tmp_path):
     eight = ["cluster.ranks=8", "actor.ranks=[0, 1, 2, 3]", "critic.ranks=[4, 5, 6, 7]"]
     apart = ["reward.layout={tp: 8}", "reward.ranks=[0, 1, 2, 3, 4, 5, 6, 7]"]
     assert role_meshes(load_recipe(recipe_file, [*own, *eight, *apart]))["reward"].layout == ParallelLayout(tp=8)
-    with pytest.raises(LayoutError, match=r"critic: pp=4 does not divide model\.num_layers=2"):
+    with pytest.raises(LayoutError, match=r"critic: pp=4 is above model\.num_layers=2"):
         load_recipe(recipe_file, own[1:])
     with pytest.raises(LayoutError, match=r"reward\.ranks=\[2, 9\]: \[9\] not among"):
         load_recipe(recipe_file, [*own, "reward.ranks=[2, 9]"])

@@ -16,6 +16,7 @@ from hybridflow.families.cut import check_cut
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.recipe.load import find_recipe, load_recipe, recipe_from_dict
 from hybridflow.recipe.meshes import role_meshes
+from hybridflow.reshard.plan import shares_storage
 from hybridflow.sections import LARGEST_INTEGER, keys_of, to_dict
 from hybridflow.trainer.plan import plan_job
 from tests.support.complaints import complains
@@ -167,10 +168,25 @@ def test_heads_may_be_wider_than_their_share_of_the_hidden_size(recipe_file):
         (["actor.update.tp=0"], ["override 'actor.update.tp=0'", "actor.update: layout tp=0"]),
         (["actor.rollout={cp: 2, dp: 2}"], ["actor.rollout: tp1.pp1.dp2.cp2: a rollout needs whole", "cp=1 and dp=4"]),
         (["actor.update={ep: 2, dp: 4}"], ["actor.update.ep=2: expert parallelism"]),
-        (["actor.rollout={vpp: 2, dp: 4}"], ["actor.rollout.vpp=2: virtual pipeline parallelism"]),
+        (["actor.rollout={pp: 2, vpp: 2, dp: 2}"], ["actor.rollout.vpp=2: a rollout has no", "set vpp=1 with pp=2"]),
+        (["actor.update={vpp: 2, dp: 4}"], ["actor.update.vpp=2: virtual chunks", "pp=1 has one stage; set vpp=1"]),
+        (
+            ["actor.update={pp: 2, vpp: 2, dp: 2}"],
+            ["actor.update: pp·vpp=2·2=4 is above model.num_layers=2", "each virtual stage needs a layer"],
+        ),
+        (
+            ["critic.layout={pp: 2, dp: 2}", "model.num_layers=3", "actor.update={dp: 4}"],
+            ["critic: pp=2 does not divide model.num_layers=3", "layers: auto"],
+        ),
+        (
+            ["actor.update={pp: 2, dp: 2, layers: [2, 1]}"],
+            ["actor.update: layers=[2, 1]: expected at least one layer on each stage", "model.num_layers=2", "found 3"],
+        ),
+        (["actor.update={pp: 2, dp: 2, layers: [0, 2]}"], ["layers=[0, 2]: expected at least one layer"]),
+        (["actor.update={pp: 2, dp: 2, layers: [2]}"], ["layers=[2]: expected pp·vpp = 2 numbers of layers"]),
         (["critic.ranks=[2, 3, 4, 5]"], ["critic.ranks=[2, 3, 4, 5]", "[4, 5] not among ranks 0 to 3", "at least 6"]),
         (["critic.ranks=[0, 0, 1, 2]"], ["critic: ranks [0, 0, 1, 2]: expected distinct"]),
-        (["critic.layout={pp: 4}"], ["critic: pp=4 does not divide model.num_layers=2"]),
+        (["critic.layout={pp: 4}"], ["critic: pp=4 is above model.num_layers=2", "lower pp"]),
         (["actor.update={tp: 4}", "model.num_attention_heads=2"], ["tp=4 does not divide model.num_attention_heads=2"]),
         (
             ["model.num_query_groups=1", "actor.update={tp: 4}", "model.ffn_hidden_size=66"],
@@ -181,6 +197,55 @@ def test_heads_may_be_wider_than_their_share_of_the_hidden_size(recipe_file):
 )
 def test_layout_that_does_not_fit_is_refused_before_any_model(recipe_file, overrides, says):
     complains(lambda: load_recipe(recipe_file, overrides), says, LayoutError)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["actor.recompute_layers=2"], ["actor.recompute_layers=2: counts the layers of actor.recompute=full", "none"]),
+        (["critic.recompute=always"], ["critic.recompute", "expected one of none, selective, full"]),
+        (["actor.gradient_checkpointing=true"], ["actor.recompute", "none, selective or full"]),
+        (["critic.gradient_checkpointing=true"], ["TRL's gradient_checkpointing is actor.recompute here"]),
+        (["actor.update.layers=even"], ["actor.update.layers: expected a list of integers or one of auto or null"]),
+    ],
+)
+def test_what_cannot_be_recomputed_is_refused(recipe_file, overrides, says):
+    complains(lambda: load_recipe(recipe_file, overrides), says, ConfigError)
+
+
+def test_attention_that_is_not_ours_is_not_recomputed_alone(recipe_file, tmp_path):
+    path = write_config(tmp_path / "policy", POLICY)
+    whole = ["actor.update={dp: 4}", "actor.rollout=null", "critic.layout={dp: 4}"]
+    given = [f"model={{path: {path}, implementation: transformers}}", *whole]
+    says = ["actor.recompute=selective", "layers of its own; set it to full or none"]
+    complains(lambda: load_recipe(recipe_file, [*given, "actor.recompute=selective"]), says, ConfigError)
+    assert load_recipe(recipe_file, [*given, "actor.recompute=full"]).actor.recompute == "full"
+
+
+def test_stages_are_balanced_by_what_they_compute(recipe_file):
+    """An output layer of 40 entries costs what a layer costs, about: the last stage has one layer less."""
+    sizes = ["model.num_layers=7", "model.vocab_size=VOCAB", "actor.update={pp: 4, layers: auto}"]
+    sizes += ["critic.layout={pp: 2, vpp: 2, dp: 2, layers: auto}", "actor.rollout={dp: 4}"]
+
+    def recipe(vocab, *more):
+        return load_recipe(recipe_file, [*(each.replace("VOCAB", str(vocab)) for each in sizes), *more])
+
+    small, large = recipe(300), recipe(4000)
+    assert small.actor.update.layers == (2, 2, 2, 1)
+    assert sum(large.actor.update.layers) == 7 and large.actor.update.layers[-1] == 1
+    # A value head costs next to nothing.
+    assert small.critic.layout == large.critic.layout and sorted(large.critic.layout.layers) == [1, 2, 2, 2]
+    assert role_meshes(large)["actor.update"].layout == large.actor.update
+    assert to_dict(large)["actor"]["update"]["layers"] == list(large.actor.update.layers)
+    assert recipe(300, "actor.update={dp: 4, layers: auto}").actor.update.layers is None
+
+
+def test_a_model_with_chunks_generates_in_one_piece(recipe_file):
+    more = ["model.num_layers=4", "actor.update={pp: 2, vpp: 2, dp: 2}", "actor.rollout=null", "critic.layout={dp: 4}"]
+    meshes = role_meshes(load_recipe(recipe_file, more))
+    assert meshes["actor.update"].layout == ParallelLayout(pp=2, vpp=2, dp=2)
+    assert meshes["actor.rollout"].layout == ParallelLayout(pp=2, dp=2)
+    assert not shares_storage(meshes["actor.update"], meshes["actor.rollout"])
 
 
 @pytest.mark.parametrize(

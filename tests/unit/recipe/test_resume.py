@@ -21,7 +21,7 @@ from hybridflow.recipe.resume import check_resume
 from hybridflow.sections import Bounds, put_over, read_section, to_dict
 from tests.support.recipes import POLICY, SCORER, SMALLEST, write_config
 
-NUM_LEAF_KEYS = 0
+NUM_LEAF_KEYS = 758
 
 
 class Key(NamedTuple):
@@ -112,6 +112,9 @@ GIVEN = {
     r"data\.arithmetic": ["data.arithmetic={num_train: 4, num_held_out: 2}"],
     r"warm_start": ["warm_start={steps: 1, batch_size: 2, lr: 1e-3}"],
     r"actor\.lora": ["actor.lora={rank: 4}"],
+    r"(\w+)\.recompute_layers": [r"\1.recompute=full"],
+    r"actor\.moe": ["model.num_experts=4"],
+    r"actor\.moe\.bias_update_rate": ["model.router_score=sigmoid", "model.router_bias=true"],
     r"rollout\.environment": ["rollout.environment={name: calculator}"],
     r"rollout\.engine\.kind": ["cluster.ranks=1"],
     r"rollout\.engine\.(urls|model|auth_env|log_probs|off_policy)": [

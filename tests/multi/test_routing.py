@@ -1,0 +1,180 @@
+"""Losses and biases of routers against formulas by hand, and the rollout's choices of experts in training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from hybridflow.config.roles import MoEConfig
+from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.models.log_probs import vocab_parallel_log_probs
+from hybridflow.models.microbatch import pack
+from hybridflow.models.router import ExpertRouter
+from hybridflow.models.routing import choice_dtype, unknown_choice
+from hybridflow.models.training import forward_only
+from hybridflow.placement.routing import ROUTER_CHOICES, RouterWatch, attach_choices
+from hybridflow.rollout.engine import MegatronEngine
+from hybridflow.rollout.request import SamplingParams
+from tests.multi.models import MIXTURE, SHARED, VOCAB, make_model, nine_requests
+from tests.support.ranks import run_ranks
+
+MOE = MoEConfig(aux_loss=0.3, z_loss=0.02, bias_update_rate=0.125)
+PROMPT = [3, 7, 9]
+SEQUENCES = [[*PROMPT, 4, 5], [*PROMPT, 11], [8, 1, 2, 6]]
+PROMPT_LENGTHS = [3, 3, 1]
+
+
+def by_hand(model, config, logits):
+    """Auxiliary loss, z-loss and loads of each layer, sample by sample and token by token."""
+    aux, z, loads = torch.zeros(()), torch.zeros(()), torch.zeros(config.num_layers, config.num_experts)
+    # Two samples have the prompt in common, which is computed once.
+    places = [[0, 1, 2, 3, 4], [0, 1, 2, 5], [6, 7, 8, 9]]
+    for layer, rows in enumerate(logits):
+        bias = model.decoder.layers[layer].mlp.router.expert_bias
+        for sample in places:
+            chosen, shares = torch.zeros(config.num_experts), torch.zeros(config.num_experts)
+            for place in sample:
+                if config.router_score == "softmax":
+                    scores = rows[place].softmax(0)
+                    best = scores.topk(2).indices
+                else:
+                    scores = rows[place].sigmoid()
+                    best = (scores + bias).topk(2).indices
+                    scores = scores / scores.sum()
+                chosen[best] += 1
+                loads[layer, best] += 1
+                shares = shares + scores / len(sample)
+                z = z + rows[place].exp().sum().log() ** 2
+            aux = aux + config.num_experts * (chosen / (2 * len(sample)) * shares).sum()
+    return aux, z, loads
+
+
+def losses_of_routers(world, config):
+    """What a step reports and leaves, and the same by hand."""
+    model, _, groups, _ = make_model(world, ParallelLayout(), model=config)
+    for layer in model.decoder.layers:
+        if config.router_bias:
+            layer.mlp.router.expert_bias.copy_(torch.linspace(-0.2, 0.2, config.num_experts))
+    part = pack([0, 1, 2], [torch.tensor(each) for each in SEQUENCES], PROMPT_LENGTHS, world.device)
+    assert len(part.tokens) == 10
+    logits = []
+
+    def kept(router, hidden, gating=ExpertRouter.gating):
+        logits.append(gating(router, hidden)[:, 0])
+        return logits[-1][:, None]
+
+    with mock.patch.object(ExpertRouter, "gating", kept):
+        model(part.tokens, part.attention, part.rows)
+    aux, z, loads = by_hand(model, config, logits)
+    # Three samples, which have 13 tokens together.
+    loss = MOE.aux_loss * aux / 3 + MOE.z_loss * z / 13
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(loss, parameters, allow_unused=True)
+    watch = RouterWatch(model, groups, MOE, [part])
+    output = model(part.tokens, part.attention, part.rows)
+    (output.sum() * 0.0).backward()
+    worst = 0.0
+    for parameter, wanted in zip(parameters, expected, strict=True):
+        wanted = torch.zeros_like(parameter) if wanted is None else wanted
+        worst = max(worst, float((parameter.grad - wanted).abs().max()))
+    assert max(float(each.abs().max()) for each in expected if each is not None) > 1e-2, "gradients tell nothing"
+    biases = [layer.mlp.router.expert_bias for layer in model.decoder.layers]
+    before = [None if bias is None else bias.clone() for bias in biases]
+    found = watch.finish()
+    for layer, bias in enumerate(biases):
+        if bias is not None:
+            mean = float(loads[layer].mean())
+            steps = [0.125 if load < mean else -0.125 if load > mean else 0.0 for load in loads[layer].tolist()]
+            assert torch.equal(bias, before[layer] + torch.tensor(steps)), layer
+    layers = config.num_layers
+    ratios = loads / loads.mean(1, keepdim=True)
+    wanted = {
+        "actor/router_aux_loss": float(aux) / (3 * layers),
+        "actor/router_z_loss": float(z) / (13 * layers),
+        "actor/expert_load_max": float(ratios.max()),
+        "actor/expert_load_max_mean": float(ratios.amax(1).mean()),
+        "actor/expert_load_min": float(ratios.min()),
+    }
+    return worst, found, wanted
+
+
+@pytest.mark.parametrize("config", [MIXTURE, SHARED], ids=["softmax", "sigmoid"])
+def test_losses_and_biases_are_those_of_the_formulas(config):
+    ((worst, found, wanted),) = run_ranks(losses_of_routers, 1, replace(config, num_layers=2))
+    assert worst < 1e-6
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def noisy(router, scores, choose=ExpertRouter.choose):
+    """What other kernels' rounding does to choices, made large enough for a small model."""
+    noise = torch.randn(scores.shape, generator=torch.Generator().manual_seed(len(scores)))
+    return choose(router, scores + 0.3 * scores.std() * noise)
+
+
+def replayed(world, texts):
+    """Layout -> sampled and computed log-probabilities with and without the rollout's choices, and the agreement."""
+    found = {}
+    for text in texts:
+        layout = ParallelLayout.parse(text)
+        model, mesh, groups, _ = make_model(world, layout, model=MIXTURE)
+        engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=11, max_concurrent=4, keeps_choices=True)
+        params = SamplingParams(max_new_tokens=20, stop_ids=(2,))
+        mine = nine_requests(params)[mesh.coordinate(world.rank).dp :: layout.dp]
+        responses = engine.generate(mine)
+        sequences = [torch.cat([ask.prompt, got.tokens]) for ask, got in zip(mine, responses, strict=True)]
+        choices = [got.choices for got in responses]
+        batch = Batch(
+            torch.arange(len(mine)), {ROUTER_CHOICES: Ragged(torch.cat(choices), torch.tensor([*map(len, choices)]))}
+        )
+        unknown = unknown_choice(choice_dtype(MIXTURE.num_experts))
+        for tokens, rows in zip(sequences, choices, strict=True):
+            assert rows.shape == (len(tokens), MIXTURE.num_layers, 2)
+            assert (rows[:-1] < MIXTURE.num_experts).all() and (rows[-1] == unknown).all()
+
+        def compute(output, part, group=groups.tp):
+            return vocab_parallel_log_probs(output, part.targets, group=group, vocab_size=VOCAB)[0]
+
+        def log_probs(
+            *,
+            is_replayed: bool,
+            computed=compute,
+            model=model,
+            groups=groups,
+            mine=mine,
+            batch=batch,
+            sequences=sequences,
+        ):
+            part = pack([*range(len(mine))], sequences, [len(ask.prompt) for ask in mine], world.device)
+            attach_choices([part], batch, groups, model, is_replayed=is_replayed)
+            with mock.patch.object(ExpertRouter, "choose", noisy):
+                watch = RouterWatch(model, groups, MoEConfig(), [part])
+                rows = forward_only(model, groups, [part], computed)
+                return rows, watch.finish()
+
+        (with_replay, _), (without, told) = log_probs(is_replayed=True), log_probs(is_replayed=False)
+        if with_replay:
+            sampled = torch.cat([got.log_probs for got in responses])
+            differences = [float((each[0] - sampled).abs().max()) for each in (with_replay, without)]
+            found[text] = (*differences, told["rollout/router_agreement"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "texts"),
+    [
+        (1, ["tp1"]),
+        (2, ["pp2", "dp2.ep2"]),
+        pytest.param(4, ["tp2.dp2", "pp2.dp2.ep2", "tp2.dp2.ep4.etp1"], marks=pytest.mark.slow),
+    ],
+)
+def test_the_rollouts_choices_give_its_log_probs(size, texts):
+    found = [each for rank in run_ranks(replayed, size, texts) for each in rank.items()]
+    assert {text for text, _ in found} == set(texts)
+    for text, (with_replay, without, agreement) in found:
+        assert with_replay < 1e-5, text
+        assert without > 1e-2, text
+        assert 0.5 < agreement < 0.999, text

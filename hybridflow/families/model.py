@@ -190,9 +190,8 @@ class ModelConfig:
     @property
     def rotary_size(self) -> int:
         """Return the part of each query and key head that turns with its position."""
-        if self.qk_rope_head_dim is not None:
-            return self.qk_rope_head_dim
-        return self.head_size if self.rotary_dim is None else self.rotary_dim
+        sizes = (self.qk_rope_head_dim, self.rotary_dim, self.head_size)
+        return next(size for size in sizes if size is not None)
 
     @property
     def value_size(self) -> int:
@@ -301,11 +300,12 @@ def _check_latent(model: ModelConfig, owner: str) -> None:
             f"{owner}.num_query_groups={model.num_query_groups} with {owner}.kv_lora_rank={model.kv_lora_rank}: latent "
             f"attention has a key for each of its {model.num_attention_heads} heads; remove num_query_groups"
         )
-    for name in ("qk_norm", "qkv_bias"):
+    others = ("qk_norm", "qkv_bias", "linear_bias", "attention_sinks", "rotary_dim", "local_rotary_base")
+    for name in (*others, "rotary_interleaved"):
         if getattr(model, name):
             raise ConfigError(
-                f"{owner}.{name}=true with {owner}.kv_lora_rank={model.kv_lora_rank}: latent attention has no such "
-                "tensors; set it to false"
+                f"{owner}.{name}={getattr(model, name)} with {owner}.kv_lora_rank={model.kv_lora_rank}: not computed "
+                "in latent attention; remove one of them"
             )
 
 

@@ -510,11 +510,11 @@ def _layer_bytes(model: ModelConfig, tp: int, slices: int) -> int:
     context: ``5 (q + kv) / tp``; of the feed-forward block gate and up, the activated gate, up once more, and the
     product, ``5 f / tp``. In a mixture these are there for each expert that a token goes to and for the shared one, and
     so is the input, ``h``; or those of a dense layer, where it is wider. Latent attention keeps the compressed vectors
-    too, uncut.
+    too.
     """
     queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
     whole = -(-2 * (1 + model.pre_norms + model.post_norms) * model.hidden_size // slices) + 4 * model.rotary_size
-    whole += 2 * ((model.q_lora_rank or 0) + (model.kv_lora_rank or 0))
+    whole += -(-2 * ((model.q_lora_rank or 0) + (model.kv_lora_rank or 0)) // slices)
     experts = 1 if model.num_experts is None else model.experts_per_token
     whole += 0 if model.num_experts is None else experts * model.hidden_size
     width = experts * model.ffn_hidden_size + (model.shared_ffn_hidden_size or 0)

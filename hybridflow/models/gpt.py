@@ -354,6 +354,7 @@ def _is_common(model: ModelConfig) -> bool:
     is_other_rotation = model.rotary_interleaved or model.local_rotary_base is not None
     is_other_gate = model.activation == "quick_gelu" or model.glu_clamp is not None or model.glu_offset != 0
     is_other = is_other_rotation or is_other_gate or model.linear_bias or model.attention_sinks
+    is_other = is_other or model.kv_lora_rank is not None
     return model.pre_norms and not has_wide_norms and not is_other
 
 

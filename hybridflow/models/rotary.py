@@ -12,7 +12,7 @@ from hybridflow.families.model import ModelConfig, RotaryScaling
 
 
 def rotary_frequencies(model: ModelConfig) -> Tensor:
-    """Return the angle of each rotated pair of dims from one token to the next, ``[rotary / 2]`` fp32 in host memory.
+    """Return the angle of each rotated pair of dims from one token to the next, ``[pairs]`` fp32 in host memory.
 
     LongRoPE has two sets of divisors. Which one a model uses is settled by its ``max_context``, once for all sequences,
     so that what was cached for the beginning of a sequence stays right as it grows, and training agrees with rollout.

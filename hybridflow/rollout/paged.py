@@ -65,8 +65,8 @@ class PagedCache:
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy blocks, ``[copies]`` int64 each; no block is both source and target."""
-        kept = self.keys if self.is_compressed else [*self.keys, *self.values]
-        for blocks in (*kept, *(() if self.choices is None else (self.choices,))):
+        own = self.keys if self.is_compressed else (*self.keys, *self.values)
+        for blocks in (*own, *(() if self.choices is None else (self.choices,))):
             blocks[targets] = blocks[sources]
 
     def choices_of(self, blocks: Tensor, num_tokens: int) -> Tensor:

@@ -179,10 +179,11 @@ def test_same_text_in_eight_stages():
 
 @pytest.mark.parametrize("shape", [CAPPED, MIXTURE, SHARED], ids=["capped", "mixture", "latent"])
 def test_windows_caps_experts_and_compressed_caches_give_the_same_text_in_layouts_and_the_log_probs_of_training(shape):
-    layouts = [ParallelLayout.parse(text) for text in ("tp2.pp2.dp1", "tp1.pp2.dp2", "tp2.pp2.layers1-3")]
+    texts = ["tp2.pp2.dp1", "tp1.pp2.dp2", *(["tp2.pp2.layers1-3"] if shape.num_layers == 4 else [])]
+    layouts = [ParallelLayout.parse(text) for text in texts]
     reference = merged(1, [ParallelLayout()], 256, ("plain",), shape)
     found = merged(4, layouts, 7, ("plain",), shape)
-    assert len(reference) == 15 and len(found) == 45
+    assert len(reference) == 15 and len(found) == 15 * len(layouts)
     for (_, *request), (tokens, sampled, trained) in {**reference, **found}.items():
         # These seeds meet no near-tie.
         assert tokens == reference[("tp1.pp1.dp1", *request)][0]

@@ -151,10 +151,10 @@ def to_args(model: ModelConfig, dtype: DType) -> dict[str, Any]:
         *("pre_norms", "post_norms", "qk_norm_over", "activation", "scaled_embeddings", "linear_bias", "glu_clamp"),
         *("glu_offset", "attention_sinks", "rotary_dim", "rotary_interleaved", "local_rotary_base", "attention_scale"),
         *("attention_softcap", "logit_softcap", "window_layers"),
+        # Megatron-LM has arguments for these, and names for their tensors, that are neither written nor read here.
+        *("kv_lora_rank", "num_dense_layers", "router_groups", "routed_scaling"),
     )
-    # Megatron-LM has arguments for these, and names for their tensors, that are neither written nor read here.
-    unwritten = ("kv_lora_rank", "num_dense_layers", "router_groups", "routed_scaling")
-    strange = [name for name in (*names, *unwritten) if getattr(model, name) != getattr(plain, name)]
+    strange = [name for name in names if getattr(model, name) != getattr(plain, name)]
     if model.router_score == "sigmoid" and not model.normalized_experts:
         strange.append("normalized_experts")
     scaling = model.rotary_scaling

@@ -438,12 +438,6 @@ def models(draw, family):
     if "num_experts" in family.keys.values():
         values |= {"num_experts": draw(st.integers(2, 8)), "experts_per_token": 2}
         values.setdefault("normalized_experts", draw(st.booleans()))
-    caps = {"attention_softcap", "logit_softcap"} & {*family.keys.values()}
-    values |= {cap: draw(st.none() | FLOATS) for cap in sorted(caps)}
-    if "partial_rotary_factor" in family.defaults:
-        values["rotary_dim"] = draw(st.sampled_from([None, 2, 4, 6, 8]))
-    if "rope_local_base_freq" in family.defaults and "window" in values:
-        values["local_rotary_base"] = draw(FLOATS)
     if "kv_lora_rank" in family.keys.values():
         values |= {"num_query_groups": None, "head_dim": None, "kv_lora_rank": draw(st.integers(1, 9))}
         values |= {"q_lora_rank": draw(st.none() | st.integers(1, 9)), "v_head_dim": draw(st.integers(1, 9))}
@@ -456,6 +450,12 @@ def models(draw, family):
         if values["num_experts"] % 2 == 0 and values["num_experts"] > 2:
             values |= {"router_groups": 2, "router_groups_per_token": draw(st.integers(1, 2))}
         values["routed_scaling"] = draw(FLOATS)
+    caps = {"attention_softcap", "logit_softcap"} & {*family.keys.values()}
+    values |= {cap: draw(st.none() | FLOATS) for cap in sorted(caps)}
+    if "partial_rotary_factor" in family.defaults:
+        values["rotary_dim"] = draw(st.sampled_from([None, 2, 4, 6, 8]))
+    if "rope_local_base_freq" in family.defaults and "window" in values:
+        values["local_rotary_base"] = draw(FLOATS)
     if "query_pre_attn_scalar" in family.defaults:
         values["attention_scale"] = draw(st.none() | st.integers(1, 999).map(lambda scalar: scalar**-0.5))
     return ModelConfig(**values)

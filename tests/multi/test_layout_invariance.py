@@ -41,6 +41,8 @@ MIXED = ModelConfig(
     qk_norm=True,
 )
 MODELS = {"plain": TINY, "deep": DEEP, "mixed": MIXED, "capped": CAPPED, "mixture": MIXTURE, "shared": SHARED}
+OTHERS: dict[str, ModelConfig] = {}
+"""Models of other test files."""
 LOSSES = ("dr-grpo", "gspo", "cispo")
 """Algorithms with another loss, which also reject tokens, or sequences."""
 SMALL, LARGE = 24, 4096
@@ -94,7 +96,7 @@ def compute(world: World, case: Case) -> Findings:
     recipe = tiny_recipe(
         case.layout,
         case.algorithm,
-        model=MODELS[case.model],
+        model=(MODELS | OTHERS)[case.model],
         micro_batch_tokens=case.micro_batch_tokens,
         optimizer=OptimizerConfig(lr=1e-4, distributed=case.distributed, weight_decay=0.1),
     )
@@ -108,7 +110,9 @@ def compute(world: World, case: Case) -> Findings:
     place, layout = mesh.coordinate(world.rank), case.layout
     found = Findings(
         replica=place.dp // layout.fsdp,
-        expert_replica=(place.tp + layout.tp * place.dp) // (layout.expert_tp * layout.ep) // layout.fsdp,
+        expert_replica=(place.tp + layout.tp * (place.cp + layout.cp * place.dp))
+        // (layout.expert_tp * layout.ep)
+        // layout.fsdp,
     )
     actor = Actor(job, KLCoefficient(recipe))
     initial(found, "actor", actor, world.rank)
@@ -232,7 +236,7 @@ def worst_differences(reports: list[dict[str, Any]], whole: Findings, layout: Pa
             continue
         replicas = layout.dp // layout.fsdp
         if ".experts." in name:
-            replicas = layout.tp * layout.dp // (layout.expert_tp * layout.ep) // layout.fsdp
+            replicas = layout.tp * layout.cp * layout.dp // (layout.expert_tp * layout.ep) // layout.fsdp
         for replica in range(replicas):
             difference, expected, count = sums[quantity, name, replica].tolist()
             assert count and count % whole.tensors[quantity, name][0][0].size == 0, (quantity, name, replica, count)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridflow.models.attention import PackedAttention
-from hybridflow.models.context import ContextAttention, ContextShare, zigzag
+from hybridflow.models.context import ContextAttention, ContextShare, Dealt, zigzag
 from hybridflow.models.flash import flash_attention, flash_gradient
 from hybridflow.models.scoring import Scoring
 from tests.unit.models.test_cuda_attention import varlen_attn
@@ -62,6 +62,25 @@ def test_a_ranks_queries_see_what_they_would_see_in_whole_sequences(monkeypatch,
         if softcap is None:
             found = view._sequences.attend(query[mine], keys, values, scoring, "varlen")
             torch.testing.assert_close(found, expected[mine], atol=1e-6, rtol=0)
+
+
+def test_the_gradients_of_sinks_are_those_of_whole_sequences(monkeypatch):
+    # Of a group of one, which has nothing to exchange.
+    for name in ("exchange", "sum_back"):
+        monkeypatch.setattr(Dealt, name, lambda self, values: values)
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(34, heads, 8, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
+    inputs.append(torch.tensor([1.0, -2.0, 3.0, 0.5], requires_grad=True))
+    lengths, flat = [len(each) for each in PLACES], torch.tensor([place for each in PLACES for place in each])
+    share = ContextShare(COUNTS, SimpleNamespace(size=lambda: 1, rank=lambda: 0), CPU)
+    assert torch.equal(share.tokens.mine, torch.arange(34)) and torch.equal(share.tokens.index, torch.arange(34))
+    found = []
+    for attention in (PackedAttention(lengths, CPU, flat), ContextAttention(lengths, CPU, flat, share)):
+        context = attention.attend(0, *inputs[:3], Scoring(scale=0.4, window=3, sinks=inputs[3]))
+        weight = torch.randn(context.shape, generator=torch.Generator().manual_seed(2))
+        found.append([context, *torch.autograd.grad((context * weight).sum(), inputs)])
+    for expected, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(5, 5), (5, 12), (40, 900), (600, 800)])

@@ -5,15 +5,31 @@ Paper: arXiv 2205.05198. It can be switched for each forward pass, since one mod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from torch import nn
+from torch import Tensor, nn
 
 from hybridflow.models.experts import ExpertLayer
 
 _NORMS = ("layernorm.weight", "layer_norm_weight")
 _ADDED_LAST = ("linear_proj.bias", "linear_fc2.bias")
 _HEAD_NORMS = ("q_layernorm", "k_layernorm")
+
+
+class _GatheredTokens:
+    """Memory for the gathered input of a product, which ends with it."""
+
+    def get_tensor(self, shape: Sequence[int], dtype: torch.dtype, name: str) -> Tensor:
+        """Return memory of undefined values, as megatron-core's buffer does."""
+        return torch.empty(tuple(shape), dtype=dtype, device=torch.cuda.current_device())
+
+
+# megatron-core 0.16.1 has the buffer among its globals, which are never set.
+layers.get_global_memory_buffer = _GatheredTokens
 
 
 class SequenceSwitch:

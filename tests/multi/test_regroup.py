@@ -85,6 +85,9 @@ CASES = [
     case("bf16", "tp2.dp2", "pp2.dp2", t_bucket_size=3000),
     case("bf16", "tp2.pp2", "dp4", s_distributed=False),
     case("plain", "pp2.dp2", "tp2.dp2", t_distributed=False),
+    # Ranks of one sequence share the optimizer's state as replicas do.
+    case("mixed", "tp2.cp2", "dp4"),
+    case("value", "pp2.dp2", "cp2.dp2"),
     case("mixed", "tp2", "pp2", s_ranks=(0, 1), t_ranks=(2, 3)),
     case("plain", "dp2", "dp3", s_ranks=(0, 1), t_ranks=(3, 1, 2), t_bucket_size=4000),
     case("mixed", "tp1", "tp2.dp2", s_ranks=(2,)),
@@ -146,11 +149,12 @@ class Run:
 
         def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, None]:
             if self._is_value:
-                return (output[:, 0].float() - batch.targets / VOCAB).square().sum() / count, None
+                values = batch.gathered(output[:, 0].float() - batch.targets / VOCAB)
+                return values.square().sum() / count, None
             log_probs, _ = vocab_parallel_log_probs(output, batch.targets, group=self._groups.tp, vocab_size=VOCAB)
-            return -log_probs.sum() / count, None
+            return -batch.gathered(log_probs).sum() / count, None
 
-        self.trainable.accumulate([pack(mine, sequences, prompts, self._device)], loss)
+        self.trainable.accumulate([pack(mine, sequences, prompts, self._device, self._groups.cp)], loss)
 
     def step(self, number: int) -> None:
         self.accumulate(number)
@@ -258,7 +262,7 @@ def assert_equal(one: Snapshot, other: Snapshot) -> None:
 def whole(spec: ModelSpec, side: Side, ranks: list[Snapshot]) -> dict[tuple[str, str], np.ndarray]:
     """Whole tensors from what the ranks of a mesh hold: equal wherever several hold the same, with nothing left out."""
     layout = ParallelLayout.parse(side.layout)
-    grid = np.array(side.ranks).reshape(layout.pp, layout.dp, layout.tp)
+    grid = np.array(side.ranks).reshape(layout.pp, layout.dp * layout.cp, layout.tp)
     tensors = {tensor.name: tensor for tensor in spec.tensors}
     found: dict[tuple[str, str], np.ndarray] = {}
     for stage in range(layout.pp):

@@ -473,6 +473,9 @@ def _written_one_rotary(model: ModelConfig) -> dict[str, Any]:
             "rope_parameters": {"rope_theta": base, "rope_type": "default"},
         }
     told = {key: value for key, value in _used(scaling).items() if value is not None}
+    if told.get("truncate"):
+        # What is meant where it is left out; older readers do not know it.
+        del told["truncate"]
     original = told.pop("original_context", None)
     if scaling.kind == "longrope" and told["factor"] == model.max_context / original:
         del told["factor"]

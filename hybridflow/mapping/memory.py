@@ -421,8 +421,9 @@ def training_bytes(
     """Return what a stage's layers keep for the backward pass, of micro-batches of ``tokens`` tokens.
 
     The activations between the layers are cut over the tensor-parallel ranks with sequence parallelism alone. Weights
-    below adapters are frozen, and need no input for a gradient; that is not taken off. What is recomputed, one layer at a time has. ``selective``
-    counts as ``none``: the formula has of the attention what a fused kernel keeps, and recomputing keeps it too.
+    below adapters are frozen, and need no input for a gradient; that is not taken off. What is recomputed, one layer at
+    a time has. ``selective`` counts as ``none``: the formula has of the attention what a fused kernel keeps, and
+    recomputing keeps it too.
 
     Args:
         model: The model.

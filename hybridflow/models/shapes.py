@@ -82,8 +82,7 @@ def named_shapes() -> dict[str, ModelShape]:
 
     The figures are those of each model's public ``config.json`` (``num_hidden_layers``, ``hidden_size``,
     ``intermediate_size`` or ``moe_intermediate_size``, ``num_attention_heads``, ``num_key_value_heads``, ``head_dim``,
-    ``vocab_size``) in the Hugging Face repositories of ``meta-llama``, ``Qwen``, ``mistralai`` and
-    ``deepseek-ai``.
+    ``vocab_size``) in the Hugging Face repositories of their makers.
     """
     return dict(_SHAPES)
 
@@ -306,6 +305,65 @@ def _qwen3(*sizes: int, **other: Any) -> ModelShape:
     return _qwen(*sizes, qk_norm=True, **other)
 
 
+def _gemma3(
+    num_layers: int, hidden_size: int, ffn_hidden_size: int, heads: int, groups: int, **other: Any
+) -> ModelShape:
+    return ModelShape(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        ffn_hidden_size=ffn_hidden_size,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        tied_embeddings=True,
+        qk_norm=True,
+        post_norms=True,
+        **{"head_dim": 256, "vocab_size": 262208, **other},
+    )
+
+
+def _olmo2(num_layers: int, hidden_size: int, ffn_hidden_size: int, heads: int, groups: int) -> ModelShape:
+    return ModelShape(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        ffn_hidden_size=ffn_hidden_size,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        vocab_size=100352,
+        qk_norm=True,
+        qk_norm_over="projection",
+        pre_norms=False,
+        post_norms=True,
+    )
+
+
+def _glm4(num_layers: int, hidden_size: int, ffn_hidden_size: int, heads: int, groups: int, **other: Any) -> ModelShape:
+    return ModelShape(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        ffn_hidden_size=ffn_hidden_size,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        vocab_size=151552,
+        post_norms=True,
+        **other,
+    )
+
+
+def _gpt_oss(num_layers: int, num_experts: int) -> ModelShape:
+    return ModelShape(
+        num_layers=num_layers,
+        hidden_size=2880,
+        ffn_hidden_size=2880,
+        num_attention_heads=64,
+        num_query_groups=8,
+        head_dim=64,
+        vocab_size=201088,
+        linear_bias=True,
+        attention_sinks=True,
+        num_experts=num_experts,
+    )
+
+
 def _mixtral(num_layers: int, hidden_size: int, ffn_hidden_size: int, heads: int, vocab_size: int) -> ModelShape:
     return ModelShape(
         num_layers=num_layers,
@@ -356,4 +414,15 @@ _SHAPES = {
     ),
     "mixtral-8x7b": _mixtral(32, 4096, 14336, 32, 32000),
     "mixtral-8x22b": _mixtral(56, 6144, 16384, 48, 32768),
+    "gemma3-1b": _gemma3(26, 1152, 6912, 4, 1, vocab_size=262144),
+    "gemma3-4b": _gemma3(34, 2560, 10240, 8, 4),
+    "gemma3-12b": _gemma3(48, 3840, 15360, 16, 8),
+    "gemma3-27b": _gemma3(62, 5376, 21504, 32, 16, head_dim=128),
+    "olmo2-7b": _olmo2(32, 4096, 11008, 32, 32),
+    "olmo2-13b": _olmo2(40, 5120, 13824, 40, 40),
+    "olmo2-32b": _olmo2(64, 5120, 27648, 40, 8),
+    "glm4-9b": _glm4(40, 4096, 13696, 32, 2, qkv_bias=True),
+    "glm4-32b": _glm4(61, 6144, 23040, 48, 2),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
 }

@@ -127,6 +127,9 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
         "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.cache_memory",
         "actor_rollout_ref.rollout.tensor_model_parallel_size": "actor.rollout.tp",
         "actor_rollout_ref.ref.fsdp_config.param_offload": "reference.offload",
+        "actor_rollout_ref.actor.megatron.expert_model_parallel_size": "actor.update.ep",
+        "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size": "actor.update.etp",
+        "actor_rollout_ref.actor.router_replay.mode": "actor.moe.router_replay",
         "actor_rollout_ref.ref.megatron.tensor_model_parallel_size": "reference.layout.tp",
         "critic.optim.lr": "critic.optimizer.lr",
         "critic.cliprange_value": "critic.value_clip",
@@ -160,6 +163,9 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
         "policy.megatron_cfg.pipeline_model_parallel_size": "actor.update.pp",
         "policy.megatron_cfg.activation_checkpointing": ("actor.recompute", _RECOMPUTE),
         "policy.dtensor_cfg.activation_checkpointing": ("actor.recompute", _RECOMPUTE),
+        "policy.megatron_cfg.expert_model_parallel_size": "actor.update.ep",
+        "policy.megatron_cfg.expert_tensor_parallel_size": "actor.update.etp",
+        "policy.megatron_cfg.moe_router_bias_update_rate": "actor.moe.bias_update_rate",
         "policy.dtensor_cfg.tensor_parallel_size": "actor.update.tp",
         "policy.generation.backend": "rollout.engine.kind",
         "policy.generation.max_new_tokens": "rollout.max_new_tokens",
@@ -198,11 +204,26 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
         "logger.log_dir": "run_dir",
         "logger.wandb.project": "metrics.wandb.project",
     },
+    "Megatron": {
+        "tensor_model_parallel_size": "actor.update.tp",
+        "pipeline_model_parallel_size": "actor.update.pp",
+        "expert_model_parallel_size": "actor.update.ep",
+        "expert_tensor_parallel_size": "actor.update.etp",
+        "moe_aux_loss_coeff": "actor.moe.aux_loss",
+        "moe_z_loss_coeff": "actor.moe.z_loss",
+        "moe_router_bias_update_rate": "actor.moe.bias_update_rate",
+        "moe_token_dispatcher_type": "actor.moe.dispatcher",
+        "moe_enable_routing_replay": "actor.moe.router_replay",
+        "moe_router_topk": "model.experts_per_token",
+        "moe_router_score_function": "model.router_score",
+        "moe_router_enable_expert_bias": "model.router_bias",
+        "moe_shared_expert_intermediate_size": "model.shared_ffn_hidden_size",
+    },
 }
 """Framework -> its name -> our key, and what the key says if that differs."""
 
-_IN_ANY_SECTION = "TRL"
-"""Framework whose settings have no sections, so that its names may turn up in any of ours."""
+_IN_ANY_SECTION = ("TRL", "Megatron")
+"""Frameworks whose settings have no sections, so that their names may turn up in any of ours."""
 
 
 class OtherName(NamedTuple):
@@ -237,7 +258,8 @@ def find_other_name(key: str) -> OtherName | None:
         if key in names:
             return _found(framework, key)
     last = key.rpartition(".")[2]
-    return _found(_IN_ANY_SECTION, last) if last in NAMES[_IN_ANY_SECTION] and not _is_ours(key) else None
+    framework = next((name for name in _IN_ANY_SECTION if last in NAMES[name]), None)
+    return None if framework is None or _is_ours(key) else _found(framework, last)
 
 
 _FIRST = ("trainer.", "actor.", "rollout.")

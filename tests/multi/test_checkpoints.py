@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,7 +41,7 @@ from hybridflow.models.weights import initialize
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.reshard.spec import ModelSpec
-from tests.multi.models import VOCAB, samples
+from tests.multi.models import SHARED, VOCAB, make_model, samples
 from tests.multi.test_regroup import MODELS, Run, Side, Snapshot, assert_equal, describe, describe_all, mesh_of, whole
 from tests.support.megatron_models import make_chunks, make_collection, ranks_of_groups
 from tests.support.ranks import run_ranks
@@ -367,6 +367,48 @@ def test_a_mixture_of_experts_goes_on(source: Any, target: Any, tmp_path: Path) 
     assert [len(tensors) for tensors in manifest.tensors.values()] == [37, 35, 35]
 
 
+def own_mixture(world: World, text: str) -> tuple[Trainable, ModelSpec, DeviceMesh]:
+    """A mixture of ours in training, in bf16, with fp32 masters."""
+    model, mesh, groups, spec = make_model(world, ParallelLayout.parse(text), model=replace(SHARED, dtype="bf16"))
+    return Trainable(model, groups, OptimizerConfig(lr=1e-2)), spec, mesh
+
+
+def saved_own_mixture(world: World, folder: Path, text: str) -> None:
+    trainable, spec, mesh = own_mixture(world, text)
+    sequences, dp = list(torch.randint(0, 29, (8, 9), generator=torch.Generator().manual_seed(1))), mesh.layout.dp
+    mine = list(range(8))[mesh.coordinate(world.rank).dp :: dp]
+
+    def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, None]:
+        return output.float().square().sum() / 8, None
+
+    for _ in range(2):
+        trainable.accumulate([pack(mine, sequences, [2] * 8, torch.device("cpu"))], loss)
+        trainable.step()
+    saver = saver_of(world, folder)
+    part = part_of(world, trainable, spec, mesh)
+    saver.save(Step(number=2, state={}, leads={"actor": 0}, parts={"actor": part}))
+    saver.finish(print)
+
+
+def loaded_own_mixture(world: World, folder: Path, text: str) -> None:
+    trainable, spec, mesh = own_mixture(world, text)
+    load_training(open_role(load_latest(folder), "actor"), trainable, spec, mesh, world.rank)
+    saver = saver_of(world, folder)
+    part = part_of(world, trainable, spec, mesh)
+    saver.save(Step(number=3, state={}, leads={"actor": 0}, parts={"actor": part}))
+    saver.finish(print)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["tp2.dp2.ep2", "tp2.dp2.ep2.etp1", "pp2.dp2.ep2", "dp1"])
+def test_state_of_experts_changes_its_layout_bit_by_bit(target: str, tmp_path: Path) -> None:
+    run_ranks(saved_own_mixture, 4, tmp_path, "dp4.ep4")
+    run_ranks(loaded_own_mixture, ParallelLayout.parse(target).world_size, tmp_path, target)
+    kinds = [*ModelDir(tmp_path / "checkpoints/step_000002/actor").manifest.tensors]
+    assert len(kinds) == 4, f"weights, masters and two moments: {kinds}"
+    assert_same_tensors(*(tmp_path / f"checkpoints/step_00000{step}/actor" for step in (2, 3)))
+
+
 def assert_same_tensors(one: Path, other: Path) -> None:
     """Every tensor of two model directories bit for bit, put together in numpy from what safetensors reads."""
     (first, second) = (whole_tensors(path) for path in (one, other))
@@ -384,11 +426,12 @@ def whole_tensors(folder: Path) -> dict[tuple[str, str], np.ndarray]:
         for name, (_, *shape) in tensors.items()
     }
     for file, held in body["files"].items():
-        with safe_open(folder / file, "np") as opened:
+        with safe_open(folder / file, "pt") as opened:
             for key, kind, name, box, _ in held["pieces"]:
                 place = found[kind, name][tuple(slice(*edge) for edge in box)]
                 assert np.isnan(place).all(), f"{kind} of {name} is written twice"
-                place[...] = opened.get_tensor(key)
+                # fp32 holds every number of bf16.
+                place[...] = opened.get_tensor(key).float().numpy()
     return found
 
 

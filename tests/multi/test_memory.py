@@ -92,16 +92,21 @@ def kept_by_layers(
     world,
     model: ModelConfig,
     lora: LoRAConfig | None = None,
+    layout: ParallelLayout | None = None,
     recompute: str = "none",
     recompute_layers: int | None = None,
 ) -> tuple[int, int]:
     """Bytes that the layers of a model keep for the backward pass, weights aside: as they are, and as estimated."""
-    mesh, groups = place(world, ParallelLayout())
+    mesh, groups = place(world, ParallelLayout() if layout is None else layout)
     built = build_transformer(model, mesh.layout, groups, world.device, vocab_size=VOCAB, lora=lora)
     initialize(built, describe_model(world, model, vocab_size=VOCAB, lora=lora), mesh, world.rank, seed=3, std=0.1)
     recompute_activations(built, "model", recompute, recompute_layers)
     micro_batch = pack(
-        [0, 1, 2], [(torch.arange(each) + place) % VOCAB for place, each in enumerate(LENGTHS)], [1, 1, 1], world.device
+        [0, 1, 2],
+        [(torch.arange(each) + place) % VOCAB for place, each in enumerate(LENGTHS)],
+        [1, 1, 1],
+        world.device,
+        groups.cp,
     )
     weights = {parameter.untyped_storage().data_ptr() for parameter in built.parameters()}
     kept: dict[int, int] = {}
@@ -119,15 +124,16 @@ def kept_by_layers(
         assert output.requires_grad  # what is kept stays alive until here
         return sum(kept.values())
 
+    tokens = -(-sum(LENGTHS) // mesh.layout.cp)
     estimated = memory.training_bytes(
-        model, mesh, world.rank, sum(LENGTHS), lora, recompute=recompute, recompute_layers=recompute_layers
+        model, mesh, world.rank, tokens, lora, recompute=recompute, recompute_layers=recompute_layers
     )
     return all_kept(torch.tensor([0])), estimated
 
 
 def kept_in_each_way(world, models: list[ModelConfig]) -> list[list[tuple[int, int]]]:
     """For each model and way to recompute what ``kept_by_layers`` finds."""
-    return [[kept_by_layers(world, model, None, *way) for way in WAYS] for model in models]
+    return [[kept_by_layers(world, model, None, None, *way) for way in WAYS] for model in models]
 
 
 WAYS: list[tuple[str, int | None]] = [("none", None), ("selective", None), ("full", None), ("full", 1)]
@@ -161,6 +167,28 @@ def test_what_is_recomputed_is_not_kept():
     assert 0.9 <= first / (2 * layer + 4 * inputs + 2 * inputs) <= 1.05
     # Soft-capped scores are there for every pair of tokens.
     assert capped[1][0] < 0.85 * capped[0][0] and capped[2][0] < capped[1][0]
+
+
+SPLITS = {"tp2": 2, "cp2": 2, "tp2.cp2": 4}
+"""Layout -> parts into which what norms keep is cut."""
+
+
+def kept_where_split(world) -> dict[str, tuple[int, int]]:
+    found = {}
+    for text in SPLITS:
+        layout = ParallelLayout.parse(text)
+        if layout.world_size == world.size:
+            found[text] = kept_by_layers(world, WIDE, None, layout)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_activations_are_split_by_tokens_as_estimated(size):
+    for found in run_ranks(kept_where_split, size):
+        for text, (kept, estimated) in found.items():
+            # As above, of a CPU that does not fuse norms.
+            unfused = sum(LENGTHS) * WIDE.hidden_size * (4 * 2 * WIDE.num_layers + 8) / SPLITS[text]
+            assert 0.9 * (estimated + unfused) <= kept <= 1.05 * (estimated + unfused), (text, kept, estimated)
 
 
 def test_adapters_keep_no_more_than_is_estimated():

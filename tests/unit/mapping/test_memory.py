@@ -254,18 +254,22 @@ EIGHT = ("actor.update={tp: 8, pp: 8, dp: 8%s}", "critic.layout={tp: 8, pp: 8, d
 
 
 def activations(stage, axes="", *more):
-    """Of a stage of the 70B actor; a layer keeps 56,960 numbers of 2 bytes of each of 4096 tokens."""
+    """Of a stage of the 70B actor; a layer keeps 28,288 numbers of 2 bytes of each of 4096 tokens.
+
+    They are 56,960 without sequence parallelism, of which 4 times 8192 are then cut over 8 ranks.
+    """
     needed = memory_of("ppo-70b", EIGHT[0] % axes, EIGHT[1], *more)[64 * stage]
-    return by_mesh(needed)["actor.update"].activations / (4096 * 56_960 * 2)
+    return by_mesh(needed)["actor.update"].activations / (4096 * 28_288 * 2)
 
 
 def test_recomputed_layers_keep_their_input_and_one_layer_at_a_time_the_rest():
-    share = 8192 / 56_960
+    share = 1024 / 28_288
     assert activations(1, "", "actor.recompute=full") == pytest.approx(7 * 10 * share + 1)
     assert activations(1, "", "actor.recompute=full", "actor.recompute_layers=4") == pytest.approx(
         7 * (4 * share + 6) + 1
     )
     assert activations(1, "", "actor.recompute=selective") == activations(1) == 70
+    assert activations(1, ", sequence_parallel: false") == pytest.approx(70 * 56_960 / 28_288)
 
 
 def test_interleaved_stages_keep_more_the_more_there_are():

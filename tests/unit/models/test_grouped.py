@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from hybridflow.models import experts
 from hybridflow.models.grouped import grouped_experts
 
 
@@ -37,15 +36,3 @@ def test_frozen_experts_have_no_gradient():
     first, second = [torch.randn(16, 8)], [torch.randn(8, 8)]
     grouped_experts(hidden, torch.tensor([4]), torch.ones(4), first, second, silu).sum().backward()
     assert hidden.grad is not None and first[0].grad is None
-
-
-def test_pairs_need_not_be_counted():
-    scores = torch.rand(50, 6, generator=torch.Generator().manual_seed(2))
-    is_chosen = torch.zeros(50, 6, dtype=torch.bool).scatter_(1, scores.topk(2, dim=1).indices, True)
-    expected = experts.pairs(is_chosen, 2)
-
-    class OnGpu(torch.Tensor):
-        device = torch.device("cuda", 0)
-
-    found = experts.pairs(is_chosen.as_subclass(OnGpu), 2)
-    assert all(torch.equal(torch.Tensor(one), other) for one, other in zip(found, expected, strict=True))

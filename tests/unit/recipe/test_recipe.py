@@ -167,7 +167,7 @@ def test_heads_may_be_wider_than_their_share_of_the_hidden_size(recipe_file):
         (["actor.rollout.dp=2"], ["actor.rollout", "= 2 ≠ 4 ranks", "set dp=4"]),
         (["actor.update.tp=0"], ["override 'actor.update.tp=0'", "actor.update: layout tp=0"]),
         (["actor.rollout={cp: 2, dp: 2}"], ["actor.rollout: tp1.pp1.dp2.cp2: a rollout needs whole", "cp=1 and dp=4"]),
-        (["actor.update={ep: 2, dp: 4}"], ["actor.update.ep=2: expert parallelism"]),
+        (["actor.update={ep: 2, dp: 4}"], ["actor.update: ep=2 does not divide model.num_experts=null"]),
         (["actor.rollout={pp: 2, vpp: 2, dp: 2}"], ["actor.rollout.vpp=2: a rollout has no", "set vpp=1 with pp=2"]),
         (["actor.update={vpp: 2, dp: 4}"], ["actor.update.vpp=2: virtual chunks", "pp=1 has one stage; set vpp=1"]),
         (

@@ -252,8 +252,8 @@ def find_other_name(key: str) -> OtherName | None:
         if key in names:
             return _found(framework, key)
     last = key.rpartition(".")[2]
-    framework = next((name for name in _IN_ANY_SECTION if last in NAMES[name]), None)
-    return None if framework is None or _is_ours(key) else _found(framework, last)
+    found = [_found(framework, last) for framework in _IN_ANY_SECTION if last in NAMES[framework]]
+    return found[0] if found and not _is_ours(key) else None
 
 
 _FIRST = ("trainer.", "actor.", "rollout.")

@@ -166,7 +166,14 @@ def test_heads_may_be_wider_than_their_share_of_the_hidden_size(recipe_file):
         (["actor.rollout.dp=2"], ["actor.rollout", "= 2 ≠ 4 ranks", "set dp=4"]),
         (["actor.update.tp=0"], ["override 'actor.update.tp=0'", "actor.update: layout tp=0"]),
         (["actor.update={cp: 2, dp: 2}"], ["actor.update.cp=2: context parallelism cannot be trained yet", "set cp=1"]),
-        (["actor.update={ep: 2, dp: 4}"], ["actor.update.ep=2: expert parallelism"]),
+        (["actor.update={ep: 2, dp: 4}"], ["actor.update: ep=2 does not divide model.num_experts=null", "set ep=1"]),
+        (["actor.update={ep: 4, dp: 4}", "model.num_experts=6"], ["ep=4 does not divide model.num_experts=6"]),
+        (["actor.update={etp: 2, dp: 4}"], ["actor.update: etp=2 without experts"]),
+        (
+            ["actor.update={etp: 4, dp: 4}", "model.num_experts=4", "model.ffn_hidden_size=66"],
+            ["actor.update: etp=4 does not divide model.ffn_hidden_size=66"],
+        ),
+        (["actor.update={tp: 2, dp: 2, ep: 4}", "model.num_experts=4"], ["ep=4 with etp=2: their product"]),
         (["actor.rollout={vpp: 2, dp: 4}"], ["actor.rollout.vpp=2: virtual pipeline parallelism"]),
         (["critic.ranks=[2, 3, 4, 5]"], ["critic.ranks=[2, 3, 4, 5]", "[4, 5] not among ranks 0 to 3", "at least 6"]),
         (["critic.ranks=[0, 0, 1, 2]"], ["critic: ranks [0, 0, 1, 2]: expected distinct"]),
@@ -423,3 +430,21 @@ def test_validation_without_held_out_data_is_refused(tmp_path, key):
     path.write_text(SFT)
     with pytest.raises(ConfigError, match=rf"trainer\.{key}: data\.held_out is missing.*name a file of held-out rows"):
         load_recipe(path, [f"trainer.{key}"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["actor.moe.aux_loss=0.1"], ["actor.moe.aux_loss=0.1: the actor's model has no experts", "remove the key"]),
+        (["actor.moe.bias_update_rate=0.1", "model.num_experts=4"], ["the model's routers have no bias"]),
+        (["model.router_bias=true", "model.num_experts=4"], ["router_bias=true with model.router_score='softmax'"]),
+        (["model.shared_ffn_hidden_size=8"], ["shared_ffn_hidden_size=8 without model.num_experts"]),
+        (
+            ["actor.moe.router_replay=replay", "model.num_experts=4", "rollout.environment={name: calculator}"],
+            ["actor.moe.router_replay=replay: with rollout.environment nobody tells"],
+        ),
+        (["actor.moe_aux_loss_coeff=0.1"], ["Megatron's moe_aux_loss_coeff is actor.moe.aux_loss here"]),
+    ],
+)
+def test_settings_of_experts_that_contradict_are_refused(recipe_file, overrides, says):
+    complains(lambda: load_recipe(recipe_file, overrides), says, ConfigError)

@@ -36,3 +36,9 @@ def test_frozen_experts_have_no_gradient():
     first, second = [torch.randn(16, 8)], [torch.randn(8, 8)]
     grouped_experts(hidden, torch.tensor([4]), torch.ones(4), first, second, silu).sum().backward()
     assert hidden.grad is not None and first[0].grad is None
+
+
+def test_pairs_of_each_expert_are_found_in_their_order():
+    expert = torch.randint(0, 6, (50,), generator=torch.Generator().manual_seed(2)).sort().values
+    expert = expert[expert != 3]
+    assert torch.equal(experts._counts(expert, 7), expert.bincount(minlength=7))

@@ -184,6 +184,13 @@ def test_heads_may_be_wider_than_their_share_of_the_hidden_size(recipe_file):
         ),
         (["actor.update={pp: 2, dp: 2, layers: [0, 2]}"], ["layers=[0, 2]: expected at least one layer"]),
         (["actor.update={pp: 2, dp: 2, layers: [2]}"], ["layers=[2]: expected pp·vpp = 2 numbers of layers"]),
+        (["actor.update={ep: 4, dp: 4}", "model.num_experts=6"], ["ep=4 does not divide model.num_experts=6"]),
+        (["actor.update={etp: 2, dp: 4}"], ["actor.update: etp=2 without experts"]),
+        (
+            ["actor.update={etp: 4, dp: 4}", "model.num_experts=4", "model.ffn_hidden_size=66"],
+            ["actor.update: etp=4 does not divide model.ffn_hidden_size=66"],
+        ),
+        (["actor.update={tp: 2, dp: 2, ep: 4}", "model.num_experts=4"], ["ep=4 with etp=2: their product"]),
         (["critic.ranks=[2, 3, 4, 5]"], ["critic.ranks=[2, 3, 4, 5]", "[4, 5] not among ranks 0 to 3", "at least 6"]),
         (["critic.ranks=[0, 0, 1, 2]"], ["critic: ranks [0, 0, 1, 2]: expected distinct"]),
         (["critic.layout={pp: 4}"], ["critic: pp=4 is above model.num_layers=2", "lower pp"]),
@@ -488,3 +495,21 @@ def test_validation_without_held_out_data_is_refused(tmp_path, key):
     path.write_text(SFT)
     with pytest.raises(ConfigError, match=rf"trainer\.{key}: data\.held_out is missing.*name a file of held-out rows"):
         load_recipe(path, [f"trainer.{key}"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["actor.moe.aux_loss=0.1"], ["actor.moe.aux_loss=0.1: the actor's model has no experts", "remove the key"]),
+        (["actor.moe.bias_update_rate=0.1", "model.num_experts=4"], ["the model's routers have no bias"]),
+        (["model.router_bias=true", "model.num_experts=4"], ["router_bias=true with model.router_score='softmax'"]),
+        (["model.shared_ffn_hidden_size=8"], ["shared_ffn_hidden_size=8 without model.num_experts"]),
+        (
+            ["actor.moe.router_replay=replay", "model.num_experts=4", "rollout.environment={name: calculator}"],
+            ["actor.moe.router_replay=replay: with rollout.environment nobody tells"],
+        ),
+        (["actor.moe_aux_loss_coeff=0.1"], ["Megatron's moe_aux_loss_coeff is actor.moe.aux_loss here"]),
+    ],
+)
+def test_settings_of_experts_that_contradict_are_refused(recipe_file, overrides, says):
+    complains(lambda: load_recipe(recipe_file, overrides), says, ConfigError)

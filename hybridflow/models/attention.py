@@ -310,7 +310,7 @@ class SdpaCoreAttention(MegatronModule):
         query, key, value = (each[:num_tokens, 0] for each in (query, key, value))
         scoring = self.scoring if self.softmax_offset is None else replace(self.scoring, sinks=self.softmax_offset)
         context = attention_bias.attend(self.local_layer, query, key, value, scoring)
-        context = context.reshape(num_tokens, 1, -1)
+        context = context.flatten(1)[:, None]
         return context if num_padded == num_tokens else pad(context, (0, 0, 0, 0, 0, num_padded - num_tokens))
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
+from hybridflow.models import experts
 from hybridflow.models.grouped import grouped_experts
 
 

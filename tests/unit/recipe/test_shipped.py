@@ -22,7 +22,10 @@ from tests.support.known_models import GSM8K, write_models
 ROOT = Path(__file__).parents[3]
 
 FILES = {path.stem: path for path in sorted((ROOT / "launch/recipes").glob("*.yaml"))}
-COPIED = ("grpo-qwen2.5-0.5b", "ppo-llama-3.1-8b", "dpo-qwen3-4b", "sft-llama-3.1-8b", "ppo-70b")
+COPIED = (
+    *("grpo-qwen2.5-0.5b", "ppo-llama-3.1-8b", "dpo-qwen3-4b", "sft-llama-3.1-8b", "ppo-70b"),
+    "grpo-qwen3-235b-a22b",
+)
 """Recipes of real models, that users copy."""
 NOT_IN_TABLE = {"split", "calculator", *COPIED}
 """Placements, tools and models, with algorithms that have another row."""
@@ -57,11 +60,13 @@ def test_a_real_model_fits_gpus_of_80_gb_and_says_how_to_fetch_it(name, folder_o
     command = re.search(rf"^#   hybridflow (train|launch slurm) {re.escape(name)}", text, flags=re.MULTILINE)
     assert command and len(fetched) == 2
     (row,) = (line for line in (ROOT / "docs/recipes.md").read_text().splitlines() if line.startswith(f"| [{name}]"))
-    for ranks in (8, 1) if name.startswith("grpo") else (None,):
+    for ranks in (8, 1) if name == "grpo-qwen2.5-0.5b" else (None,):
         recipe = load_recipe(name, settings, num_ranks=ranks)
         needed = max(rank.peak for rank in job_memory(recipe, role_meshes(recipe)))
         assert 8e9 < needed < 0.9 * 80e9, f"{needed / 1e9:.1f} GB"
-        assert cli.main(["plan", "job", name, *settings]) == 0, capsys.readouterr().err
+        script = ["--script", "--time", "24:00:00"] if ranks is None else []
+        assert cli.main(["plan", "job", name, *settings, *script]) == 0, capsys.readouterr().err
+        assert not script or "#SBATCH --nodes=" in capsys.readouterr().out
     assert f"| {needed / 1e9:.1f} GB" in row
     data = recipe.data
     if "gsm8k" in (data.train or ""):

@@ -117,10 +117,10 @@ class HybridActor:
 
     Args:
         model: Directory, or model, as ``Actor`` takes it.
-        hybrid_config: ``tp_size``, ``pp_size``, ``dp_size`` (what is left out is 1, ``dp_size`` what fills the ranks),
-            the same with ``rollout_`` before them for generating (left out: as for learning), and short names and
-            sections as ``PPOTrainer`` takes them: ``lr``, ``max_context``, ``dtype``, ``seed``, ``lora_rank``,
-            ``offload_to_cpu``, ….
+        hybrid_config: ``tp_size``, ``pp_size``, ``dp_size``, ``cp_size``, ``ep_size``, ``etp_size``, ``vpp_size`` (what
+            is left out is 1, ``dp_size`` what fills the ranks) and ``sequence_parallel``; the same with ``rollout_``
+            before them for generating (left out: as for learning); and short names and sections as ``PPOTrainer`` takes
+            them: ``lr``, ``max_context``, ``dtype``, ``seed``, ``recompute``, ``lora_rank``, ``offload_to_cpu``, ….
         tokenizer: Path; None: the one that lies beside the model, if any. Only stop texts need it.
 
     Raises:

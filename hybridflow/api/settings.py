@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -61,6 +62,7 @@ SHORT: Mapping[str, tuple[str, ...]] = {
     "lora_rank": ("actor.lora.rank",),
     "lora_alpha": ("actor.lora.alpha",),
     "offload_to_cpu": ("actor.offload", "reference.offload"),
+    "recompute": ("actor.recompute", "critic.recompute"),
 }
 """Short name -> keys of the recipe that it sets, of those that the algorithm reads."""
 
@@ -71,7 +73,16 @@ _SIZES = {
     "tp_size": "tp",
     "pp_size": "pp",
     "dp_size": "dp",
+    "context_parallel_size": "cp",
+    "expert_parallel_size": "ep",
+    "cp_size": "cp",
+    "ep_size": "ep",
+    "etp_size": "etp",
+    "vpp_size": "vpp",
+    "sequence_parallel": "sequence_parallel",
 }
+"""What a program may say of a layout -> key of a layout."""
+
 _ENGINE = {"resharding_interval": "actor.reshard_every", "memory_budget_gb": "cluster.memory_budget_gb"}
 _PLACES = {"actor": "update", "critic": "layout", "reference": "layout", "reward": "layout"}
 _NEW_TOKENS = 128
@@ -231,7 +242,8 @@ def _place(values: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
 def _layout(given: dict[str, Any], num_ranks: int, prefix: str = "") -> dict[str, Any]:
     """Take the sizes of a layout out of a section, with replicas that fill the ranks; empty: it has none."""
     sizes = {axis: given.pop(f"{prefix}{key}") for key, axis in _SIZES.items() if f"{prefix}{key}" in given}
-    return {"dp": max(1, num_ranks // (sizes.get("tp", 1) * sizes.get("pp", 1))), **sizes} if sizes else {}
+    others = math.prod(sizes.get(axis, 1) for axis in ("tp", "pp", "cp"))
+    return {"dp": max(1, num_ranks // others), **sizes} if sizes else {}
 
 
 def _did_you_mean(key: str, known: Iterable[str]) -> str:

@@ -129,7 +129,7 @@ def small_disk(tmp_path: Path):
 def test_a_full_disk_ends_the_save_and_takes_nothing_with_it(tmp_path: Path, small_disk) -> None:
     """From a disk that has no room for the first checkpoint's first file to one with room for all but the last."""
     reached = {}
-    for pages in range(3, 16):
+    for pages in range(3, 20):
         disk = small_disk(pages)
         run_dir, step = disk / "run", 0
         with pytest.raises((WriteError, OSError)) as caught:

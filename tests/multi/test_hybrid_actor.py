@@ -29,6 +29,9 @@ LAYOUTS = {
     "tensors to replicas": {"tp_size": 2, "rollout_tp_size": 1, "rollout_dp_size": 2},
     "stages to tensors": {"pp_size": 2, "rollout_tp_size": 2},
     "replicas to stages": {"dp_size": 2, "rollout_pp_size": 2, "offload_to_cpu": True},
+    "shared sequences": {"cp_size": 2},
+    "computed anew": {"pp_size": 2, "rollout_dp_size": 2, "recompute": "full"},
+    "whole activations": {"tp_size": 2, "sequence_parallel": False, "recompute": "selective"},
 }
 ONE = ("one rank",)
 

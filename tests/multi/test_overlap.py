@@ -117,7 +117,7 @@ def trained(world: World) -> dict[str, dict[str, Any]]:
     found = {}
     for case in CASES:
         plain, run = Run(world, case, None), Run(world, case, BUCKET_SIZE)
-        before, ddp = plain.weights, run.trainable._ddp
+        before, (ddp,) = plain.weights, run.trainable._ddp
         for each in (plain, run):
             each.train()
             if each.mesh.layout.pp == 1:

@@ -102,7 +102,11 @@ def losses_of_routers(world, config):
     return worst, found, wanted
 
 
-@pytest.mark.parametrize("config", [MIXTURE, SHARED], ids=["softmax", "sigmoid"])
+# Experts in every layer, and no groups of them.
+FREE = dict(num_dense_layers=0, dense_ffn_hidden_size=None, router_groups=None, router_groups_per_token=None)
+
+
+@pytest.mark.parametrize("config", [MIXTURE, replace(SHARED, **FREE)], ids=["softmax", "sigmoid"])
 def test_losses_and_biases_are_those_of_the_formulas(config):
     ((worst, found, wanted),) = run_ranks(losses_of_routers, 1, replace(config, num_layers=2))
     assert worst < 1e-6

@@ -109,8 +109,9 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     from hybridflow.layout.mesh import DeviceMesh
     from hybridflow.layout.parallel_layout import ParallelLayout
     from hybridflow.models.gpt import build_transformer
+    from hybridflow.models.shapes import model_spec, shape_of
     from hybridflow.models.training import Trainable
-    from hybridflow.models.weights import describe_model, initialize
+    from hybridflow.models.weights import initialize
     from hybridflow.parallel.megatron import collection, rank_sets
     from hybridflow.parallel.world import World, find_device
 
@@ -129,7 +130,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     mesh = DeviceMesh(name="mesh", layout=ParallelLayout(), ranks=(0,), ranks_per_node=1)
     world.make_groups(rank_sets([mesh], 1))
     groups = collection(world, mesh)
-    spec = describe_model(world, model, vocab_size=options.vocab)
+    spec = model_spec(shape_of(model, options.vocab))
     with _peak_memory() as peak:
         built = build_transformer(model, mesh.layout, groups, world.device, vocab_size=options.vocab)
         if options.part == "first":

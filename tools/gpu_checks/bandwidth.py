@@ -39,7 +39,8 @@ def _be_a_rank(is_dry: bool) -> None:
     """Measure on all ranks at once; the first writes the seconds of the slowest, and the bytes of all."""
     import torch
 
-    from hybridflow.models.weights import describe_model, local_shards
+    from hybridflow.models.shapes import model_spec, shape_of
+    from hybridflow.models.weights import local_shards
     from hybridflow.parallel.start import find_start
     from hybridflow.parallel.world import join_world, open_store
     from hybridflow.reshard.execute import Resharder
@@ -52,7 +53,7 @@ def _be_a_rank(is_dry: bool) -> None:
     for layout in ("tp2", "dp2"):
         built, mesh, _ = build(world, model, layout)
         fill(built)
-        spec = describe_model(world, model, vocab_size=model.vocab_size)
+        spec = model_spec(shape_of(model, model.vocab_size))
         sides.append(WeightHoldings(spec, mesh))
         tensors.append({name: held for name, (held, _) in local_shards(built, spec, mesh, world.rank).items()})
     gather = world.coordinator((0, 1)).gather

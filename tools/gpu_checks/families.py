@@ -118,16 +118,18 @@ def _compute(world: Any, model: Any) -> dict[str, Any]:
     import torch
 
     from hybridflow.config.roles import OptimizerConfig
+    from hybridflow.models.adapters import whole_spec
     from hybridflow.models.log_probs import vocab_parallel_log_probs
     from hybridflow.models.microbatch import pack
+    from hybridflow.models.shapes import shape_of
     from hybridflow.models.specs import logical_parameters
     from hybridflow.models.training import Trainable
-    from hybridflow.models.weights import describe_model, initialize
+    from hybridflow.models.weights import initialize
     from hybridflow.rollout.engine import MegatronEngine
 
     vocab = model.vocab_size
     built, mesh, groups = build(world, model)
-    initialize(built, describe_model(world, model, vocab_size=vocab), mesh, 0, seed=3, std=0.1)
+    initialize(built, whole_spec(shape_of(model, vocab)), mesh, 0, seed=3, std=0.1)
     engine = MegatronEngine(built, groups, vocab_size=vocab, seed=7, max_concurrent=8)
     found = {}
     for index, response in enumerate(engine.generate(_requests(vocab))):

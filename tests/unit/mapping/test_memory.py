@@ -11,7 +11,6 @@ from hybridflow.recipe.load import load_recipe
 from hybridflow.recipe.meshes import role_meshes
 from tests.support.recipes import POLICY, SCORER, write_config
 
-
 SHORT = ("model.max_context=4096", "rollout.max_new_tokens=2048", "trainer.micro_batch_tokens=4096")
 """Half of what the 70B recipe has, so that no product is hidden in another."""
 

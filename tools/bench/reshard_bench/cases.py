@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.gpt import build_transformer
+from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.models.specs import logical_parameters
-from hybridflow.models.weights import describe_model
 from hybridflow.parallel.megatron import collection, rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.reshard.holdings import WeightHoldings
@@ -105,7 +105,7 @@ def set_up(world: World, pair: Pair, model: ModelConfig, whole: Mapping[str, np.
 def describe(world: World, model: ModelConfig) -> ModelSpec:
     """The tensors of the bench model, which says its vocabulary itself."""
     assert model.vocab_size is not None
-    return describe_model(world, model, vocab_size=model.vocab_size)
+    return model_spec(shape_of(model, model.vocab_size))
 
 
 def whole_tensors(world: World, model: ModelSpec) -> dict[str, np.ndarray]:

@@ -425,9 +425,9 @@ def test_fsdp_and_micro_batches_change_nothing(size, expected):
     check(size, cases_of_fsdp(size), expected)
 
 
-def check(size, cases, expected):
+def check(size, cases, expected, deadline_s=240.0):
     """Hold what all ranks compute together to what one rank computes."""
-    reports = run_ranks(compare, size, cases, expected)
+    reports = run_ranks(compare, size, cases, expected, deadline_s=deadline_s)
     for number, case in enumerate(cases):
         whole = expected[case.algorithm, case.model]
         worst = worst_differences([report[number] for report in reports], whole, case.layout)

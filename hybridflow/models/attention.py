@@ -45,10 +45,12 @@ class PackedAttention:
     Attributes:
         positions: Place of each token in its sequence, ``[tokens]`` int64.
         routing: What routers of a mixture are told, a ``routing.Routing``; None: nothing.
+        can_split: Whether sequence parallelism may split the tokens; not beside ranks that decode.
     """
 
     is_compressed = False
     routing: Any = None
+    can_split = True
 
     def __init__(self, lengths: list[int], device: torch.device, places: Tensor | None = None) -> None:
         counts = torch.tensor(lengths, dtype=torch.int64)

@@ -223,7 +223,7 @@ class Transformer(GPTModel):
         embedded, num_tokens, positions = None, len(attention.positions), attention.positions
         if self.dropout is not None:
             self.dropout.begin(tokens, attention)
-        is_packed, is_split = isinstance(attention, PackedAttention), False
+        is_packed, is_split = isinstance(attention, PackedAttention) and attention.can_split, False
         if self.sequence_switch is not None:
             is_split = is_packed
             self.sequence_switch.turn(is_split)

@@ -15,10 +15,10 @@ from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.role import Role
 from hybridflow.models.adapters import factor_spec
 from hybridflow.models.distillation import vocab_parallel_reverse_kl
-from hybridflow.models.gpt import Transformer
 from hybridflow.models.lora import merge
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import LossFunction, Trainable, sum_over
+from hybridflow.models.user_model import Uncut
 from hybridflow.placement.job import Job
 from hybridflow.placement.loss_mask import is_last_mini_batch, mini_batch
 from hybridflow.placement.peft import check_targets
@@ -345,8 +345,8 @@ class Actor(Role):
         """
         assert self.trainable is not None, "called outside the update mesh"
         model, watch = self._placed, None
-        if isinstance(model.transformer, Transformer) and model.model.num_experts is not None:
-            watch = RouterWatch(model.transformer, model.groups, self._job.recipe.actor.moe, micro_batches)
+        if not isinstance(model.transformer, Uncut) and model.model.num_experts is not None:
+            watch = RouterWatch(model.megatron_model, model.groups, self._job.recipe.actor.moe, micro_batches)
         results = self.trainable.accumulate(micro_batches, loss)
         grad_norm = self.trainable.step(is_followed=is_followed)
         if watch is not None and (found := watch.finish()) and model.is_output_rank:

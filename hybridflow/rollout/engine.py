@@ -275,7 +275,9 @@ class MegatronEngine:
         """
         while self._meet(has_work=False):
             tokens = torch.zeros(1, dtype=torch.int64, device=self.device)
-            self._through(self.model, tokens, PackedAttention([1], self.device), tokens)
+            attention = PackedAttention([1], self.device)
+            attention.can_split = False
+            self._through(self.model, tokens, attention, tokens)
 
     def _meet(self, *, has_work: bool) -> bool:
         """Return whether a replica that shares experts with this one has something to compute. Collective: ep."""

@@ -42,6 +42,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 32},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8},
     "olmo2": {"head_dim": 32},
+    "deepseek_v3": {
+        **{"kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14},
+        **{"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "n_shared_experts": 1},
+        **{"num_key_value_heads": 4, "moe_intermediate_size": 24, "first_k_dense_replace": 1},
+    },
     "gemma": {"head_dim": 32, "tie_word_embeddings": True},
 }
 """Keys of ``config.json`` in which a family differs, those first that differ most."""

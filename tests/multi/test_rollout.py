@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -28,6 +30,8 @@ SEED = 11
 LOOK_STEPS = 10
 """Of the engine in this file's ranks: fewer than usual."""
 EIGHT = ParallelLayout(pp=8)
+LARGE_HEADS = ParallelLayout(), ParallelLayout(tp=2)
+"""Layouts of a model that the kernels of a CPU compute."""
 
 
 def requests(params: SamplingParams = PARAMS["plain"]) -> list[Request]:
@@ -168,6 +172,13 @@ def test_same_text_in_every_layout_and_batching_and_the_log_probs_of_training(re
     found = merged(size, layouts, wave, kinds)
     assert len(found) == 15 * len(kinds) * len(layouts)
     assert_same_text(found, {key[1:]: value for key, value in reference.items()})
+
+
+def test_fast_kernels_decode_after_a_training_pass_that_split_the_tokens():
+    shape = dataclasses.replace(TINY, head_dim=16)
+    reference, found = (merged(each.world_size, [each], 3, ("plain", "cut"), shape) for each in LARGE_HEADS)
+    assert len(found) == len(reference) == 30
+    assert_same_text(found, {key[1:]: value for key, value in reference.items()}, shape)
 
 
 def test_same_text_in_eight_stages():

@@ -164,6 +164,9 @@ class CpuTransformer:
         if self._group is None:
             hidden: Tensor = model.embedding.word_embeddings.weight.index_select(0, tokens)
         else:
+            if model.sequence_switch is not None:
+                # Training may have left it on.
+                model.sequence_switch.turn(False)
             hidden = model.embedding(input_ids=tokens[None], position_ids=attention.positions[None])[:, 0]
         if model.has_scaled_embeddings:
             hidden = hidden * hidden.new_tensor(hidden.shape[-1] ** 0.5)

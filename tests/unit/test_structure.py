@@ -122,6 +122,7 @@ LIGHT = [
         "recipe.dry_run",
         "trainer.warnings",
         "mapping.memory",
+        "mapping.estimate_command",
         "launch",
         "launch.init",
         "launch.local",

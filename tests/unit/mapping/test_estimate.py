@@ -1,0 +1,138 @@
+"""Estimates of time and memory beside published measurements and hand-computed figures."""
+
+import json
+
+import pytest
+
+from hybridflow import cli
+from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.mapping.estimate import Size, TrainStep, train_bytes, train_seconds
+from hybridflow.mapping.estimate_command import ERRORS, model_size
+from hybridflow.mapping.hardware import hardware
+
+
+def gpt(layers: int, hidden: int, heads: int, vocab: int) -> Size:
+    text = f"layers={layers},hidden={hidden},heads={heads},ffn={4 * hidden},vocab={vocab},gated=false,tied=true"
+    return model_size(text)
+
+
+def estimate(capsys, *words: str) -> dict:
+    assert cli.main(["plan", "estimate", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+# Megatron-LM's table of model sizes: sequences of 4096, a batch of 192, micro-batches of 1.
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "layout", "tflops"),
+    [(24, 2048, 16, "dp48", 408.8), (30, 4096, 32, "tp2.dp48", 465.9), (32, 6144, 48, "tp4.dp48", 489.1)],
+)
+def test_steps_of_megatron_on_h100(capsys, layers, hidden, heads, layout, tflops):
+    model = f"layers={layers},hidden={hidden},heads={heads},ffn={4 * hidden},vocab=131072,gated=false,tied=true"
+    found = estimate(capsys, "--phase", "train", "--model", model, "--layout", layout, "--batch", "192")
+    assert found["tflops_per_gpu"] == pytest.approx(tflops, rel=ERRORS["train", "h100-sxm"][0] / 100)
+    assert found["tokens_per_s"] == pytest.approx(192 * 4096 / found["seconds"])
+    assert sum(found["breakdown"].values()) == pytest.approx(found["seconds"])
+
+
+# arXiv 2205.05198, table 5: sequences of 2048, micro-batches of 1; the batch, then full and selective recompute.
+@pytest.mark.parametrize(
+    ("sizes", "layout", "batch", "full", "selective"),
+    [
+        ((48, 6144, 64), "tp8", 4, 1.42, 1.10),
+        ((96, 12288, 96), "tp8.pp8.vpp3", 64, 18.13, 13.75),
+        ((105, 20480, 128), "tp8.pp35.vpp3", 280, 49.05, 37.83),
+        ((128, 25600, 160), "tp8.pp64", 512, 94.42, 71.49),
+    ],
+)
+def test_steps_of_a100_with_recompute(sizes, layout, batch, full, selective):
+    for recompute, seconds in (("full", full), ("selective", selective)):
+        step = TrainStep(
+            layout=ParallelLayout.parse(layout), sequence=2048, batch=batch, micro_batch=1, recompute=recompute
+        )
+        found = sum(train_seconds(gpt(*sizes, 51200), hardware("a100-80g"), step).values())
+        assert found == pytest.approx(seconds, rel=ERRORS["train", "a100-80g"][0] / 100)
+
+
+# aiconfigurator: Llama 8B in TensorRT-LLM on an H100, 1024 tokens in, 512 out.
+@pytest.mark.parametrize(("concurrent", "milliseconds"), [(8, 7.42), (32, 9.88), (128, 19.26)])
+def test_decoding_on_h100(capsys, concurrent, milliseconds):
+    words = ("--phase", "generate", "--model", "llama3-8b", "--layout", "tp1", "--concurrent", str(concurrent))
+    found = estimate(capsys, *words)
+    assert 1e3 * found["seconds_per_token"] == pytest.approx(milliseconds, rel=ERRORS["generate", "h100-sxm"][0] / 100)
+    assert sum(found["breakdown"].values()) == pytest.approx(found["seconds"])
+    # 32 layers of 8 heads of 128 dims, keys and values, in bf16.
+    memory = found["memory_bytes"]["every GPU"]
+    assert memory["cache"] == concurrent * 1536 * 131072
+    assert memory["weights"] == pytest.approx(2 * 8.03e9, rel=1e-3)
+
+
+def test_operations_are_those_of_the_formula_of_megatron():
+    # arXiv 2104.04473, with the factor 72 for 96 where nothing is computed anew: 72 B s l h² (1 + s/6h + V/12lh).
+    size = gpt(96, 12288, 96, 51200)
+    expected = 72 * 64 * 2048 * 96 * 12288**2 * (1 + 2048 / (6 * 12288) + 51200 / (12 * 96 * 12288))
+    assert size.training_flops(64 * 2048, 2048) == pytest.approx(expected)
+
+
+def test_activations_are_those_of_the_formula_less_dropout():
+    # arXiv 2205.05198: 34 s b h / t bytes a layer, of which 2 are masks of dropout; with full recompute 2 s b h / t.
+    size, inputs = gpt(8, 1024, 8, 4096), 512 * 2 * 1024 / 4
+    logits = 512 * 2 * 4096 / 4 * 6
+    for recompute, of_a_stage in (("none", 8 * 32 * inputs), ("full", 8 * 2 * inputs + 32 * inputs)):
+        step = TrainStep(
+            layout=ParallelLayout(tp=4),
+            sequence=512,
+            batch=8,
+            micro_batch=2,
+            recompute=recompute,
+        )
+        found = train_bytes(size, step)["first"]
+        assert found["activations"] == of_a_stage + logits
+        # 12 h² a layer and one table: 2 + 4 + 12 bytes of each.
+        weights = (8 * 12 * 1024**2 + 4096 * 1024) / 4
+        assert (found["weights"], found["gradients"], found["optimizer"]) == (2 * weights, 4 * weights, 12 * weights)
+
+
+def test_stages_keep_the_micro_batches_that_are_under_way():
+    def kept(layout: str) -> list[float]:
+        step = TrainStep(layout=ParallelLayout.parse(layout), sequence=64, batch=32, micro_batch=1, recompute="none")
+        found = train_bytes(gpt(16, 64, 2, 8), step)
+        last = 64 * 8 * 6 / step.layout.tp
+        of_one = 16 / step.layout.pp * 64 * 32 * 64
+        return [(part["activations"] - (last if name == "last" else 0)) / of_one for name, part in found.items()]
+
+    assert kept("pp4") == [4, 3, 1]
+    # Interleaved: (vpp - 1) pp + 2 (pp - 1 - stage) + 1 chunks of half a stage.
+    assert kept("pp4.vpp2") == [11 / 2, 9 / 2, 5 / 2]
+
+
+def test_nodes_fill_dp_and_text_says_what_does_not_fit(capsys):
+    words = ("--phase", "train", "--model", "llama3-70b", "--layout", "tp8")
+    assert estimate(capsys, *words, "--nodes", "4")["layout"].startswith("tp8")
+    assert cli.main(["plan", "estimate", *words, "--nodes", "4"]) == 0
+    text = capsys.readouterr().out
+    assert "on 32 × h100-sxm" in text and "more than 80 GB" in text and "within 3.5 % of" in text
+    assert cli.main(["plan", "estimate", "--phase", "generate", *words[2:], "--hardware", "a100-80g"]) == 0
+    assert "time: nothing: no measurement was compared" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--model", "llama"), "--model llama: not one of"),
+        (("--model", "deepseek-v3"), "experts and latent attention"),
+        (("--model", "layers=2"), "hidden, heads, ffn, vocab missing"),
+        (("--model", "layers=2,layers=3"), "each once"),
+        (("--model", "layers=2e9"), "expected a whole number"),
+        (("--model", "layers=2,hidden=4,heads=8,ffn=4,vocab=4"), "give head=N"),
+        (("--model", "gated=yes"), "expected true or false"),
+        (("--layout", "tp8.dp2", "--nodes", "4"), "32 GPUs"),
+        (("--layout", "tp2.dp2.ep2"), "experts are not estimated"),
+        (("--batch", "3", "--layout", "dp2"), "does not divide it"),
+        (("--layout", "pp64"), "64 stages for 32 layers"),
+        (("--phase", "generate", "--layout", "dp2"), "one replica cut by tp"),
+    ],
+)
+def test_wrong_requests_end_with_2_and_say_what_is_wrong(capsys, words, message):
+    usual = ("--phase", "train", "--model", "llama3-8b", "--layout", "tp1")
+    assert cli.main(["plan", "estimate", *usual, *words]) == 2
+    assert message in capsys.readouterr().err

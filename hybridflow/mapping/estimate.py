@@ -105,10 +105,12 @@ class TrainStep:
         """Refuse what cannot be cut.
 
         Raises:
-            ConfigError: The layout has experts, or does not divide the batch.
+            ConfigError: The layout has what is not estimated, or does not divide the batch.
         """
-        if self.layout.ep > 1:
-            raise ConfigError(f"--layout {self.layout}: experts are not estimated yet; leave ep and etp out")
+        layout = self.layout
+        left_out = layout.ep > 1 or layout.etp is not None or layout.fsdp > 1 or layout.layers is not None
+        if left_out:
+            raise ConfigError(f"--layout {layout}: ep, etp, fsdp and layers are not estimated yet; leave them out")
         if self.batch % (self.layout.dp * self.micro_batch):
             raise ConfigError(
                 f"--batch {self.batch}: dp={self.layout.dp} times --micro-batch {self.micro_batch} does not divide it"

@@ -6,8 +6,10 @@ import argparse
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.errors import ConfigError
 from hybridflow.exit_status import DONE
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -21,7 +23,7 @@ from hybridflow.mapping.estimate import (
     train_seconds,
 )
 from hybridflow.mapping.hardware import RANKS_PER_NODE, Hardware, hardware, hardware_names
-from hybridflow.models.shapes import named_shapes
+from hybridflow.models.shapes import ModelShape, named_shapes, shape_of
 from hybridflow.observe.table import format_table
 
 _EXAMPLES = """examples:
@@ -54,7 +56,10 @@ def add_estimate(plans: Any) -> None:
     )
     parser.add_argument("--phase", required=True, choices=("train", "generate"), help="what to estimate")
     parser.add_argument(
-        "--model", required=True, metavar="NAME", help="known model, or its sizes as layers=32,hidden=4096,heads=32,…"
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help="known model, directory or its config.json, or sizes: layers=32,hidden=4096,heads=32,…",
     )
     parser.add_argument("--hardware", default="h100-sxm", choices=hardware_names(), help="default: h100-sxm")
     parser.add_argument(
@@ -83,6 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     size, machine = model_size(arguments.model), hardware(arguments.hardware)
     layout = _layout(arguments.layout, arguments.nodes)
+    if size.heads % layout.tp:
+        raise ConfigError(f"--layout {layout}: tp={layout.tp} does not divide {size.heads} heads; choose a divisor")
     estimate = _train if arguments.phase == "train" else _generate
     found = estimate(arguments, size, machine, layout)
     if error := ERRORS.get((arguments.phase, arguments.hardware)):
@@ -96,17 +103,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def model_size(text: str) -> Size:
-    """Return the sizes of a known dense model, or those that ``text`` gives as ``name=value,…``.
+    """Return the sizes of a dense model: a known one, one of a directory, or those given as ``name=value,…``.
 
     Raises:
         ConfigError: A name is not known, a size is missing or no number, or the model has experts.
+        CheckpointError: The directory has no model that is known.
     """
     if "=" in text:
         return _given_size(text)
-    shapes = named_shapes()
-    if text not in shapes:
-        raise ConfigError(f"--model {text}: not one of {', '.join(shapes)}; or give sizes: layers=32,hidden=4096,…")
-    shape = shapes[text]
+    shape = _shape(text)
     if shape.num_experts is not None or shape.kv_lora_rank is not None:
         raise ConfigError(f"--model {text}: experts and latent attention are not estimated yet; choose a dense model")
     return Size(
@@ -119,6 +124,20 @@ def model_size(text: str) -> Size:
         vocab=shape.vocab_size,
         tied=shape.tied_embeddings,
     )
+
+
+def _shape(text: str) -> ModelShape:
+    path, shapes = Path(text), named_shapes()
+    if text in shapes:
+        return shapes[text]
+    if not path.exists():
+        raise ConfigError(
+            f"--model {text}: not one of {', '.join(shapes)}, and no directory with a config.json; or give sizes: "
+            "layers=32,hidden=4096,…"
+        )
+    model = read_model_info(path if path.is_dir() else path.parent).model
+    assert model.vocab_size is not None, "a directory tells it"
+    return shape_of(model, model.vocab_size)
 
 
 def _given_size(text: str) -> Size:

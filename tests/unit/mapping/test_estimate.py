@@ -105,6 +105,18 @@ def test_stages_keep_the_micro_batches_that_are_under_way():
     assert kept("pp4.vpp2") == [11 / 2, 9 / 2, 5 / 2]
 
 
+def test_a_directory_tells_the_sizes(tmp_path):
+    values = {
+        **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32, "hidden_size": 4096},
+        **{"intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
+        **{"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "torch_dtype": "bfloat16"},
+        **{"hidden_act": "silu", "tie_word_embeddings": False},
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values), encoding="utf-8")
+    assert model_size(str(tmp_path)) == model_size(str(path)) == model_size("llama3-8b")
+
+
 def test_nodes_fill_dp_and_text_says_what_does_not_fit(capsys):
     words = ("--phase", "train", "--model", "llama3-70b", "--layout", "tp8")
     assert estimate(capsys, *words, "--nodes", "4")["layout"].startswith("tp8")
@@ -126,7 +138,9 @@ def test_nodes_fill_dp_and_text_says_what_does_not_fit(capsys):
         (("--model", "layers=2,hidden=4,heads=8,ffn=4,vocab=4"), "give head=N"),
         (("--model", "gated=yes"), "expected true or false"),
         (("--layout", "tp8.dp2", "--nodes", "4"), "32 GPUs"),
-        (("--layout", "tp2.dp2.ep2"), "experts are not estimated"),
+        (("--layout", "tp2.dp2.ep2"), "ep, etp, fsdp and layers are not estimated"),
+        (("--layout", "pp2.layers15-17"), "ep, etp, fsdp and layers are not estimated"),
+        (("--layout", "tp3"), "tp=3 does not divide 32 heads"),
         (("--batch", "3", "--layout", "dp2"), "does not divide it"),
         (("--layout", "pp64"), "64 stages for 32 layers"),
         (("--phase", "generate", "--layout", "dp2"), "one replica cut by tp"),

@@ -22,20 +22,62 @@ _OPTIMIZER_BYTES = 32
 """Read and written for each parameter: gradient, master weight, two moments in fp32, and the bf16 weight."""
 
 
+Matrix = tuple[int, int, bool]
+"""Inputs and outputs of a product, and whether tp cuts the outputs; it cuts the inputs otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The sizes of a mixture of experts.
+
+    Attributes:
+        number: Experts of each layer.
+        per_token: Experts that a token goes to.
+        ffn: Width inside each expert.
+        shared: Width inside the shared expert; 0: there is none.
+        dense_layers: Layers from the first that have a feed-forward block, of ``Size.ffn``, in the place of experts.
+    """
+
+    number: int
+    per_token: int
+    ffn: int
+    shared: int = 0
+    dense_layers: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """The widths of latent attention (arXiv 2405.04434), whose query and key heads are ``Size.head`` wide.
+
+    Attributes:
+        keys: Width to which keys and values are compressed.
+        queries: Width to which queries are compressed; 0: they are not.
+        rotated: Part of each head that all heads share in keys.
+        value: Width of each value head.
+    """
+
+    keys: int
+    queries: int
+    rotated: int
+    value: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """The sizes of a dense model that decide its time.
+    """The sizes of a model that decide its time.
 
     Attributes:
         layers: Transformer layers.
         hidden: Width of the activations between layers.
         heads: Query heads.
         groups: Key/value heads.
-        head: Width of each head.
-        ffn: Width inside each feed-forward block.
+        head: Width of each query and key head.
+        ffn: Width inside each dense feed-forward block.
         vocab: Vocabulary.
         gated: Whether feed-forward blocks have a gate.
         tied: Whether input and output embedding are one.
+        experts: A mixture's; None: a dense model.
+        latent: Of latent attention; None: plain attention.
     """
 
     layers: int
@@ -47,22 +89,69 @@ class Size:
     vocab: int
     gated: bool = True
     tied: bool = False
+    experts: Experts | None = None
+    latent: Latent | None = None
 
     @property
-    def matrices(self) -> tuple[tuple[int, int, bool], ...]:
-        """Return inputs, outputs, and whether the outputs are cut by tp, of each product of a layer."""
-        inner = self.heads * self.head
+    def value_head(self) -> int:
+        """Return the width of each value head."""
+        return self.head if self.latent is None else self.latent.value
+
+    @property
+    def attention(self) -> tuple[Matrix, ...]:
+        """Return the matrices of a layer's attention that tp cuts."""
+        out = (self.heads * self.value_head, self.hidden, False)
+        if self.latent is None:
+            return ((self.hidden, (self.heads + 2 * self.groups) * self.head, True), out)
+        kept = self.head - self.latent.rotated + self.latent.value
         return (
-            (self.hidden, inner + 2 * self.groups * self.head, True),
-            (inner, self.hidden, False),
-            (self.hidden, self.ffn * (1 + self.gated), True),
-            (self.ffn, self.hidden, False),
+            (self.latent.queries or self.hidden, self.heads * self.head, True),
+            (self.latent.keys, self.heads * kept, True),
+            out,
         )
 
     @property
-    def layer_weights(self) -> int:
-        """Return the weights of a layer, without norms and biases."""
-        return sum(inputs * outputs for inputs, outputs, _ in self.matrices)
+    def compressing(self) -> tuple[Matrix, ...]:
+        """Return the matrices of a layer's attention that are whole on each rank."""
+        if self.latent is None:
+            return ()
+        queries = ((self.hidden, self.latent.queries, True),) if self.latent.queries else ()
+        return (*queries, (self.hidden, self.latent.keys + self.latent.rotated, True))
+
+    def block(self, width: int) -> tuple[Matrix, ...]:
+        """Return the matrices of a feed-forward block, or an expert, that is so wide inside; none if it is 0 wide."""
+        if not width:
+            return ()
+        return ((self.hidden, width * (1 + self.gated), True), (width, self.hidden, False))
+
+    @property
+    def sparse_layers(self) -> int:
+        """Return the layers with experts."""
+        return 0 if self.experts is None else self.layers - self.experts.dense_layers
+
+    def mean_layer(self, dense: float, sparse: float) -> float:
+        """Return the mean over the layers of what a layer without and one with experts have."""
+        return dense + (sparse - dense) * self.sparse_layers / self.layers
+
+    @property
+    def layer_weights(self) -> float:
+        """Return the weights of a layer, on average, without experts, norms and biases."""
+        shared = 0 if self.experts is None else self.experts.shared
+        blocks = self.mean_layer(weights_of(self.block(self.ffn)), weights_of(self.block(shared)))
+        return weights_of(self.attention) + blocks + self.whole_weights
+
+    @property
+    def whole_weights(self) -> float:
+        """Return those of them that tp does not cut: what compresses for latent attention, and the router."""
+        router = 0 if self.experts is None else self.hidden * self.experts.number
+        return weights_of(self.compressing) + self.mean_layer(0, router)
+
+    @property
+    def expert_weights(self) -> float:
+        """Return the weights of all experts of a layer, on average over the layers."""
+        if self.experts is None:
+            return 0.0
+        return self.mean_layer(0, self.experts.number * weights_of(self.block(self.experts.ffn)))
 
     @property
     def table_weights(self) -> int:
@@ -70,17 +159,30 @@ class Size:
         return self.vocab * self.hidden
 
     @property
-    def cached_bytes(self) -> int:
-        """Return the keys and values of a token in all layers, in bf16."""
-        return 2 * self.layers * self.groups * self.head * _BYTES
+    def active_weights(self) -> float:
+        """Return the weights of a layer that a token is multiplied with, on average over the layers."""
+        share = 0 if self.experts is None else self.experts.per_token / self.experts.number
+        return self.layer_weights + share * self.expert_weights
+
+    def cached_bytes(self, tp: int) -> int:
+        """Return what a rank keeps of a token in all layers, in bf16: keys and values, or what they are made from."""
+        if self.latent is not None:
+            return self.layers * (self.latent.keys + self.latent.rotated) * _BYTES
+        return 2 * self.layers * max(1, self.groups // tp) * self.head * _BYTES
 
     def training_flops(self, tokens: int, sequence: int) -> float:
         """Return the operations of forward and backward passes as Megatron-LM counts them.
 
-        Attention counts whole, not its causal half, and nothing counts for recomputation (arXiv 2104.04473).
+        Attention counts whole, not its causal half, and nothing counts for recomputation (arXiv 2104.04473). Of experts
+        those count that a token goes to.
         """
-        layer = 2 * self.layer_weights + 4 * sequence * self.heads * self.head
+        layer = 2 * self.active_weights + 2 * sequence * self.heads * (self.head + self.value_head)
         return 3 * tokens * (self.layers * layer + 2 * self.table_weights)
+
+
+def weights_of(matrices: tuple[Matrix, ...]) -> int:
+    """Return the weights of matrices."""
+    return sum(inputs * outputs for inputs, outputs, _ in matrices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +210,8 @@ class TrainStep:
             ConfigError: The layout has what is not estimated, or does not divide the batch.
         """
         layout = self.layout
-        left_out = layout.ep > 1 or layout.etp is not None or layout.fsdp > 1 or layout.layers is not None
-        if left_out:
-            raise ConfigError(f"--layout {layout}: ep, etp, fsdp and layers are not estimated yet; leave them out")
+        if layout.is_sharded or layout.layers is not None:
+            raise ConfigError(f"--layout {layout}: fsdp and layers are not estimated yet; leave them out")
         if self.batch % (self.layout.dp * self.micro_batch):
             raise ConfigError(
                 f"--batch {self.batch}: dp={self.layout.dp} times --micro-batch {self.micro_batch} does not divide it"
@@ -132,7 +233,7 @@ def train_seconds(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, 
     parts["products"] += 2 * first["products"]
     parts["attention"] += _BACKWARD_ATTENTION * first["attention"]
     parts["elementwise"] += 1.5 * first["elementwise"]
-    for name in ("tensor parallel", "context parallel"):
+    for name in ("tensor parallel", "context parallel", "expert parallel"):
         parts[name] += first[name]
     ends = _ends(size, hardware, step)
     found = {name: number * layers * value for name, value in parts.items()}
@@ -141,24 +242,22 @@ def train_seconds(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, 
     a_micro_batch = layers * sum(parts.values()) + sum(ends.values()) / layout.pp
     found["bubble"] = (layout.pp - 1) / layout.vpp * a_micro_batch
     found["pipeline messages"] = _messages(size, hardware, step)
-    weights = layers * size.layer_weights / layout.tp + size.table_weights / layout.tp
-    found["data parallel"] = _data_parallel(hardware, layout, weights, a_micro_batch)
-    sharers = layout.dp * layout.cp
-    found["optimizer"] = weights / sharers * _OPTIMIZER_BYTES / (hardware.memory_bandwidth * hardware.memory_share)
+    dense = _dense_weights(size, layers, 1, layout.tp)
+    experts = layers * size.expert_weights / (layout.ep * layout.expert_tp)
+    found["data parallel"] = _data_parallel(hardware, layout, dense, experts, a_micro_batch)
+    kept = _kept_parameters(layout, dense, experts)
+    found["optimizer"] = kept * _OPTIMIZER_BYTES / (hardware.memory_bandwidth * hardware.memory_share)
     return found
 
 
 def decode_seconds(size: Size, hardware: Hardware, tp: int, concurrent: int, context: float) -> dict[str, float]:
     """Return the seconds of one token of each of ``concurrent`` texts that are ``context`` tokens long, by part."""
-    bandwidth = hardware.memory_bandwidth
-    matrices = [(i if is_cut else i / tp, o / tp if is_cut else o) for i, o, is_cut in size.matrices]
-    layer = sum(_product(hardware, concurrent, inputs, outputs) for inputs, outputs in matrices)
+    layer = _layer_products(size, hardware, ParallelLayout(tp=tp), concurrent)
     reduced = _collective(hardware, tp, concurrent * size.hidden * _BYTES, is_summed=True)
-    cut_groups = max(size.groups / tp, 1) / size.groups
-    cached = concurrent * context * size.cached_bytes * cut_groups
+    cached = concurrent * context * size.cached_bytes(tp)
     return {
         "products": size.layers * layer + _product(hardware, concurrent, size.hidden, size.vocab / tp),
-        "attention": cached / (bandwidth * hardware.cache_share),
+        "attention": cached / (hardware.memory_bandwidth * hardware.cache_share),
         "tensor parallel": 2 * size.layers * reduced,
         "launches": size.layers * hardware.launch,
     }
@@ -175,14 +274,13 @@ def _layer(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, float]:
     """Return the seconds of a layer's forward pass of a micro-batch."""
     layout = step.layout
     tp, tokens = layout.tp, step.micro_batch * step.sequence / layout.cp
-    products = sum(
-        _product(hardware, tokens, inputs if is_cut else inputs / tp, outputs / tp if is_cut else outputs)
-        for inputs, outputs, is_cut in size.matrices
-    )
+    products = _layer_products(size, hardware, layout, tokens)
     # A token sees half of its sequence on average.
-    scores = 2 * tokens * step.sequence * size.heads * size.head / tp
+    scores = tokens * step.sequence * size.heads * (size.head + size.value_head) / tp
     # Read or written: norms and residual sums between the products, and the activation within the block.
-    touched = 12 * size.hidden / tp + (3 + size.gated) * size.ffn / tp + 3 * size.heads * size.head / tp
+    touched = (12 * size.hidden + (3 + size.gated) * _width(size) + 3 * size.heads * size.head) / tp
+    # Tokens are laid out by experts, and weighed and summed in their own order again.
+    touched += 6 * size.hidden / tp * _visits(size)
     # Gathered before two products, scattered as they are summed behind two others: two of each, as two sums.
     passed = 2 * _collective(hardware, tp, tokens * size.hidden * _BYTES, is_summed=True)
     keys = 2 * tokens * layout.cp * size.groups * size.head / tp * _BYTES
@@ -192,7 +290,73 @@ def _layer(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, float]:
         "elementwise": tokens * touched * _BYTES / (hardware.memory_bandwidth * hardware.elementwise_share),
         "tensor parallel": passed,
         "context parallel": _collective(hardware, layout.cp, keys, step=tp),
+        "expert parallel": _exchange(hardware, layout, tokens / tp * _visits(size) * size.hidden * _BYTES),
     }
+
+
+def _layer_products(size: Size, hardware: Hardware, layout: ParallelLayout, tokens: float) -> float:
+    """Return the seconds of a layer's products for a replica's ``tokens``, on average over its layers."""
+
+    def cut(matrices: tuple[Matrix, ...], rows: float, ways: int) -> float:
+        return sum(
+            _product(hardware, rows, inputs if is_cut else inputs / ways, outputs / ways if is_cut else outputs)
+            for inputs, outputs, is_cut in matrices
+        )
+
+    tp, mixture = layout.tp, size.experts
+    attention = cut(size.attention, tokens, tp) + cut(size.compressing, tokens / tp, 1)
+    dense = cut(size.block(size.ffn), tokens, tp)
+    if mixture is None:
+        return attention + dense
+    # The ranks that share the experts bring their tokens; each expert has equally many, or none.
+    visits = tokens / tp * layout.expert_tp * layout.ep * mixture.per_token
+    used = mixture.number * (1 - (1 - 1 / mixture.number) ** visits) / layout.ep
+    experts = used * cut(size.block(mixture.ffn), visits / layout.ep / used, layout.expert_tp)
+    router = _product(hardware, tokens / tp, size.hidden, mixture.number)
+    shared = cut(size.block(mixture.shared), tokens, tp)
+    return attention + size.mean_layer(dense, experts + router + shared)
+
+
+def _width(size: Size) -> float:
+    """Return the width of the activations inside a layer's feed-forward block or its experts, on average."""
+    if size.experts is None:
+        return size.ffn
+    return size.mean_layer(size.ffn, size.experts.per_token * size.experts.ffn + size.experts.shared)
+
+
+def _visits(size: Size) -> float:
+    """Return how many experts a token goes to, on average over the layers."""
+    return 0.0 if size.experts is None else size.mean_layer(0, size.experts.per_token)
+
+
+def _exchange(hardware: Hardware, layout: ParallelLayout, num_bytes: float) -> float:
+    """Return the seconds in which a rank's ``num_bytes`` reach their experts on other ranks, and come back."""
+    ranks = layout.ep * layout.expert_tp
+    if ranks == 1 or not num_bytes:
+        return 0.0
+    # Each rank of a tensor-parallel expert needs every token of the expert.
+    num_bytes *= layout.expert_tp
+    here = min(ranks, RANKS_PER_NODE)
+    within = num_bytes * (here - 1) / ranks / (hardware.node_bandwidth * hardware.node_share)
+    across = num_bytes * (ranks - here) / ranks / (hardware.network_bandwidth * hardware.network_share)
+    latency = hardware.node_latency if ranks == here else hardware.network_latency
+    return 2 * (max(within, across) + latency)
+
+
+def _dense_weights(size: Size, layers: int, tables: int, tp: int) -> float:
+    """Return a rank's weights of layers and embeddings, without experts."""
+    cut = layers * (size.layer_weights - size.whole_weights) + tables * size.table_weights
+    return cut / tp + layers * size.whole_weights
+
+
+def _kept_parameters(layout: ParallelLayout, dense: float, experts: float) -> float:
+    """Return of how many of a rank's parameters it has the optimizer's state."""
+    return dense / (layout.dp * layout.cp) + experts / _expert_replicas(layout)
+
+
+def _expert_replicas(layout: ParallelLayout) -> int:
+    """Return how many ranks of a stage have the same part of the experts."""
+    return layout.tp * layout.cp * layout.dp // (layout.ep * layout.expert_tp)
 
 
 def _ends(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, float]:
@@ -256,19 +420,26 @@ def _messages(size: Size, hardware: Hardware, step: TrainStep) -> float:
     return 2 * layout.vpp * (step.num_micro_batches + layout.pp - 1) * (passed / bandwidth + latency)
 
 
-def _data_parallel(hardware: Hardware, layout: ParallelLayout, weights: float, a_micro_batch: float) -> float:
+def _data_parallel(
+    hardware: Hardware, layout: ParallelLayout, dense: float, experts: float, a_micro_batch: float
+) -> float:
     """Return the seconds of sums of gradients and gathered weights that the passes do not hide."""
     ranks, step = layout.dp * layout.cp, layout.tp
-    summed = _collective(hardware, ranks, weights * _FP32, step=step)
-    gathered = _collective(hardware, ranks, weights * _BYTES, step=step)
+    replicas, apart = _expert_replicas(layout), layout.ep * layout.expert_tp
+    summed, gathered = (
+        _collective(hardware, ranks, dense * each, step=step)
+        + _collective(hardware, replicas, experts * each, step=apart)
+        for each in (_FP32, _BYTES)
+    )
     return max(summed - 2 / 3 * a_micro_batch, 0.1 * summed) + max(gathered - a_micro_batch / 3, 0.1 * gathered)
 
 
 def train_bytes(size: Size, step: TrainStep) -> dict[str, dict[str, float]]:
     """Return the bytes of a rank by its stage (``first``, ``middle``, ``last``) and by what they are for.
 
-    bf16 weights, gradients summed in fp32, fp32 master weights and two moments cut over dp and cp. Activations as arXiv
-    2205.05198 counts them, without dropout and with fused attention, cut over tp by sequence parallelism.
+    bf16 weights, gradients summed in fp32, fp32 master weights and two moments cut over the ranks that have the same
+    weights. Activations as arXiv 2205.05198 counts them, without dropout and with fused attention, cut over tp by
+    sequence parallelism.
     """
     layout = step.layout
     layers = math.ceil(size.layers / layout.pp)
@@ -277,16 +448,17 @@ def train_bytes(size: Size, step: TrainStep) -> dict[str, dict[str, float]]:
     for name, stage in _stages(layout.pp).items():
         is_first, is_last = stage == 0, stage == layout.pp - 1
         tables = is_first + is_last - (is_first and is_last and size.tied)
-        weights = (layers * size.layer_weights + tables * size.table_weights) / layout.tp
+        dense = _dense_weights(size, layers, tables, layout.tp)
+        experts = layers * size.expert_weights / (layout.ep * layout.expert_tp)
         inputs = tokens * size.hidden * _BYTES / layout.tp
         of_a_layer = tokens * _kept_elements(size) * _BYTES / layout.tp
         of_a_stage = layers * (inputs if step.recompute == "full" else of_a_layer)
         working = of_a_layer if step.recompute == "full" else 0.0
         logits = tokens * size.vocab / layout.tp * (_BYTES + _FP32) if is_last else 0.0
         found[name] = {
-            "weights": weights * _BYTES,
-            "gradients": weights * _FP32,
-            "optimizer": 3 * weights * _FP32 / (layout.dp * layout.cp),
+            "weights": (dense + experts) * _BYTES,
+            "gradients": (dense + experts) * _FP32,
+            "optimizer": 3 * _kept_parameters(layout, dense, experts) * _FP32,
             "activations": of_a_stage * _under_way(step, stage) + working + logits,
         }
     return found
@@ -294,9 +466,11 @@ def train_bytes(size: Size, step: TrainStep) -> dict[str, dict[str, float]]:
 
 def decode_bytes(size: Size, tp: int, concurrent: int, context: int) -> dict[str, float]:
     """Return a rank's bytes by what they are for, of ``concurrent`` texts of up to ``context`` tokens."""
-    weights = size.layers * size.layer_weights + (2 - size.tied) * size.table_weights
-    cut_groups = max(size.groups / tp, 1) / size.groups
-    return {"weights": weights * _BYTES / tp, "cache": concurrent * context * size.cached_bytes * cut_groups}
+    weights = _dense_weights(size, size.layers, 2 - size.tied, tp) + size.layers * size.expert_weights / tp
+    return {
+        "weights": weights * _BYTES,
+        "cache": concurrent * context * size.cached_bytes(tp),
+    }
 
 
 def _stages(pp: int) -> dict[str, int]:
@@ -305,8 +479,10 @@ def _stages(pp: int) -> dict[str, int]:
 
 def _kept_elements(size: Size) -> float:
     """Return what a layer keeps of a token for the backward pass: inputs of norms, products and activation."""
-    heads = 2 * size.heads * size.head + 2 * size.groups * size.head
-    return 4 * size.hidden + heads + (2 + size.gated) * size.ffn
+    heads = size.heads * (size.head + size.value_head) + size.groups * (size.head + size.value_head)
+    compressed = 0 if size.latent is None else 2 * (size.latent.keys + size.latent.queries)
+    # Each expert has its own copy of its tokens, and their outputs are kept to be weighed.
+    return 4 * size.hidden + heads + compressed + (2 + size.gated) * _width(size) + 2 * _visits(size) * size.hidden
 
 
 def _under_way(step: TrainStep, stage: int) -> float:

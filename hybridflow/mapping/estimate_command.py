@@ -14,6 +14,8 @@ from hybridflow.errors import ConfigError
 from hybridflow.exit_status import DONE
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.estimate import (
+    Experts,
+    Latent,
     Size,
     TrainStep,
     decode_bytes,
@@ -48,7 +50,7 @@ def add_estimate(plans: Any) -> None:
     parser = plans.add_parser(
         "estimate",
         help="show the time and memory of one configuration on described hardware",
-        description="Estimate a training step, or decoding, of a dense model in bf16. Print the time by what takes it, "
+        description="Estimate a training step, or decoding, of a model in bf16. Print the time by what takes it, "
         "the memory of a GPU by what it is for, and how far such estimates are from published measurements. The "
         "command starts no process and imports no torch.",
         epilog=_EXAMPLES,
@@ -90,9 +92,14 @@ def run(arguments: argparse.Namespace) -> int:
     layout = _layout(arguments.layout, arguments.nodes)
     if size.heads % layout.tp:
         raise ConfigError(f"--layout {layout}: tp={layout.tp} does not divide {size.heads} heads; choose a divisor")
+    num_experts = 1 if size.experts is None else size.experts.number
+    if num_experts % layout.ep:
+        raise ConfigError(f"--layout {layout}: ep={layout.ep} does not divide {num_experts} experts; choose a divisor")
     estimate = _train if arguments.phase == "train" else _generate
     found = estimate(arguments, size, machine, layout)
-    if error := ERRORS.get((arguments.phase, arguments.hardware)):
+    error = ERRORS.get((arguments.phase, arguments.hardware))
+    # What was measured were dense models with plain attention.
+    if error and size.experts is None and size.latent is None:
         found["error"] = {"percent": error[0], "compared_with": error[1]}
     else:
         found["error"] = {"percent": None, "compared_with": "nothing: no measurement was compared"}
@@ -103,26 +110,42 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def model_size(text: str) -> Size:
-    """Return the sizes of a dense model: a known one, one of a directory, or those given as ``name=value,…``.
+    """Return the sizes of a model: a known one, one of a directory, or of a dense one given as ``name=value,…``.
 
     Raises:
-        ConfigError: A name is not known, a size is missing or no number, or the model has experts.
+        ConfigError: A name is not known, or a size is missing or no number.
         CheckpointError: The directory has no model that is known.
     """
     if "=" in text:
         return _given_size(text)
     shape = _shape(text)
-    if shape.num_experts is not None or shape.kv_lora_rank is not None:
-        raise ConfigError(f"--model {text}: experts and latent attention are not estimated yet; choose a dense model")
+    experts, latent = None, None
+    if shape.num_experts is not None:
+        experts = Experts(
+            number=shape.num_experts,
+            per_token=shape.experts_per_token,
+            ffn=shape.ffn_hidden_size,
+            shared=shape.shared_ffn_hidden_size or 0,
+            dense_layers=shape.num_dense_layers,
+        )
+    if shape.kv_lora_rank is not None:
+        latent = Latent(
+            keys=shape.kv_lora_rank,
+            queries=shape.q_lora_rank or 0,
+            rotated=shape.qk_rope_head_dim,
+            value=shape.v_head_dim,
+        )
     return Size(
         layers=shape.num_layers,
         hidden=shape.hidden_size,
         heads=shape.num_attention_heads,
         groups=shape.num_query_groups,
         head=shape.head_dim,
-        ffn=shape.ffn_hidden_size,
+        ffn=shape.ffn_hidden_size if experts is None else shape.dense_ffn_hidden_size,
         vocab=shape.vocab_size,
         tied=shape.tied_embeddings,
+        experts=experts,
+        latent=latent,
     )
 
 

@@ -38,6 +38,7 @@ class ModelShape:
         qk_norm: Whether queries and keys are normalized.
         qk_norm_over: What is normalized together: a head, or all heads of a projection.
         num_experts: Experts of each layer; None: a dense feed-forward block.
+        experts_per_token: Experts that a token goes to. It decides no tensor.
         num_dense_layers: Layers from the first with a dense feed-forward block instead of experts.
         dense_ffn_hidden_size: Width inside the feed-forward block of these.
         shared_ffn_hidden_size: Width inside the shared expert of each layer; None: there is none.
@@ -67,6 +68,7 @@ class ModelShape:
     qk_norm: bool = False
     qk_norm_over: Literal["head", "projection"] = "head"
     num_experts: int | None = None
+    experts_per_token: int = 0
     num_dense_layers: int = 0
     dense_ffn_hidden_size: int = 0
     shared_ffn_hidden_size: int | None = None
@@ -125,6 +127,7 @@ def shape_of(model: ModelConfig, vocab_size: int) -> ModelShape:
         qk_norm=model.qk_norm,
         qk_norm_over=model.qk_norm_over,
         num_experts=model.num_experts,
+        experts_per_token=model.experts_per_token,
         num_dense_layers=model.num_dense_layers,
         dense_ffn_hidden_size=model.dense_ffn_hidden_size or 0,
         pre_norms=model.pre_norms,
@@ -361,6 +364,7 @@ def _gpt_oss(num_layers: int, num_experts: int) -> ModelShape:
         linear_bias=True,
         attention_sinks=True,
         num_experts=num_experts,
+        experts_per_token=4,
     )
 
 
@@ -373,6 +377,7 @@ def _mixtral(num_layers: int, hidden_size: int, ffn_hidden_size: int, heads: int
         num_query_groups=8,
         vocab_size=vocab_size,
         num_experts=8,
+        experts_per_token=2,
     )
 
 
@@ -392,8 +397,8 @@ _SHAPES = {
     "qwen3-8b": _qwen3(36, 4096, 12288, 32, 8),
     "qwen3-14b": _qwen3(40, 5120, 17408, 40, 8),
     "qwen3-32b": _qwen3(64, 5120, 25600, 64, 8),
-    "qwen3-30b-a3b": _qwen3(48, 2048, 768, 32, 4, num_experts=128),
-    "qwen3-235b-a22b": _qwen3(94, 4096, 1536, 64, 4, num_experts=128),
+    "qwen3-30b-a3b": _qwen3(48, 2048, 768, 32, 4, num_experts=128, experts_per_token=8),
+    "qwen3-235b-a22b": _qwen3(94, 4096, 1536, 64, 4, num_experts=128, experts_per_token=8),
     "deepseek-v3": ModelShape(
         num_layers=61,
         hidden_size=7168,
@@ -407,6 +412,7 @@ _SHAPES = {
         v_head_dim=128,
         vocab_size=129280,
         num_experts=256,
+        experts_per_token=8,
         num_dense_layers=3,
         dense_ffn_hidden_size=18432,
         shared_ffn_hidden_size=2048,

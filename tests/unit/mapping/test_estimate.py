@@ -1,14 +1,27 @@
 """Estimates of time and memory beside published measurements and hand-computed figures."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from hybridflow import cli
+from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.mapping.estimate import Size, TrainStep, train_bytes, train_seconds
+from hybridflow.mapping.estimate import (
+    Experts,
+    Size,
+    TrainStep,
+    decode_bytes,
+    decode_seconds,
+    train_bytes,
+    train_seconds,
+)
 from hybridflow.mapping.estimate_command import ERRORS, model_size
 from hybridflow.mapping.hardware import hardware
+from hybridflow.models.shapes import model_spec, named_shapes
+from hybridflow.reshard.fsdp import weight_holdings
+from hybridflow.reshard.plan import held_bytes
 
 
 def gpt(layers: int, hidden: int, heads: int, vocab: int) -> Size:
@@ -117,6 +130,75 @@ def test_a_directory_tells_the_sizes(tmp_path):
     assert model_size(str(tmp_path)) == model_size(str(path)) == model_size("llama3-8b")
 
 
+# Parameters in all and active ones of a token, in billions, as their makers say.
+@pytest.mark.parametrize(
+    ("model", "total", "active"),
+    [
+        ("mixtral-8x7b", 46.7, 12.9),
+        ("mixtral-8x22b", 141, 39),
+        ("qwen3-30b-a3b", 30.5, 3.3),
+        ("qwen3-235b-a22b", 235, 22),
+        ("deepseek-v3", 671, 37),
+        ("gpt-oss-120b", 116.8, 5.1),
+    ],
+)
+def test_a_mixture_has_the_parameters_that_its_maker_says(model, total, active):
+    size = model_size(model)
+    weights = size.layers * (size.layer_weights + size.expert_weights) + 2 * size.table_weights
+    assert weights == pytest.approx(total * 1e9, rel=0.01)
+    # Makers round, and some leave out the embedding.
+    used = size.layers * size.active_weights
+    assert used * 0.98 < active * 1e9 < (used + 2 * size.table_weights) * 1.02
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("qwen3-30b-a3b", "tp2.pp2.dp4.ep4"), ("qwen3-30b-a3b", "tp2.dp4.ep8.etp1"), ("deepseek-v3", "tp4.pp1.dp8.ep8")],
+)
+def test_weights_of_a_rank_are_those_of_its_tensors(model, layout):
+    shape, cut = named_shapes()[model], ParallelLayout.parse(layout)
+    mesh = DeviceMesh(name="actor", layout=cut, ranks=tuple(range(cut.world_size)), ranks_per_node=8)
+    spec = model_spec(shape)
+    held = held_bytes(spec, weight_holdings(spec, mesh), mesh.rank_at(pp=0))
+    step = TrainStep(layout=cut, sequence=64, batch=8, micro_batch=1)
+    assert train_bytes(model_size(model), step)["first"]["weights"] == pytest.approx(held, rel=0.002)
+
+
+def test_a_mixture_of_one_expert_is_a_dense_model():
+    dense = model_size("layers=8,hidden=1024,heads=8,ffn=4096,vocab=4096")
+    mixture = replace(dense, ffn=0, experts=Experts(number=1, per_token=1, ffn=4096))
+    step = TrainStep(layout=ParallelLayout(tp=2, dp=4), sequence=512, batch=8, micro_batch=2)
+    one, other = (train_seconds(size, hardware("h100-sxm"), step) for size in (dense, mixture))
+    assert other["products"] == pytest.approx(one["products"], rel=0.02)  # the router is there besides
+    assert mixture.training_flops(512, 512) == pytest.approx(dense.training_flops(512, 512), rel=1e-3)
+    assert other["tensor parallel"] == one["tensor parallel"] and one["expert parallel"] == 0
+
+
+def test_tokens_travel_to_experts_and_back():
+    size, machine = model_size("mixtral-8x7b"), hardware("h100-sxm")
+    step = TrainStep(layout=ParallelLayout(dp=8, ep=8), sequence=4096, batch=8, micro_batch=1)
+    # Forward and backward, there and back: two experts of each token, 7 of 8 elsewhere.
+    moved = 4096 * 2 * 4096 * 2 * 7 / 8
+    seconds = 32 * 4 * (moved / (machine.node_bandwidth * machine.node_share) + machine.node_latency)
+    assert train_seconds(size, machine, step)["expert parallel"] == pytest.approx(seconds)
+
+
+def test_decoding_reads_the_experts_that_are_used():
+    size, machine = model_size("qwen3-235b-a22b"), hardware("h100-sxm")
+    read = machine.memory_bandwidth * machine.memory_share
+    one, many = (decode_seconds(size, machine, 8, concurrent, 1)["products"] for concurrent in (1, 512))
+    assert one == pytest.approx(2 * 22e9 / 8 / read, rel=0.05)
+    assert many > 2 * 230e9 / 8 / read
+    # DeepSeek-V3: 512 + 64 numbers of each token in 61 layers, whole on each rank.
+    assert decode_bytes(model_size("deepseek-v3"), 8, 1, 1000)["cache"] == 1000 * 61 * 576 * 2
+
+
+def test_a_mixture_was_compared_with_nothing(capsys):
+    found = estimate(capsys, "--phase", "train", "--model", "qwen3-30b-a3b", "--layout", "dp8.ep8")
+    assert found["error"]["percent"] is None
+    assert sum(found["breakdown"].values()) == pytest.approx(found["seconds"])
+
+
 def test_nodes_fill_dp_and_text_says_what_does_not_fit(capsys):
     words = ("--phase", "train", "--model", "llama3-70b", "--layout", "tp8")
     assert estimate(capsys, *words, "--nodes", "4")["layout"].startswith("tp8")
@@ -131,15 +213,16 @@ def test_nodes_fill_dp_and_text_says_what_does_not_fit(capsys):
     ("words", "message"),
     [
         (("--model", "llama"), "--model llama: not one of"),
-        (("--model", "deepseek-v3"), "experts and latent attention"),
         (("--model", "layers=2"), "hidden, heads, ffn, vocab missing"),
         (("--model", "layers=2,layers=3"), "each once"),
         (("--model", "layers=2e9"), "expected a whole number"),
         (("--model", "layers=2,hidden=4,heads=8,ffn=4,vocab=4"), "give head=N"),
         (("--model", "gated=yes"), "expected true or false"),
         (("--layout", "tp8.dp2", "--nodes", "4"), "32 GPUs"),
-        (("--layout", "tp2.dp2.ep2"), "ep, etp, fsdp and layers are not estimated"),
-        (("--layout", "pp2.layers15-17"), "ep, etp, fsdp and layers are not estimated"),
+        (("--layout", "tp2.dp2.ep2"), "ep=2 does not divide 1 experts"),
+        (("--model", "mixtral-8x7b", "--layout", "dp3.ep3"), "ep=3 does not divide 8 experts"),
+        (("--layout", "pp2.layers15-17"), "fsdp and layers are not estimated"),
+        (("--layout", "fsdp2"), "fsdp and layers are not estimated"),
         (("--layout", "tp3"), "tp=3 does not divide 32 heads"),
         (("--batch", "3", "--layout", "dp2"), "does not divide it"),
         (("--layout", "pp64"), "64 stages for 32 layers"),

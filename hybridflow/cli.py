@@ -48,6 +48,7 @@ from hybridflow.rollout.rollouts_command import add_rollouts
 from hybridflow.serving.command import add_serving
 
 if TYPE_CHECKING:
+    from hybridflow.dataflow.graph import Step
     from hybridflow.layout.mesh import DeviceMesh
     from hybridflow.parallel.start import Start
     from hybridflow.parallel.world import World
@@ -204,7 +205,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_reshard(reshard)
     reshard.set_defaults(run=_plan_reshard)
-    add_estimate(plans)
+    add_estimate(plans, _step_of)
     add_init(commands)
     add_serving(commands)
     add_launch(commands)
@@ -266,6 +267,12 @@ def _plan_job(arguments: argparse.Namespace) -> int:
         # Last, so that what does not fit can be looked up above.
         print(f"\nbatch file\n{batch_file(arguments)}", end="")
     return 0
+
+
+def _step_of(recipe: Recipe) -> Step:
+    from hybridflow.trainer.plan import training_step
+
+    return training_step(recipe)
 
 
 def _print_plan(recipe: Recipe) -> None:

@@ -210,8 +210,8 @@ class TrainStep:
             ConfigError: The layout has what is not estimated, or does not divide the batch.
         """
         layout = self.layout
-        if layout.is_sharded or layout.layers is not None:
-            raise ConfigError(f"--layout {layout}: fsdp and layers are not estimated yet; leave them out")
+        if layout.is_sharded or layout.layers == "auto":
+            raise ConfigError(f"layout {layout}: fsdp and layers: auto are not estimated yet; leave them out")
         if self.batch % (self.layout.dp * self.micro_batch):
             raise ConfigError(
                 f"--batch {self.batch}: dp={self.layout.dp} times --micro-batch {self.micro_batch} does not divide it"
@@ -223,10 +223,21 @@ class TrainStep:
         return self.batch // (self.layout.dp * self.micro_batch)
 
 
+def _layers_of(size: Size, layout: ParallelLayout, stage: int) -> int:
+    """Return the layers of a stage, those of all its virtual chunks."""
+    if layout.layers is None or layout.layers == "auto":
+        return math.ceil(size.layers / layout.pp)
+    return sum(layout.layers[stage :: layout.pp])
+
+
+def _most_layers(size: Size, layout: ParallelLayout) -> int:
+    return max(_layers_of(size, layout, stage) for stage in range(layout.pp))
+
+
 def train_seconds(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, float]:
     """Return the seconds of a training step by what takes them; they add up to the step."""
     layout, number = step.layout, step.num_micro_batches
-    layers = math.ceil(size.layers / layout.pp)
+    layers = _most_layers(size, layout)
     first = _layer(size, hardware, step)
     again = {"none": {}, "selective": {"attention": first["attention"]}, "full": first}[step.recompute]
     parts = {name: first[name] + again.get(name, 0.0) for name in first}
@@ -250,24 +261,48 @@ def train_seconds(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, 
     return found
 
 
-def decode_seconds(size: Size, hardware: Hardware, tp: int, concurrent: int, context: float) -> dict[str, float]:
-    """Return the seconds of one token of each of ``concurrent`` texts that are ``context`` tokens long, by part."""
-    layer = _layer_products(size, hardware, ParallelLayout(tp=tp), concurrent)
+def forward_seconds(size: Size, hardware: Hardware, step: TrainStep) -> float:
+    """Return the seconds of a forward pass over the batch of ``step``, as for log-probabilities or values."""
+    layout = step.layout
+    ends = _ends(size, hardware, step)
+    layer = sum(_layer(size, hardware, step).values())
+    a_stage = _most_layers(size, layout) * layer
+    number = step.num_micro_batches
+    passes = (number + (layout.pp - 1) / layout.vpp) * a_stage + number * sum(ends.values()) / 3
+    return passes + _messages(size, hardware, step) / 2
+
+
+def decode_seconds(
+    size: Size, hardware: Hardware, layout: ParallelLayout, concurrent: float, context: float
+) -> dict[str, float]:
+    """Return the seconds of one token of each of a replica's ``concurrent`` texts, by part.
+
+    Args:
+        size: The model.
+        hardware: Where.
+        layout: tp, and ep where replicas share experts.
+        concurrent: Texts of each replica.
+        context: Tokens that each of them has.
+    """
+    tp = layout.tp
+    layer = _layer_products(size, hardware, layout, concurrent)
     reduced = _collective(hardware, tp, concurrent * size.hidden * _BYTES, is_summed=True)
     cached = concurrent * context * size.cached_bytes(tp)
+    exchanged = _exchange(hardware, layout, concurrent / tp * _visits(size) * size.hidden * _BYTES)
     return {
         "products": size.layers * layer + _product(hardware, concurrent, size.hidden, size.vocab / tp),
         "attention": cached / (hardware.memory_bandwidth * hardware.cache_share),
         "tensor parallel": 2 * size.layers * reduced,
+        "expert parallel": size.layers * exchanged,
         "launches": size.layers * hardware.launch,
     }
 
 
-def prefill_seconds(size: Size, hardware: Hardware, tp: int, tokens: int) -> float:
+def prefill_seconds(size: Size, hardware: Hardware, layout: ParallelLayout, tokens: int) -> float:
     """Return the seconds until a prompt of ``tokens`` has its first token."""
-    step = TrainStep(layout=ParallelLayout(tp=tp), sequence=tokens, batch=1, micro_batch=1)
+    step = TrainStep(layout=layout, sequence=tokens, batch=layout.dp, micro_batch=1)
     layer = sum(_layer(size, hardware, step).values())
-    return size.layers * (layer + hardware.launch) + _product(hardware, 1, size.hidden, size.vocab / tp)
+    return size.layers * (layer + hardware.launch) + _product(hardware, 1, size.hidden, size.vocab / layout.tp)
 
 
 def _layer(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, float]:
@@ -442,10 +477,10 @@ def train_bytes(size: Size, step: TrainStep) -> dict[str, dict[str, float]]:
     sequence parallelism.
     """
     layout = step.layout
-    layers = math.ceil(size.layers / layout.pp)
     tokens = step.micro_batch * step.sequence / layout.cp
     found = {}
     for name, stage in _stages(layout.pp).items():
+        layers = _layers_of(size, layout, stage)
         is_first, is_last = stage == 0, stage == layout.pp - 1
         tables = is_first + is_last - (is_first and is_last and size.tied)
         dense = _dense_weights(size, layers, tables, layout.tp)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from hybridflow.checkpoint.model_info import read_model_info
+from hybridflow.config.recipe import Recipe
+from hybridflow.dataflow.graph import Step
 from hybridflow.errors import ConfigError
 from hybridflow.exit_status import DONE
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.mapping.errors import error_text, published_error
 from hybridflow.mapping.estimate import (
-    Experts,
-    Latent,
     Size,
     TrainStep,
     decode_bytes,
@@ -25,48 +26,45 @@ from hybridflow.mapping.estimate import (
     train_seconds,
 )
 from hybridflow.mapping.hardware import RANKS_PER_NODE, Hardware, hardware, hardware_names
-from hybridflow.models.shapes import ModelShape, named_shapes, shape_of
+from hybridflow.mapping.sizes import model_size
 from hybridflow.observe.table import format_table
 
 _EXAMPLES = """examples:
+  hybridflow plan estimate ppo-llama-3.1-8b model.path=models/Llama-3.1-8B-Instruct --response 400
   hybridflow plan estimate --phase train --model llama3-70b --layout tp8.pp2.dp4 --nodes 8 --sequence 4096 --batch 128
   hybridflow plan estimate --phase generate --model llama3-8b --layout tp1 --prompt 1024 --response 512 --concurrent 32
   hybridflow plan estimate --phase train --layout tp2.dp48 --sequence 4096 --batch 192 --json \\
     --model layers=30,hidden=4096,heads=32,ffn=16384,vocab=131072,gated=false
 """
 
-ERRORS = {
-    ("train", "h100-sxm"): (3.5, "three steps of Megatron-LM on 48 to 192 H100, to which the shares were fitted"),
-    ("train", "a100-80g"): (3.5, "eight steps of arXiv 2205.05198, table 5, to which the shares were fitted"),
-    ("generate", "h100-sxm"): (2.0, "three measurements of Llama 8B in TensorRT-LLM, to which the shares were fitted"),
-}
-"""Largest difference from published measurements in percent, and from which."""
 
-_SIZES = ("layers", "hidden", "heads", "groups", "head", "ffn", "vocab", "gated", "tied")
+def add_estimate(plans: Any, step_of: Callable[[Recipe], Step]) -> None:
+    """Add it to the sub-commands of ``plan``.
 
-
-def add_estimate(plans: Any) -> None:
-    """Add it to the sub-commands of ``plan``."""
+    Args:
+        plans: The sub-commands.
+        step_of: Returns the stages of a recipe's training step.
+    """
     parser = plans.add_parser(
         "estimate",
         help="show the time and memory of one configuration on described hardware",
-        description="Estimate a training step, or decoding, of a model in bf16. Print the time by what takes it, "
+        description="Estimate a recipe's whole training step; or, with --phase, training or decoding of one model in "
+        "bf16. Print the time by what takes it, "
         "the memory of a GPU by what it is for, and how far such estimates are from published measurements. The "
         "command starts no process and imports no torch.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--phase", required=True, choices=("train", "generate"), help="what to estimate")
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="YAML file, or the name of a shipped recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
+    parser.add_argument("--phase", choices=("train", "generate"), help="estimate one phase of --model, without RECIPE")
     parser.add_argument(
         "--model",
-        required=True,
         metavar="MODEL",
         help="known model, directory or its config.json, or sizes: layers=32,hidden=4096,heads=32,…",
     )
     parser.add_argument("--hardware", default="h100-sxm", choices=hardware_names(), help="default: h100-sxm")
-    parser.add_argument(
-        "--layout", required=True, metavar="LAYOUT", help="for instance tp8.pp2.dp4; generate: tp alone"
-    )
+    parser.add_argument("--layout", metavar="LAYOUT", help="for instance tp8.pp2.dp4; generate: tp alone")
     parser.add_argument("--nodes", type=int, metavar="N", help="nodes of 8 GPUs; they decide dp where LAYOUT has none")
     training = parser.add_argument_group("train")
     training.add_argument("--sequence", type=_count, default=4096, metavar="N", help="tokens (default: 4096)")
@@ -74,21 +72,43 @@ def add_estimate(plans: Any) -> None:
     training.add_argument("--micro-batch", type=_count, default=1, metavar="N", help="sequences (default: 1)")
     training.add_argument("--recompute", choices=("none", "selective", "full"), default="none", help="default: none")
     training.add_argument("--dtype", choices=("bf16",), default="bf16", help="default: bf16")
-    generating = parser.add_argument_group("generate")
-    generating.add_argument("--prompt", type=_count, default=1024, metavar="N", help="tokens (default: 1024)")
-    generating.add_argument("--response", type=_count, default=512, metavar="N", help="tokens (default: 512)")
+    generating = parser.add_argument_group("generate, and RECIPE")
+    generating.add_argument(
+        "--prompt",
+        type=_count,
+        metavar="N",
+        help="tokens (default: 1024; RECIPE: half of what model.max_context leaves beside rollout.max_new_tokens)",
+    )
+    generating.add_argument(
+        "--response",
+        type=_count,
+        metavar="N",
+        help="tokens; of RECIPE the mean, and lengths are spread around it (default: 512; half of "
+        "rollout.max_new_tokens)",
+    )
     generating.add_argument("--concurrent", type=_count, default=32, metavar="N", help="texts at a time (default: 32)")
     parser.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=functools.partial(run, step_of=step_of))
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step]) -> int:
     """Run the command and return the exit status.
 
     Raises:
         ConfigError: What is asked for is not known, or cannot be estimated.
     """
-    size, machine = model_size(arguments.model), hardware(arguments.hardware)
+    given = [name for name in ("phase", "model", "layout") if getattr(arguments, name) is not None]
+    if len(given) != (3 if arguments.recipe is None else 0):
+        raise ConfigError("plan estimate: give RECIPE, or --phase, --model and --layout; see --help for examples")
+    machine = hardware(arguments.hardware)
+    if arguments.recipe is not None:
+        # Reads far more modules than the rest.
+        from hybridflow.mapping.step_command import recipe_step, step_text
+
+        found = recipe_step(arguments, machine, step_of)
+        print(json.dumps(found, indent=2) if arguments.json else step_text(found, machine))
+        return DONE
+    size = model_size(arguments.model)
     layout = _layout(arguments.layout, arguments.nodes)
     if size.heads % layout.tp:
         raise ConfigError(f"--layout {layout}: tp={layout.tp} does not divide {size.heads} heads; choose a divisor")
@@ -97,94 +117,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--layout {layout}: ep={layout.ep} does not divide {num_experts} experts; choose a divisor")
     estimate = _train if arguments.phase == "train" else _generate
     found = estimate(arguments, size, machine, layout)
-    error = ERRORS.get((arguments.phase, arguments.hardware))
     # What was measured were dense models with plain attention.
-    if error and size.experts is None and size.latent is None:
-        found["error"] = {"percent": error[0], "compared_with": error[1]}
-    else:
-        found["error"] = {"percent": None, "compared_with": "nothing: no measurement was compared"}
+    is_known = size.experts is None and size.latent is None
+    found["error"] = published_error(arguments.phase, arguments.hardware, is_known=is_known)
     asked = {name: getattr(arguments, name) for name in ("phase", "model", "hardware")}
     found = {**asked, "layout": str(layout), "gpus": layout.world_size, **found}
     print(json.dumps(found, indent=2) if arguments.json else _as_text(found, machine))
     return DONE
-
-
-def model_size(text: str) -> Size:
-    """Return the sizes of a model: a known one, one of a directory, or of a dense one given as ``name=value,…``.
-
-    Raises:
-        ConfigError: A name is not known, or a size is missing or no number.
-        CheckpointError: The directory has no model that is known.
-    """
-    if "=" in text:
-        return _given_size(text)
-    shape = _shape(text)
-    experts, latent = None, None
-    if shape.num_experts is not None:
-        experts = Experts(
-            number=shape.num_experts,
-            per_token=shape.experts_per_token,
-            ffn=shape.ffn_hidden_size,
-            shared=shape.shared_ffn_hidden_size or 0,
-            dense_layers=shape.num_dense_layers,
-        )
-    if shape.kv_lora_rank is not None:
-        latent = Latent(
-            keys=shape.kv_lora_rank,
-            queries=shape.q_lora_rank or 0,
-            rotated=shape.qk_rope_head_dim,
-            value=shape.v_head_dim,
-        )
-    return Size(
-        layers=shape.num_layers,
-        hidden=shape.hidden_size,
-        heads=shape.num_attention_heads,
-        groups=shape.num_query_groups,
-        head=shape.head_dim,
-        ffn=shape.ffn_hidden_size if experts is None else shape.dense_ffn_hidden_size,
-        vocab=shape.vocab_size,
-        tied=shape.tied_embeddings,
-        experts=experts,
-        latent=latent,
-    )
-
-
-def _shape(text: str) -> ModelShape:
-    path, shapes = Path(text), named_shapes()
-    if text in shapes:
-        return shapes[text]
-    if not path.exists():
-        raise ConfigError(
-            f"--model {text}: not one of {', '.join(shapes)}, and no directory with a config.json; or give sizes: "
-            "layers=32,hidden=4096,…"
-        )
-    model = read_model_info(path if path.is_dir() else path.parent).model
-    assert model.vocab_size is not None, "a directory tells it"
-    return shape_of(model, model.vocab_size)
-
-
-def _given_size(text: str) -> Size:
-    given: dict[str, Any] = {}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        if name not in _SIZES or name in given:
-            raise ConfigError(f"--model {text}: {name!r} is not one of {', '.join(_SIZES)}, each once")
-        if name in ("gated", "tied"):
-            if value not in ("true", "false"):
-                raise ConfigError(f"--model {text}: {name}={value}; expected true or false")
-            given[name] = value == "true"
-        elif not re.fullmatch("[1-9][0-9]{0,9}", value):
-            raise ConfigError(f"--model {text}: {name}={value}; expected a whole number of 1 or more")
-        else:
-            given[name] = int(value)
-    missing = [name for name in ("layers", "hidden", "heads", "ffn", "vocab") if name not in given]
-    if missing:
-        raise ConfigError(f"--model {text}: {', '.join(missing)} missing; give each as name=number")
-    given.setdefault("groups", given["heads"])
-    given.setdefault("head", given["hidden"] // given["heads"])
-    if given["head"] < 1:
-        raise ConfigError(f"--model {text}: fewer than one dim for each of {given['heads']} heads; give head=N")
-    return Size(**given)
 
 
 def _layout(text: str, nodes: int | None) -> ParallelLayout:
@@ -228,10 +167,10 @@ def _train(arguments: argparse.Namespace, size: Size, machine: Hardware, layout:
 def _generate(arguments: argparse.Namespace, size: Size, machine: Hardware, layout: ParallelLayout) -> dict[str, Any]:
     if layout.world_size != layout.tp:
         raise ConfigError(f"--layout {layout}: decoding is estimated for one replica cut by tp; leave the others out")
-    prompt, response, concurrent = arguments.prompt, arguments.response, arguments.concurrent
-    parts = decode_seconds(size, machine, layout.tp, concurrent, prompt + response / 2)
+    prompt, response, concurrent = arguments.prompt or 1024, arguments.response or 512, arguments.concurrent
+    parts = decode_seconds(size, machine, layout, concurrent, prompt + response / 2)
     of_a_token = sum(parts.values())
-    first = prefill_seconds(size, machine, layout.tp, prompt)
+    first = prefill_seconds(size, machine, layout, prompt)
     seconds = concurrent * first + (response - 1) * of_a_token
     memory = decode_bytes(size, layout.tp, concurrent, prompt + response)
     return {
@@ -264,9 +203,7 @@ def _as_text(found: dict[str, Any], machine: Hardware) -> str:
         shown = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in parts.items() if name != "all")
         fits = "" if parts["all"] <= machine.memory_bytes else f": more than {machine.memory_bytes / 1e9:.0f} GB"
         lines.append(f"memory, {stage}: {parts['all'] / 1e9:.1f} GB ({shown}){fits}")
-    error = found["error"]
-    within = "" if error["percent"] is None else f"within {error['percent']} % of "
-    return "\n".join([*lines, f"time: {within}{error['compared_with']}"])
+    return "\n".join([*lines, error_text(found["error"])])
 
 
 def _count(text: str) -> int:

@@ -123,6 +123,7 @@ LIGHT = [
         "trainer.warnings",
         "mapping.memory",
         "mapping.estimate_command",
+        "mapping.step_command",
         "launch",
         "launch.init",
         "launch.local",

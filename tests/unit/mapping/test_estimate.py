@@ -8,6 +8,7 @@ import pytest
 from hybridflow import cli
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.mapping.errors import ERRORS
 from hybridflow.mapping.estimate import (
     Experts,
     Size,
@@ -17,8 +18,8 @@ from hybridflow.mapping.estimate import (
     train_bytes,
     train_seconds,
 )
-from hybridflow.mapping.estimate_command import ERRORS, model_size
 from hybridflow.mapping.hardware import hardware
+from hybridflow.mapping.sizes import model_size
 from hybridflow.models.shapes import model_spec, named_shapes
 from hybridflow.reshard.fsdp import weight_holdings
 from hybridflow.reshard.plan import held_bytes
@@ -118,6 +119,17 @@ def test_stages_keep_the_micro_batches_that_are_under_way():
     assert kept("pp4.vpp2") == [11 / 2, 9 / 2, 5 / 2]
 
 
+def test_the_longest_stage_sets_the_time():
+    def seconds(layout: str) -> float:
+        step = TrainStep(layout=ParallelLayout.parse(layout), sequence=64, batch=4, micro_batch=1)
+        return sum(train_seconds(gpt(16, 64, 2, 8), hardware("h100-sxm"), step).values())
+
+    assert seconds("pp2.layers8-8") == seconds("pp2") < seconds("pp2.layers6-10") == seconds("pp2.layers10-6")
+    step = TrainStep(layout=ParallelLayout.parse("pp2.layers6-10"), sequence=64, batch=4, micro_batch=1)
+    found = train_bytes(gpt(16, 64, 2, 8), step)
+    assert found["last"]["weights"] - found["first"]["weights"] == 4 * 12 * 64**2 * 2
+
+
 def test_a_directory_tells_the_sizes(tmp_path):
     values = {
         **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32, "hidden_size": 4096},
@@ -186,7 +198,9 @@ def test_tokens_travel_to_experts_and_back():
 def test_decoding_reads_the_experts_that_are_used():
     size, machine = model_size("qwen3-235b-a22b"), hardware("h100-sxm")
     read = machine.memory_bandwidth * machine.memory_share
-    one, many = (decode_seconds(size, machine, 8, concurrent, 1)["products"] for concurrent in (1, 512))
+    one, many = (
+        decode_seconds(size, machine, ParallelLayout(tp=8), concurrent, 1)["products"] for concurrent in (1, 512)
+    )
     assert one == pytest.approx(2 * 22e9 / 8 / read, rel=0.05)
     assert many > 2 * 230e9 / 8 / read
     # DeepSeek-V3: 512 + 64 numbers of each token in 61 layers, whole on each rank.
@@ -221,8 +235,7 @@ def test_nodes_fill_dp_and_text_says_what_does_not_fit(capsys):
         (("--layout", "tp8.dp2", "--nodes", "4"), "32 GPUs"),
         (("--layout", "tp2.dp2.ep2"), "ep=2 does not divide 1 experts"),
         (("--model", "mixtral-8x7b", "--layout", "dp3.ep3"), "ep=3 does not divide 8 experts"),
-        (("--layout", "pp2.layers15-17"), "fsdp and layers are not estimated"),
-        (("--layout", "fsdp2"), "fsdp and layers are not estimated"),
+        (("--layout", "fsdp2"), "fsdp and layers: auto are not estimated"),
         (("--layout", "tp3"), "tp=3 does not divide 32 heads"),
         (("--batch", "3", "--layout", "dp2"), "does not divide it"),
         (("--layout", "pp64"), "64 stages for 32 layers"),

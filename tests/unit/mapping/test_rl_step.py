@@ -1,0 +1,142 @@
+"""A recipe's whole step on paper, beside simulations token by token and sums by hand."""
+
+import json
+import random
+
+import pytest
+
+from hybridflow import cli
+from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.mapping.errors import ERRORS
+from hybridflow.mapping.estimate import decode_seconds, prefill_seconds
+from hybridflow.mapping.hardware import hardware
+from hybridflow.mapping.rl_step import Texts, generation_seconds, spread_lengths
+from hybridflow.mapping.sizes import model_size
+
+LLAMA = {
+    **{"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32},
+    **{"num_query_groups": 8, "max_context": 4096, "vocab_size": 128256, "dtype": "bf16"},
+}
+ACTOR = {"update": {"pp": 2, "dp": 8}, "rollout": {"dp": 16}, "optimizer": {"lr": 1e-6}}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def write(algorithm="grpo", **other):
+        values = {
+            **{"name": "paper", "algorithm": algorithm, "cluster": {"ranks": 16, "ranks_per_node": 8}},
+            **{"model": LLAMA, "data": {"train": "data.jsonl"}, "tokenizer": {"path": "tokenizer"}, "actor": ACTOR},
+            **{"reward": {"function": "maths"}, "rollout": {"group_size": 8, "max_new_tokens": 3900}},
+            "trainer": {"steps": 1, "global_batch_size": 2048, "mini_batch_size": 512},
+            **other,
+        }
+        path = tmp_path / "paper.yaml"
+        path.write_text(json.dumps(values), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def estimate(capsys, *words):
+    assert cli.main(["plan", "estimate", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("concurrent", [1, 3, 8, 40])
+def test_generation_is_what_a_simulation_token_by_token_says(concurrent):
+    size, machine, layout = model_size("llama3-1b"), hardware("h100-sxm"), ParallelLayout(tp=2)
+    lengths = random.Random(3).choices(range(1, 60), k=40)
+    found = generation_seconds(
+        size,
+        machine,
+        layout,
+        Texts(prompt=1000, responses=tuple(sorted(lengths))),
+        num_replicas=1,
+        group_size=4,
+        concurrent=concurrent,
+    )
+
+    def in_order(waiting):
+        seconds, slots = 10 * prefill_seconds(size, machine, layout, 1000), []
+        while waiting or slots:
+            while waiting and len(slots) < concurrent:
+                slots.append([waiting.pop(), 0])
+            context = 1000 + sum(done for _, done in slots) / len(slots)
+            seconds += sum(decode_seconds(size, machine, layout, len(slots), context).values())
+            slots = [[length, done + 1] for length, done in slots if done + 1 < length]
+        return seconds
+
+    # The order of the responses is the simulation's own: any order is near where slots are few or as many as texts.
+    found_in = [in_order(random.Random(seed).sample(lengths, 40)) for seed in range(20)]
+    assert 0.99 * min(found_in) <= found <= 1.01 * max(found_in)
+
+
+def test_lengths_have_their_mean_and_are_within_the_limit():
+    lengths = spread_lengths(512, 900, 4096)
+    assert sum(lengths) / 512 == pytest.approx(900, abs=1)
+    assert min(lengths) < 250 and 3000 < max(lengths) <= 4096
+    assert set(spread_lengths(8, 64, 64)) == {64}
+
+
+def test_calls_on_the_same_ranks_follow_one_another(capsys, recipe):
+    # NeMo-RL, Llama 3.1 8B on 16 H100: 2,048 texts of 1,019 tokens; prompts of 120 are our guess.
+    found = estimate(capsys, recipe(kl={"coef": 0.01}), "--prompt", "120", "--response", "899")
+    assert found["seconds"] == pytest.approx(92.8, rel=ERRORS["step", "h100-sxm"][0] / 100)
+    names = [call["name"] for call in found["calls"]]
+    assert names == ["reshard", "actor.sample", "actor.log_probs", "reference.log_probs", "actor.update"]
+    ends = [call["start"] + call["seconds"] for call in found["calls"]]
+    assert [call["start"] for call in found["calls"]][1:] == pytest.approx(ends[:-1])
+    assert found["seconds"] == pytest.approx(ends[-1])
+    # A forward pass is a third of the work, but for the optimizer and what travels.
+    seconds = {call["name"]: call["seconds"] for call in found["calls"]}
+    assert seconds["actor.update"] == pytest.approx(3 * seconds["actor.log_probs"], rel=0.1)
+
+
+def test_calls_on_ranks_of_their_own_run_side_by_side(capsys, recipe):
+    actor = {**ACTOR, "ranks": [*range(8)], "update": {"tp": 2, "dp": 4}, "rollout": {"dp": 8}}
+    optimizer = {"optimizer": {"lr": 1e-6}}
+    critic = {"layout": {"tp": 2, "dp": 4}, "ranks": [*range(8, 16)], **optimizer}
+    found = estimate(capsys, recipe("ppo", actor=actor, critic=critic, kl={"coef": 0}))
+    starts = {call["name"]: call["start"] for call in found["calls"]}
+    assert starts["actor.log_probs"] == pytest.approx(starts["critic.values"])
+    assert starts["actor.update"] == pytest.approx(starts["critic.update"], rel=0.05)
+
+
+def test_samples_made_ahead_cost_the_longer_of_two_halves(capsys, recipe):
+    ranks = {"ranks": [*range(8)], "rollout_ranks": [*range(8, 16)]}
+    actor = {**ACTOR, **ranks, "update": {"tp": 2, "dp": 4}, "rollout": {"dp": 8}}
+    trainer = {"steps": 1, "global_batch_size": 2048, "mini_batch_size": 512}
+    together = estimate(capsys, recipe(actor=actor, trainer=trainer))
+    ahead = estimate(capsys, recipe(actor=actor, trainer={**trainer, "max_staleness": 1}))
+    halves = [0.0, 0.0]
+    for call in ahead["calls"]:
+        halves[call["mesh"] == "actor.rollout"] += call["seconds"]
+    assert ahead["seconds"] == pytest.approx(max(halves))
+    assert together["seconds"] == pytest.approx(sum(halves))
+
+
+def test_text_names_calls_and_memory(capsys, recipe):
+    assert cli.main(["plan", "estimate", recipe(), "actor.recompute=full", "--prompt", "100"]) == 0
+    text = capsys.readouterr().out
+    assert "a step of paper on 16 × h100-sxm" in text and "prompts of 100 tokens" in text
+    assert "actor.sample" in text and "memory of the fullest GPU: rollout" in text and "within 47.0 % of" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--response", "5000"), "--response 5000: expected 1 to rollout.max_new_tokens=3900"),
+        (("model.dtype=fp32",), "model.dtype=fp32: not estimated yet"),
+        (("actor.rollout={pp: 2, dp: 8}",), "actor.rollout pp=2: not estimated yet"),
+        (("actor.update={fsdp: 16}",), "fsdp and layers: auto are not estimated yet"),
+        (("--phase", "train"), "give RECIPE, or --phase, --model and --layout"),
+    ],
+)
+def test_wrong_requests_end_with_2(capsys, recipe, words, message):
+    assert cli.main(["plan", "estimate", recipe(), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_nothing_asked_for_is_refused(capsys):
+    assert cli.main(["plan", "estimate"]) == 2
+    assert "give RECIPE, or --phase" in capsys.readouterr().err

@@ -57,16 +57,9 @@ def step_text(found: dict[str, Any], machine: Hardware) -> str:
         "",
     ]
     rows = [("call", "mesh", "begins", "seconds", "share")]
-    rows += [
-        (
-            call["name"],
-            call["mesh"],
-            f"{call['start']:.2f}",
-            f"{call['seconds']:.2f}",
-            f"{call['seconds'] / seconds:.1%}",
-        )
-        for call in found["calls"]
-    ]
+    for call in found["calls"]:
+        times = f"{call['start']:.4g}", f"{call['seconds']:.4g}", f"{call['seconds'] / seconds:.1%}"
+        rows.append((call["name"], call["mesh"], *times))
     lines += format_table(rows, num_left=2)
     most = found["memory_bytes"]
     fits = "" if max(most.values()) <= machine.memory_bytes else f": more than {machine.memory_bytes / 1e9:.0f} GB"

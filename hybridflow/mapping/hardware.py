@@ -17,6 +17,7 @@ class Hardware:
         memory_bandwidth: Of that memory, bytes a second.
         node_bandwidth: Of a GPU to others of its node in each direction, bytes a second.
         network_bandwidth: Of a GPU to other nodes in each direction, bytes a second.
+        host_bandwidth: Of a GPU to the memory of its host in each direction, bytes a second.
         node_latency: Of a collective within a node, seconds.
         network_latency: Of a collective across nodes, seconds.
         launch: What a layer adds to a step of decoding beside its bytes: kernels that are too small to fill a GPU,
@@ -29,6 +30,7 @@ class Hardware:
         cache_share: Share of ``memory_bandwidth`` at which decoding reads keys and values.
         node_share: Share of ``node_bandwidth`` that collectives reach.
         network_share: Share of ``network_bandwidth`` that they reach.
+        host_share: Share of ``host_bandwidth`` that copies reach; compared with nothing.
     """
 
     flops: float
@@ -36,6 +38,7 @@ class Hardware:
     memory_bandwidth: float
     node_bandwidth: float
     network_bandwidth: float
+    host_bandwidth: float
     node_latency: float = 8e-6
     network_latency: float = 20e-6
     launch: float
@@ -47,6 +50,7 @@ class Hardware:
     cache_share: float
     node_share: float = 0.78
     network_share: float = 0.9
+    host_share: float = 0.8
 
 
 RANKS_PER_NODE = 8
@@ -57,6 +61,7 @@ _H100 = Hardware(
     memory_bandwidth=3.35e12,
     node_bandwidth=450e9,
     network_bandwidth=50e9,
+    host_bandwidth=64e9,
     launch=30e-6,
     product_share=0.82,
     half_size=350,
@@ -74,6 +79,7 @@ _TABLE = {
         memory_bandwidth=2.04e12,
         node_bandwidth=300e9,
         network_bandwidth=25e9,
+        host_bandwidth=32e9,
         launch=40e-6,
         product_share=0.8,
         half_size=350,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,7 +125,7 @@ def job_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> tuple[RankMe
     spare = _spare_bytes(recipe, meshes["actor.rollout"]) if "actor.rollout" in names else 0
     away = frozenset(name for name in (*_FROZEN, *_CRITICS) if name in meshes and _section(recipe, name).offload)
     is_offloaded = bool(recipe.actor.offload)
-    return tuple(_together(tuple(parts), away, is_offloaded, spare) for parts in found.values())
+    return tuple(rank_memory(tuple(parts), away, spare, is_offloaded=is_offloaded) for parts in found.values())
 
 
 _SCORERS = ("reward", "cost")
@@ -247,27 +247,21 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
             weights=copied + packed_bytes(placed.spec, model, mesh, rank),
             lasting=copied if is_behind else base,
             cache=cache_bytes(recipe, model, mesh),
-            activations=_passing_bytes(model, mesh, STEP_TOKENS)
-            + _output_bytes(model, mesh, rank, recipe.rollout.max_concurrent, has_value_head=False, copies=1),
+            activations=decoding_bytes(model, mesh, rank, recipe.rollout.max_concurrent),
         )
-    whole = max(recipe.trainer.micro_batch_tokens, recipe.model.max_context)
-    tokens = -(-whole // mesh.layout.cp)
     stage, section = mesh.coordinate(rank).pp, _section(recipe, name.partition(".")[0])
     # What is always in host memory takes none of the accelerator but for what is gathered.
     share = 0 if section.offload == "always" else 1
     weights = share * placed.stage_bytes[stage]
-    output = functools.partial(_output_bytes, model, mesh, rank, tokens, has_value_head=placed.has_value_head)
+    activations = activation_bytes(recipe, model, mesh, rank, has_value_head=placed.has_value_head)
     if name in _FROZEN:
         is_base = name == "reference" and reference_is_base(recipe, {name: mesh, "actor.update": placed.update})
         return MeshMemory(
             mesh=name,
             weights=0 if is_base else weights,
-            activations=_passing_bytes(model, mesh, tokens, slices=_slices(mesh.layout))
-            + _exchanged_bytes(model, mesh, whole, copies=2)
-            + output(copies=1)
-            + placed.gathered_bytes(copies=1),
+            activations=activations + placed.gathered_bytes(copies=1),
         )
-    trained, lora = placed.trained_bytes[stage], recipe.actor.lora if name == "actor.update" else None
+    trained = placed.trained_bytes[stage]
     settings: OptimizerConfig = section.optimizer
     # Replicas of a model in transformers each hold all of it.
     is_distributed = settings.distributed and model.implementation == "megatron" and mesh.layout.fsdp == 1
@@ -277,23 +271,54 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
         gradients=share * gradient_bytes(trained, model),
         optimizer=share
         * optimizer_bytes(placed.trained, placed.states if is_distributed else None, rank, model, trained),
-        activations=training_bytes(
-            model, mesh, rank, tokens, lora, recompute=section.recompute, recompute_layers=section.recompute_layers
-        )
-        + _stacked_bytes(model, mesh)
-        + _exchanged_bytes(model, mesh, whole, copies=4)
-        + output(copies=2)
         # With its gradients before they are summed.
-        + placed.gathered_bytes(copies=2),
+        activations=activations + placed.gathered_bytes(copies=2),
     )
 
 
-def _together(parts: tuple[MeshMemory, ...], away: frozenset[str], is_offloaded: bool, spare: int) -> RankMemory:
+def activation_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh, rank: int, *, has_value_head: bool) -> int:
+    """Return the most that passes of a model which does not generate keep at one time, logits included.
+
+    Args:
+        recipe: The recipe, for its micro-batches, recomputation and adapters.
+        model: The model, with its vocabulary size.
+        mesh: Where it is.
+        rank: Whose stage.
+        has_value_head: Whether it gives one number in the place of logits.
+    """
+    name, whole = mesh.name, max(recipe.trainer.micro_batch_tokens, recipe.model.max_context)
+    tokens = -(-whole // mesh.layout.cp)
+    output = functools.partial(_output_bytes, model, mesh, rank, tokens, has_value_head=has_value_head)
+    if name in _FROZEN:
+        passing = _passing_bytes(model, mesh, tokens, slices=_slices(mesh.layout))
+        return passing + _exchanged_bytes(model, mesh, whole, copies=2) + output(copies=1)
+    section, lora = _section(recipe, name.partition(".")[0]), recipe.actor.lora if name == "actor.update" else None
+    passing = training_bytes(
+        model, mesh, rank, tokens, lora, recompute=section.recompute, recompute_layers=section.recompute_layers
+    )
+    return passing + _stacked_bytes(model, mesh) + _exchanged_bytes(model, mesh, whole, copies=4) + output(copies=2)
+
+
+def decoding_bytes(model: ModelConfig, mesh: DeviceMesh, rank: int, concurrent: int) -> int:
+    """Return the most that a step of generation keeps beside weights and cache, logits of all texts included."""
+    logits = _output_bytes(model, mesh, rank, concurrent, has_value_head=False, copies=1)
+    return _passing_bytes(model, mesh, STEP_TOKENS) + logits
+
+
+def rank_memory(
+    parts: tuple[MeshMemory, ...], away: Collection[str], spare: int = 0, *, is_offloaded: bool
+) -> RankMemory:
     """Add up models on one rank, which compute one after the other.
 
     Memory that they keep adds up. Of memory that they use for a while the largest counts.
 
     Weights of a frozen model in host memory are used for a while, too, and so are gradients and optimizer of a critic.
+
+    Args:
+        parts: The models.
+        away: Those of them, other than the actor, that are offloaded.
+        spare: Cache that is not taken where it is not free.
+        is_offloaded: Whether the actor is.
     """
     used = {part.mesh: _passing_kept(part) for part in parts if part.mesh in away}
     permanent = sum(part.kept - used.get(part.mesh, 0) for part in parts if part.mesh != "actor.rollout")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -25,6 +25,7 @@ from hybridflow.mapping.estimate import (
     decode_seconds,
     forward_seconds,
     prefill_seconds,
+    train_bytes,
     train_seconds,
 )
 from hybridflow.mapping.hardware import Hardware
@@ -60,6 +61,25 @@ class Call:
     def end(self) -> float:
         """Return when it has ended, in seconds after the step began."""
         return self.start + self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """How a model works.
+
+    Attributes:
+        layout: Its layout.
+        micro_batch_tokens: Tokens of each micro-batch.
+        recompute: What its backward pass computes anew.
+        is_offloaded: Whether its optimizer, or a frozen model, is in host memory while it is not in use.
+        concurrent: Texts that a replica generates at a time.
+    """
+
+    layout: ParallelLayout
+    micro_batch_tokens: int
+    recompute: Recompute = "none"
+    is_offloaded: bool = False
+    concurrent: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,35 +133,54 @@ def step_calls(
     Raises:
         ConfigError: The recipe has what is not estimated.
     """
-    _check(recipe, meshes)
+    check_estimated(recipe, meshes)
+    seconds: dict[str, float] = {}
+    for node, is_update in nodes(flow):
+        if (size := role_size(recipe, node)) is not None:
+            work = work_of(recipe, meshes[node.mesh])
+            seconds[node.name] = node_seconds(recipe, node, size, work, hardware, texts, is_update=is_update)
+    actor = size_of(shape_of(model := with_vocabulary(recipe, "actor"), model.vocab_size or 0))
+    update = work_of(recipe, meshes["actor.update"])
+    seconds["offload"] = offload_seconds(actor, update, hardware) if recipe.traits.generates else 0.0
+    if recipe.traits.generates:
+        seconds["reshard"] = reshard_seconds(recipe, meshes["actor.update"], meshes["actor.rollout"], hardware)
+    return timed(flow, {name: mesh.ranks for name, mesh in meshes.items()}, seconds)
+
+
+def timed(flow: Flow, ranks: Mapping[str, Collection[int]], seconds: Mapping[str, float]) -> tuple[Call, ...]:
+    """Return when each call of a step begins: its ranks are free, and what it reads is there.
+
+    Args:
+        flow: Of the step.
+        ranks: Of each mesh, or numbers of sets of ranks that work as one.
+        seconds: Of each node; of ``offload`` and ``reshard``, which come before the actor generates.
+    """
     free: dict[int, float] = {}
     written: dict[str, float] = {}
     calls: list[Call] = []
 
-    def add(name: str, mesh: str, ranks: Iterable[int], reads: Iterable[str], seconds: float) -> Call:
-        ranks = tuple(ranks)
+    def add(name: str, mesh: str, taken: Collection[int], reads: Iterable[str]) -> Call:
         known = (written[column] for column in reads if column in written)
-        start = max([*(free.get(rank, 0.0) for rank in ranks), *known], default=0.0)
-        calls.append(Call(name=name, mesh=mesh, start=start, seconds=seconds))
-        free.update(dict.fromkeys(ranks, start + seconds))
+        start = max([*(free.get(rank, 0.0) for rank in taken), *known], default=0.0)
+        calls.append(Call(name=name, mesh=mesh, start=start, seconds=seconds.get(name, 0.0)))
+        free.update(dict.fromkeys(taken, calls[-1].end))
         return calls[-1]
 
-    for node, is_update in _nodes(flow):
-        mesh = meshes[node.mesh]
+    for node, _ in nodes(flow):
         if (node.role, node.call) == ("actor", "sample"):
-            source = meshes["actor.update"]
-            if moved := reshard_seconds(recipe, source, mesh, hardware):
-                add("reshard", node.mesh, {*source.ranks, *mesh.ranks}, (), moved)
-        seconds = _seconds(recipe, node, mesh, hardware, texts, is_update=is_update)
-        call = add(node.name, node.mesh, mesh.ranks, node.reads, seconds)
+            if seconds.get("offload"):
+                add("offload", "actor.update", ranks["actor.update"], ())
+            if seconds.get("reshard"):
+                add("reshard", node.mesh, {*ranks["actor.update"], *ranks[node.mesh]}, ())
+        call = add(node.name, node.mesh, ranks[node.mesh], node.reads)
         written.update(dict.fromkeys(node.writes, call.end))
     return tuple(calls)
 
 
-def total_seconds(recipe: Recipe, calls: Iterable[Call]) -> float:
+def total_seconds(calls: Iterable[Call], *, max_staleness: int) -> float:
     """Return the seconds from step to step: with samples made ahead, the longer of sampling and learning."""
     calls = tuple(calls)
-    if recipe.trainer.max_staleness == 0:
+    if max_staleness == 0:
         return max(call.end for call in calls)
     halves = (
         [call for call in calls if call.mesh in SAMPLING_MESHES],
@@ -208,7 +247,8 @@ def reshard_seconds(recipe: Recipe, source: DeviceMesh, target: DeviceMesh, hard
     return moved.time_s / recipe.actor.reshard_every
 
 
-def _check(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> None:
+def check_estimated(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> None:
+    """Refuse a recipe that has what is not estimated. Raises ConfigError."""
     rollout = meshes["actor.rollout"].layout
     refused = {
         "actor.lora": recipe.actor.lora is not None,
@@ -222,48 +262,100 @@ def _check(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> None:
             raise ConfigError(f"{name}: not estimated yet; estimate the recipe in bf16 without it")
 
 
-def _nodes(flow: Flow, *, is_update: bool = False) -> Iterable[tuple[Node, bool]]:
+def nodes(flow: Flow, *, is_update: bool = False) -> Iterable[tuple[Node, bool]]:
     """Yield the nodes in order, and whether each learns: a model's updates are repeated over its mini-batches."""
     for element in flow.elements:
         if isinstance(element, Repeat):
-            yield from _nodes(element.body, is_update=element.decision.endswith("mini_batch"))
+            yield from nodes(element.body, is_update=element.decision.endswith("mini_batch"))
         else:
             yield element, is_update
 
 
-def _seconds(
-    recipe: Recipe, node: Node, mesh: DeviceMesh, hardware: Hardware, texts: Texts, *, is_update: bool
-) -> float:
-    """Return the seconds of a node, all turns of a repeated one."""
+def role_size(recipe: Recipe, node: Node) -> Size | None:
+    """Return the sizes of the model that makes a call; None: no model does."""
     section: Any = getattr(recipe, node.role, None)
-    if node.role in ("advantage", "groups", "offline") or (node.role in ("reward", "cost") and section.model is None):
-        return 0.0
-    size = size_of(shape_of(model := with_vocabulary(recipe, node.role), model.vocab_size or 0))
+    if section is None or node.role == "advantage" or (node.role in ("reward", "cost") and section.model is None):
+        return None
+    return size_of(shape_of(model := with_vocabulary(recipe, node.role), model.vocab_size or 0))
+
+
+def work_of(recipe: Recipe, mesh: DeviceMesh) -> Work:
+    """Return how the recipe has a mesh's model work."""
+    section: Any = getattr(recipe, mesh.name.partition(".")[0])
+    return Work(
+        layout=mesh.layout,
+        micro_batch_tokens=recipe.trainer.micro_batch_tokens,
+        recompute=getattr(section, "recompute", "none"),
+        is_offloaded=bool(getattr(section, "offload", False)),
+        concurrent=recipe.rollout.max_concurrent,
+    )
+
+
+def node_seconds(
+    recipe: Recipe, node: Node, size: Size, work: Work, hardware: Hardware, texts: Texts, *, is_update: bool
+) -> float:
+    """Return the seconds of a call, all turns of a repeated one.
+
+    Args:
+        recipe: The recipe, for its batches.
+        node: The call.
+        size: Of its model.
+        work: How the model works.
+        hardware: Where.
+        texts: Of the step.
+        is_update: Whether the call learns.
+    """
     if node.source:
         return generation_seconds(
             size,
             hardware,
-            mesh.layout,
+            work.layout,
             texts,
-            num_replicas=mesh.layout.dp,
+            num_replicas=work.layout.dp,
             group_size=recipe.rollout.group_size,
-            concurrent=recipe.rollout.max_concurrent,
+            concurrent=work.concurrent,
         )
-    if not is_update:
-        return forward_seconds(size, hardware, _step(recipe, mesh.layout, texts, recipe.trainer.global_batch_size))
-    updates = recipe.loss.epochs * math.ceil(recipe.trainer.global_batch_size / recipe.trainer.samples_per_update)
-    step = _step(recipe, mesh.layout, texts, recipe.trainer.samples_per_update, section.recompute)
-    return updates * sum(train_seconds(size, hardware, step).values())
+    samples = recipe.trainer.samples_per_update if is_update else recipe.trainer.global_batch_size
+    step = _step(work, texts, samples)
+    if is_update:
+        updates = recipe.loss.epochs * math.ceil(recipe.trainer.global_batch_size / samples)
+        moved = 0.0 if node.role == "actor" else offload_seconds(size, work, hardware)
+        return updates * sum(train_seconds(size, hardware, step).values()) + moved
+    moved = weight_seconds(size, work, hardware) if node.role in _FROZEN else 0.0
+    return forward_seconds(size, hardware, step) + moved
 
 
-def _step(
-    recipe: Recipe, layout: ParallelLayout, texts: Texts, samples: int, recompute: Recompute = "none"
-) -> TrainStep:
-    """Return a step over samples of mean length, in micro-batches as large as the recipe's budget."""
+_FROZEN = ("reference", "reward", "cost", "teacher")
+
+
+def offload_seconds(size: Size, work: Work, hardware: Hardware) -> float:
+    """Return the seconds in which an offloaded optimizer's state goes to host memory and comes back."""
+    return 2 * _most_bytes(size, work.layout, "optimizer") / _host(hardware) if work.is_offloaded else 0.0
+
+
+def weight_seconds(size: Size, work: Work, hardware: Hardware) -> float:
+    """Return the seconds in which an offloaded frozen model's weights come from host memory, where they stay too."""
+    return _most_bytes(size, work.layout, "weights") / _host(hardware) if work.is_offloaded else 0.0
+
+
+def _host(hardware: Hardware) -> float:
+    return hardware.host_bandwidth * hardware.host_share
+
+
+def _most_bytes(size: Size, layout: ParallelLayout, part: str) -> float:
+    step = TrainStep(layout=layout, sequence=1, batch=layout.dp, micro_batch=1)
+    return max(stage[part] for stage in train_bytes(size, step).values())
+
+
+def _step(work: Work, texts: Texts, samples: int) -> TrainStep:
+    """Return a step over samples of mean length, in micro-batches as large as the budget."""
+    layout = work.layout
     each = math.ceil(samples / layout.dp)
-    micro_batch = max(1, min(each, recipe.trainer.micro_batch_tokens // texts.mean))
+    micro_batch = max(1, min(each, work.micro_batch_tokens // texts.mean))
     batch = layout.dp * micro_batch * math.ceil(each / micro_batch)
-    return TrainStep(layout=layout, sequence=texts.mean, batch=batch, micro_batch=micro_batch, recompute=recompute)
+    return TrainStep(
+        layout=layout, sequence=texts.mean, batch=batch, micro_batch=micro_batch, recompute=work.recompute
+    )
 
 
 def _shuffled(lengths: tuple[int, ...]) -> list[int]:

@@ -31,7 +31,7 @@ def recipe_step(arguments: argparse.Namespace, machine: Hardware, step_of: Calla
     samples = recipe.trainer.global_batch_size
     texts = Texts(prompt=prompt, responses=spread_lengths(samples, arguments.response or max(1, longest // 2), longest))
     calls = step_calls(recipe, step_of(recipe).flow, meshes, machine, texts)
-    seconds, memory = total_seconds(recipe, calls), max(job_memory(recipe, meshes), key=lambda rank: rank.least)
+    seconds, memory = total_seconds(calls, max_staleness=recipe.trainer.max_staleness), max(job_memory(recipe, meshes), key=lambda rank: rank.least)
     return {
         "recipe": recipe.name,
         "hardware": arguments.hardware,

@@ -32,6 +32,7 @@ from hybridflow.launch.command import (
     try_here,
 )
 from hybridflow.launch.init import add_init
+from hybridflow.mapping.auto_command import add_auto
 from hybridflow.mapping.estimate_command import add_estimate
 from hybridflow.observe.console import complain, ensure_streams, flushed, print_out
 from hybridflow.observe.rank_log import LOG_VARIABLE, say_event
@@ -74,6 +75,7 @@ _EXAMPLES = """examples:
   hybridflow doctor --nodes runs
   hybridflow plan reshard --from tp4.pp2.dp2 --to tp2.pp1.dp8
   hybridflow plan estimate --phase train --model llama3-8b --layout tp2 --nodes 2 --batch 64
+  hybridflow plan auto ppo-70b --nodes 64 --out ppo-70b-64.yaml
 
 exit status: 0 done; 1 a rank was lost or hybridflow itself failed: starting again may help; 2 an error in the request;
   3 a checkpoint is damaged; 4 a file cannot be written; 75 saved, more to do: start again with --resume;
@@ -206,6 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_reshard(reshard)
     reshard.set_defaults(run=_plan_reshard)
     add_estimate(plans, _step_of)
+    add_auto(plans, _step_of)
     add_init(commands)
     add_serving(commands)
     add_launch(commands)

@@ -76,6 +76,7 @@ class Size:
         vocab: Vocabulary.
         gated: Whether feed-forward blocks have a gate.
         tied: Whether input and output embedding are one.
+        columns: Of the output layer: 1 of a critic or scorer; None: the vocabulary.
         experts: A mixture's; None: a dense model.
         latent: Of latent attention; None: plain attention.
     """
@@ -89,6 +90,7 @@ class Size:
     vocab: int
     gated: bool = True
     tied: bool = False
+    columns: int | None = None
     experts: Experts | None = None
     latent: Latent | None = None
 
@@ -159,6 +161,11 @@ class Size:
         return self.vocab * self.hidden
 
     @property
+    def output_weights(self) -> int:
+        """Return the weights of the output layer."""
+        return (self.vocab if self.columns is None else self.columns) * self.hidden
+
+    @property
     def active_weights(self) -> float:
         """Return the weights of a layer that a token is multiplied with, on average over the layers."""
         share = 0 if self.experts is None else self.experts.per_token / self.experts.number
@@ -177,7 +184,7 @@ class Size:
         those count that a token goes to.
         """
         layer = 2 * self.active_weights + 2 * sequence * self.heads * (self.head + self.value_head)
-        return 3 * tokens * (self.layers * layer + 2 * self.table_weights)
+        return 3 * tokens * (self.layers * layer + 2 * self.output_weights)
 
 
 def weights_of(matrices: tuple[Matrix, ...]) -> int:
@@ -253,7 +260,7 @@ def train_seconds(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, 
     a_micro_batch = layers * sum(parts.values()) + sum(ends.values()) / layout.pp
     found["bubble"] = (layout.pp - 1) / layout.vpp * a_micro_batch
     found["pipeline messages"] = _messages(size, hardware, step)
-    dense = _dense_weights(size, layers, 1, layout.tp)
+    dense = _dense_weights(size, layers, size.table_weights, layout.tp)
     experts = layers * size.expert_weights / (layout.ep * layout.expert_tp)
     found["data parallel"] = _data_parallel(hardware, layout, dense, experts, a_micro_batch)
     kept = _kept_parameters(layout, dense, experts)
@@ -379,8 +386,8 @@ def _exchange(hardware: Hardware, layout: ParallelLayout, num_bytes: float) -> f
 
 
 def _dense_weights(size: Size, layers: int, tables: int, tp: int) -> float:
-    """Return a rank's weights of layers and embeddings, without experts."""
-    cut = layers * (size.layer_weights - size.whole_weights) + tables * size.table_weights
+    """Return a rank's weights of layers, without experts, and of embeddings or an output layer with ``tables``."""
+    cut = layers * (size.layer_weights - size.whole_weights) + tables
     return cut / tp + layers * size.whole_weights
 
 
@@ -397,7 +404,7 @@ def _expert_replicas(layout: ParallelLayout) -> int:
 def _ends(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, float]:
     """Return the seconds of logits and loss of a micro-batch, forward and backward, on the last stage."""
     tokens = step.micro_batch * step.sequence / step.layout.cp
-    columns = size.vocab / step.layout.tp
+    columns = size.output_weights / size.hidden / step.layout.tp
     # Written in bf16, turned to fp32, read for their largest and their sum, and the gradient the same way back.
     touched = tokens * columns * 6 * _FP32
     return {
@@ -482,14 +489,16 @@ def train_bytes(size: Size, step: TrainStep) -> dict[str, dict[str, float]]:
     for name, stage in _stages(layout.pp).items():
         layers = _layers_of(size, layout, stage)
         is_first, is_last = stage == 0, stage == layout.pp - 1
-        tables = is_first + is_last - (is_first and is_last and size.tied)
+        tables = is_first * size.table_weights + is_last * size.output_weights
+        if is_first and is_last and size.tied:
+            tables = size.table_weights
         dense = _dense_weights(size, layers, tables, layout.tp)
         experts = layers * size.expert_weights / (layout.ep * layout.expert_tp)
         inputs = tokens * size.hidden * _BYTES / layout.tp
         of_a_layer = tokens * _kept_elements(size) * _BYTES / layout.tp
         of_a_stage = layers * (inputs if step.recompute == "full" else of_a_layer)
         working = of_a_layer if step.recompute == "full" else 0.0
-        logits = tokens * size.vocab / layout.tp * (_BYTES + _FP32) if is_last else 0.0
+        logits = tokens * size.output_weights / size.hidden / layout.tp * (_BYTES + _FP32) if is_last else 0.0
         found[name] = {
             "weights": (dense + experts) * _BYTES,
             "gradients": (dense + experts) * _FP32,
@@ -501,7 +510,10 @@ def train_bytes(size: Size, step: TrainStep) -> dict[str, dict[str, float]]:
 
 def decode_bytes(size: Size, tp: int, concurrent: int, context: int) -> dict[str, float]:
     """Return a rank's bytes by what they are for, of ``concurrent`` texts of up to ``context`` tokens."""
-    weights = _dense_weights(size, size.layers, 2 - size.tied, tp) + size.layers * size.expert_weights / tp
+    weights = (
+        _dense_weights(size, size.layers, (2 - size.tied) * size.table_weights, tp)
+        + size.layers * size.expert_weights / tp
+    )
     return {
         "weights": weights * _BYTES,
         "cache": concurrent * context * size.cached_bytes(tp),

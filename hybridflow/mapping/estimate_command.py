@@ -15,6 +15,7 @@ from hybridflow.dataflow.graph import Step
 from hybridflow.errors import ConfigError
 from hybridflow.exit_status import DONE
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.mapping.arguments import count
 from hybridflow.mapping.errors import error_text, published_error
 from hybridflow.mapping.estimate import (
     Size,
@@ -67,26 +68,26 @@ def add_estimate(plans: Any, step_of: Callable[[Recipe], Step]) -> None:
     parser.add_argument("--layout", metavar="LAYOUT", help="for instance tp8.pp2.dp4; generate: tp alone")
     parser.add_argument("--nodes", type=int, metavar="N", help="nodes of 8 GPUs; they decide dp where LAYOUT has none")
     training = parser.add_argument_group("train")
-    training.add_argument("--sequence", type=_count, default=4096, metavar="N", help="tokens (default: 4096)")
-    training.add_argument("--batch", type=_count, metavar="N", help="sequences of a step (default: one micro-batch)")
-    training.add_argument("--micro-batch", type=_count, default=1, metavar="N", help="sequences (default: 1)")
+    training.add_argument("--sequence", type=count, default=4096, metavar="N", help="tokens (default: 4096)")
+    training.add_argument("--batch", type=count, metavar="N", help="sequences of a step (default: one micro-batch)")
+    training.add_argument("--micro-batch", type=count, default=1, metavar="N", help="sequences (default: 1)")
     training.add_argument("--recompute", choices=("none", "selective", "full"), default="none", help="default: none")
     training.add_argument("--dtype", choices=("bf16",), default="bf16", help="default: bf16")
     generating = parser.add_argument_group("generate, and RECIPE")
     generating.add_argument(
         "--prompt",
-        type=_count,
+        type=count,
         metavar="N",
         help="tokens (default: 1024; RECIPE: half of what model.max_context leaves beside rollout.max_new_tokens)",
     )
     generating.add_argument(
         "--response",
-        type=_count,
+        type=count,
         metavar="N",
         help="tokens; of RECIPE the mean, and lengths are spread around it (default: 512; half of "
         "rollout.max_new_tokens)",
     )
-    generating.add_argument("--concurrent", type=_count, default=32, metavar="N", help="texts at a time (default: 32)")
+    generating.add_argument("--concurrent", type=count, default=32, metavar="N", help="texts at a time (default: 32)")
     parser.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
     parser.set_defaults(run=functools.partial(run, step_of=step_of))
 
@@ -204,9 +205,3 @@ def _as_text(found: dict[str, Any], machine: Hardware) -> str:
         fits = "" if parts["all"] <= machine.memory_bytes else f": more than {machine.memory_bytes / 1e9:.0f} GB"
         lines.append(f"memory, {stage}: {parts['all'] / 1e9:.1f} GB ({shown}){fits}")
     return "\n".join([*lines, error_text(found["error"])])
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch("[1-9][0-9]{0,11}", text):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of 1 or more")
-    return int(text)

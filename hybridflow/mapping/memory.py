@@ -103,12 +103,15 @@ class RankMemory:
         return max(self.rollout - self.spare, self.update)
 
 
-def job_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> tuple[RankMemory, ...]:
+def job_memory(
+    recipe: Recipe, meshes: Mapping[str, DeviceMesh], *, cached: int | None = None
+) -> tuple[RankMemory, ...]:
     """Return what each rank of a job needs, by rank.
 
     Args:
         recipe: The recipe.
         meshes: Of its models, as ``config.role_meshes`` gives them; others are passed over.
+        cached: Tokens that the cache of the rollout has room for on a rank; None: as the recipe says.
     """
     functions = [name for name in _SCORERS if name in meshes and _section(recipe, name).model is None]
     silent = [] if recipe.traits.generates else ["actor.rollout"]
@@ -120,9 +123,10 @@ def job_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> tuple[RankMe
         for rank in placed.mesh.ranks:
             key = placed.kind(rank)
             if key not in needed:
-                needed[key] = _mesh_memory(recipe, placed, rank)
+                needed[key] = _mesh_memory(recipe, placed, rank, cached)
             found[rank].append(needed[key])
-    spare = _spare_bytes(recipe, meshes["actor.rollout"]) if "actor.rollout" in names else 0
+    is_open = "actor.rollout" in names and cached is None
+    spare = _spare_bytes(recipe, meshes["actor.rollout"]) if is_open else 0
     away = frozenset(name for name in (*_FROZEN, *_CRITICS) if name in meshes and _section(recipe, name).offload)
     is_offloaded = bool(recipe.actor.offload)
     return tuple(rank_memory(tuple(parts), away, spare, is_offloaded=is_offloaded) for parts in found.values())
@@ -235,7 +239,7 @@ def _vocab_size(model: ModelConfig) -> int:
     return model.vocab_size
 
 
-def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
+def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int, cached: int | None) -> MeshMemory:
     model, mesh, name = placed.model, placed.mesh, placed.mesh.name
     if name == "actor.rollout":
         is_behind = recipe.actor.reshard_every > 1
@@ -246,7 +250,7 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int) -> MeshMemory:
             mesh=name,
             weights=copied + packed_bytes(placed.spec, model, mesh, rank),
             lasting=copied if is_behind else base,
-            cache=cache_bytes(recipe, model, mesh),
+            cache=cache_bytes(recipe, model, mesh) if cached is None else cached * _token_bytes(model, mesh),
             activations=decoding_bytes(model, mesh, rank, recipe.rollout.max_concurrent),
         )
     stage, section = mesh.coordinate(rank).pp, _section(recipe, name.partition(".")[0])
@@ -305,20 +309,12 @@ def decoding_bytes(model: ModelConfig, mesh: DeviceMesh, rank: int, concurrent: 
     return _passing_bytes(model, mesh, STEP_TOKENS) + logits
 
 
-def rank_memory(
-    parts: tuple[MeshMemory, ...], away: Collection[str], spare: int = 0, *, is_offloaded: bool
-) -> RankMemory:
+def rank_memory(parts: tuple[MeshMemory, ...], away: Collection[str], spare: int, *, is_offloaded: bool) -> RankMemory:
     """Add up models on one rank, which compute one after the other.
 
     Memory that they keep adds up. Of memory that they use for a while the largest counts.
 
     Weights of a frozen model in host memory are used for a while, too, and so are gradients and optimizer of a critic.
-
-    Args:
-        parts: The models.
-        away: Those of them, other than the actor, that are offloaded.
-        spare: Cache that is not taken where it is not free.
-        is_offloaded: Whether the actor is.
     """
     used = {part.mesh: _passing_kept(part) for part in parts if part.mesh in away}
     permanent = sum(part.kept - used.get(part.mesh, 0) for part in parts if part.mesh != "actor.rollout")
@@ -428,9 +424,13 @@ def _spare_bytes(recipe: Recipe, mesh: DeviceMesh) -> int:
 
 def _sequence_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:
     """Return keys and values of a sequence as long as the context, in whole blocks, on the longest stage."""
+    return -(-model.max_context // BLOCK_TOKENS) * BLOCK_TOKENS * _token_bytes(model, mesh)
+
+
+def _token_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:
+    """Return keys and values of a token on the longest stage."""
     layers = max(mesh.layout.num_layers_of(stage, model.num_layers) for stage in range(mesh.layout.pp))
-    tokens = -(-model.max_context // BLOCK_TOKENS) * BLOCK_TOKENS
-    return layers * tokens * model.cached_size(mesh.layout.tp) * ITEM_BYTES[model.dtype]
+    return layers * model.cached_size(mesh.layout.tp) * ITEM_BYTES[model.dtype]
 
 
 def training_bytes(

@@ -8,8 +8,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -155,39 +155,83 @@ def timed(flow: Flow, ranks: Mapping[str, Collection[int]], seconds: Mapping[str
         ranks: Of each mesh, or numbers of sets of ranks that work as one.
         seconds: Of each node; of ``offload`` and ``reshard``, which come before the actor generates.
     """
-    free: dict[int, float] = {}
-    written: dict[str, float] = {}
-    calls: list[Call] = []
+    turns = turns_of(flow, ranks)
+    return tuple(
+        Call(name=turn.name, mesh=turn.mesh, start=start, seconds=end - start)
+        for turn, (start, end) in zip(turns, spans(turns, seconds), strict=True)
+    )
 
-    def add(name: str, mesh: str, taken: Collection[int], reads: Iterable[str]) -> Call:
-        known = (written[column] for column in reads if column in written)
-        start = max([*(free.get(rank, 0.0) for rank in taken), *known], default=0.0)
-        calls.append(Call(name=name, mesh=mesh, start=start, seconds=seconds.get(name, 0.0)))
-        free.update(dict.fromkeys(taken, calls[-1].end))
-        return calls[-1]
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A call's place in a step.
+
+    Attributes:
+        name: Of the node, or ``offload`` or ``reshard``.
+        mesh: Whose ranks make it.
+        ranks: Those that are busy with it.
+        after: Earlier calls that write what it reads, by their place.
+    """
+
+    name: str
+    mesh: str
+    ranks: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+def turns_of(flow: Flow, ranks: Mapping[str, Collection[int]]) -> tuple[Turn, ...]:
+    """Return the calls of a step in order; ``ranks`` as for ``timed``."""
+    writers: dict[str, int] = {}
+    turns: list[Turn] = []
+
+    def add(name: str, mesh: str, taken: Collection[int], reads: Iterable[str] = ()) -> None:
+        after = sorted({writers[column] for column in reads if column in writers})
+        turns.append(Turn(name=name, mesh=mesh, ranks=tuple(taken), after=tuple(after)))
 
     for node, _ in nodes(flow):
         if (node.role, node.call) == ("actor", "sample"):
-            if seconds.get("offload"):
-                add("offload", "actor.update", ranks["actor.update"], ())
-            if seconds.get("reshard"):
-                add("reshard", node.mesh, {*ranks["actor.update"], *ranks[node.mesh]}, ())
-        call = add(node.name, node.mesh, ranks[node.mesh], node.reads)
-        written.update(dict.fromkeys(node.writes, call.end))
-    return tuple(calls)
+            update = ranks["actor.update"]
+            add("offload", "actor.update", update)
+            add("reshard", node.mesh, {*update, *ranks[node.mesh]})
+        add(node.name, node.mesh, ranks[node.mesh], node.reads)
+        writers.update(dict.fromkeys(node.writes, len(turns) - 1))
+    return tuple(turns)
 
 
-def total_seconds(calls: Iterable[Call], *, max_staleness: int) -> float:
+def spans(turns: Sequence[Turn], seconds: Mapping[str, float]) -> list[tuple[float, float]]:
+    """Return when each call begins and ends, in seconds; one without seconds takes no time."""
+    free: dict[int, float] = {}
+    found: list[tuple[float, float]] = []
+    for turn in turns:
+        start = 0.0
+        for rank in turn.ranks:
+            start = max(start, free.get(rank, 0.0))
+        for earlier in turn.after:
+            start = max(start, found[earlier][1])
+        end = start + seconds.get(turn.name, 0.0)
+        for rank in turn.ranks:
+            free[rank] = end
+        found.append((start, end))
+    return found
+
+
+def step_seconds(turns: Sequence[Turn], times: Sequence[tuple[float, float]], *, max_staleness: int) -> float:
     """Return the seconds from step to step: with samples made ahead, the longer of sampling and learning."""
-    calls = tuple(calls)
     if max_staleness == 0:
-        return max(call.end for call in calls)
-    halves = (
-        [call for call in calls if call.mesh in SAMPLING_MESHES],
-        [call for call in calls if call.mesh not in SAMPLING_MESHES],
-    )
-    spans = [max(call.end for call in half) - min(call.start for call in half) for half in halves if half]
-    return max(spans)
+        return max(end for _, end in times)
+    longest = 0.0
+    for is_sampling in (True, False):
+        mine = [time for turn, time in zip(turns, times, strict=True) if (turn.mesh in SAMPLING_MESHES) == is_sampling]
+        half = [(start, end) for start, end in mine if start < end]
+        if half:
+            longest = max(longest, max(end for _, end in half) - min(start for start, _ in half))
+    return longest
+
+
+def total_seconds(calls: Sequence[Call], *, max_staleness: int) -> float:
+    """Return ``step_seconds`` of calls that are known to the end."""
+    turns = [Turn(name=call.name, mesh=call.mesh, ranks=(), after=()) for call in calls]
+    return step_seconds(turns, [(call.start, call.end) for call in calls], max_staleness=max_staleness)
 
 
 def generation_seconds(
@@ -276,7 +320,9 @@ def role_size(recipe: Recipe, node: Node) -> Size | None:
     section: Any = getattr(recipe, node.role, None)
     if section is None or node.role == "advantage" or (node.role in ("reward", "cost") and section.model is None):
         return None
-    return size_of(shape_of(model := with_vocabulary(recipe, node.role), model.vocab_size or 0))
+    size = size_of(shape_of(model := with_vocabulary(recipe, node.role), model.vocab_size or 0))
+    is_scorer = node.role in _SCORERS or (node.role == "actor" and recipe.traits.is_scorer)
+    return replace(size, columns=1, tied=False) if is_scorer else size
 
 
 def work_of(recipe: Recipe, mesh: DeviceMesh) -> Work:
@@ -325,6 +371,7 @@ def node_seconds(
     return forward_seconds(size, hardware, step) + moved
 
 
+_SCORERS = ("critic", "cost_critic", "reward", "cost")
 _FROZEN = ("reference", "reward", "cost", "teacher")
 
 
@@ -353,9 +400,7 @@ def _step(work: Work, texts: Texts, samples: int) -> TrainStep:
     each = math.ceil(samples / layout.dp)
     micro_batch = max(1, min(each, work.micro_batch_tokens // texts.mean))
     batch = layout.dp * micro_batch * math.ceil(each / micro_batch)
-    return TrainStep(
-        layout=layout, sequence=texts.mean, batch=batch, micro_batch=micro_batch, recompute=work.recompute
-    )
+    return TrainStep(layout=layout, sequence=texts.mean, batch=batch, micro_batch=micro_batch, recompute=work.recompute)
 
 
 def _shuffled(lengths: tuple[int, ...]) -> list[int]:

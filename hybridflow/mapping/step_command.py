@@ -26,25 +26,36 @@ def recipe_step(arguments: argparse.Namespace, machine: Hardware, step_of: Calla
         ConfigError: The recipe is wrong, or cannot be estimated.
     """
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    meshes, longest = role_meshes(recipe), recipe.rollout.max_new_tokens
-    prompt = arguments.prompt or max(1, (recipe.model.max_context - longest) // 2)
-    samples = recipe.trainer.global_batch_size
-    texts = Texts(prompt=prompt, responses=spread_lengths(samples, arguments.response or max(1, longest // 2), longest))
+    meshes, samples, texts = role_meshes(recipe), recipe.trainer.global_batch_size, texts_of(arguments, recipe)
     calls = step_calls(recipe, step_of(recipe).flow, meshes, machine, texts)
-    seconds, memory = total_seconds(calls, max_staleness=recipe.trainer.max_staleness), max(job_memory(recipe, meshes), key=lambda rank: rank.least)
+    seconds, memory = (
+        total_seconds(calls, max_staleness=recipe.trainer.max_staleness),
+        max(job_memory(recipe, meshes), key=lambda rank: rank.least),
+    )
     return {
         "recipe": recipe.name,
         "hardware": arguments.hardware,
         "gpus": recipe.cluster.ranks,
-        "prompt": prompt,
+        "prompt": texts.prompt,
         "response": sum(texts.responses) / samples,
         "seconds": seconds,
-        "tokens_per_s": (samples * prompt + sum(texts.responses)) / seconds,
+        "tokens_per_s": (samples * texts.prompt + sum(texts.responses)) / seconds,
         "calls": [asdict(call) for call in calls if call.seconds],
         # A cache beyond one sequence's takes what is free.
         "memory_bytes": {"rollout": memory.rollout - memory.spare, "update": memory.update},
         "error": published_error("step", arguments.hardware, is_known=recipe.model.num_experts is None),
     }
+
+
+def texts_of(arguments: argparse.Namespace, recipe: Recipe) -> Texts:
+    """Return the texts of a recipe's step, as ``--prompt`` and ``--response`` have them.
+
+    Raises:
+        ConfigError: The mean response is longer than ``rollout.max_new_tokens``.
+    """
+    longest, samples = recipe.rollout.max_new_tokens, recipe.trainer.global_batch_size
+    prompt = arguments.prompt or max(1, (recipe.model.max_context - longest) // 2)
+    return Texts(prompt=prompt, responses=spread_lengths(samples, arguments.response or max(1, longest // 2), longest))
 
 
 def step_text(found: dict[str, Any], machine: Hardware) -> str:

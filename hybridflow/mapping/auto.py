@@ -1,0 +1,212 @@
+"""What ``hybridflow plan auto`` searches, prints and writes. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, asdict, fields, is_dataclass, replace
+from typing import Any
+
+import yaml
+
+from hybridflow.config.recipe import Recipe
+from hybridflow.dataflow.graph import Step
+from hybridflow.errors import ConfigError
+from hybridflow.exit_status import DONE
+from hybridflow.layout.mesh import format_ranks
+from hybridflow.mapping.hardware import RANKS_PER_NODE, Hardware, hardware
+from hybridflow.mapping.search import USABLE, Found, Outcome, Request, search
+from hybridflow.mapping.step_command import texts_of
+from hybridflow.observe.files import replace_file
+from hybridflow.observe.table import format_table
+from hybridflow.recipe.load import load_recipe
+from hybridflow.reshard.report import format_bytes
+from hybridflow.sections import to_dict
+
+_MOST_TIMES = 64
+"""Times the nodes asked for that are tried where these do not suffice."""
+
+
+def find_layouts(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step]) -> int:
+    """Run the command and return the exit status.
+
+    Raises:
+        ConfigError: The recipe is wrong or cannot be estimated, or nothing fits.
+    """
+    if arguments.out is not None and arguments.out.exists():
+        raise ConfigError(f"--out {arguments.out}: exists; remove it, or name another file")
+    begun, machine = time.monotonic(), hardware(arguments.hardware)
+    request = _request(arguments, machine, step_of)
+    found = search(request).found
+    if not found:
+        raise ConfigError(_remedy(arguments, request))
+    if arguments.out is not None:
+        command = " ".join(["hybridflow", *arguments.words])
+        replace_file(arguments.out, recipe_text(found[0], command).encode())
+    if arguments.json:
+        print(json.dumps(_as_json(found, request, arguments), indent=2))
+    else:
+        print(_text(found, request, arguments, time.monotonic() - begun))
+    return DONE
+
+
+def _request(arguments: argparse.Namespace, machine: Hardware, step_of: Callable[[Recipe], Step]) -> Request:
+    def load(overrides: Sequence[str]) -> Recipe:
+        return load_recipe(arguments.recipe, [*arguments.overrides, *overrides])
+
+    recipe = load(())
+    num_ranks = recipe.cluster.ranks
+    if arguments.nodes is not None or arguments.gpus is not None:
+        num_ranks = arguments.gpus or arguments.nodes * RANKS_PER_NODE
+    if num_ranks > RANKS_PER_NODE and num_ranks % RANKS_PER_NODE:
+        raise ConfigError(f"plan auto: {num_ranks} GPUs are no whole nodes of {RANKS_PER_NODE}; give --nodes")
+    budget = recipe.cluster.memory_budget_gb
+    own = recipe.trainer.max_staleness
+    return Request(
+        load=load,
+        flow=lambda recipe: step_of(recipe).flow,
+        hardware=machine,
+        texts=texts_of(arguments, recipe),
+        num_ranks=num_ranks,
+        ranks_per_node=RANKS_PER_NODE,
+        memory_bytes=USABLE * machine.memory_bytes if budget is None else min(budget * 1e9, machine.memory_bytes),
+        staleness=tuple(dict.fromkeys((own, 1))) if arguments.ahead else (own,),
+    )
+
+
+def _remedy(arguments: argparse.Namespace, request: Request) -> str:
+    """Return why nothing was found, and the smallest change with which something is."""
+
+    def tried(**changes: Any) -> Outcome:
+        return search(replace(request, most=1, **changes))
+
+    outcome = tried()
+    if outcome.error is not None and tried(memory_bytes=math.inf).found == []:
+        return f"plan auto {arguments.recipe}: no configuration is a recipe; the last one: {outcome.error}"
+    most = f"{request.memory_bytes / 1e9:.0f} GB"
+    text = f"plan auto {arguments.recipe}: nothing fits {request.num_ranks} GPUs, of which each may need {most}"
+    low, high = request.memory_bytes, request.memory_bytes
+    while high < 64 * request.memory_bytes and not tried(memory_bytes=high).found:
+        low, high = high, 2 * high
+    while high - low > 1e9 and high < 64 * request.memory_bytes:
+        middle = (low + high) / 2
+        low, high = (low, middle) if tried(memory_bytes=middle).found else (middle, high)
+    if high < 64 * request.memory_bytes:
+        text += f"; {math.ceil(high / 1e9)} GB would do"
+    unit = RANKS_PER_NODE if request.num_ranks >= RANKS_PER_NODE else 1
+    few, enough = request.num_ranks, 2 * request.num_ranks
+    while enough <= _MOST_TIMES * request.num_ranks and not tried(num_ranks=enough).found:
+        few, enough = enough, 2 * enough
+    if enough > _MOST_TIMES * request.num_ranks:
+        return f"{text}; nor do {few} GPUs suffice: lower model.max_context, or train a smaller model or adapters"
+    while enough - few > unit:
+        middle = few + (enough - few) // (2 * unit) * unit
+        few, enough = (few, middle) if tried(num_ranks=middle).found else (middle, enough)
+    return f"{text}; {enough} GPUs suffice: give {_named(enough)}"
+
+
+def _named(num_ranks: int) -> str:
+    is_whole = num_ranks % RANKS_PER_NODE == 0
+    return f"--nodes {num_ranks // RANKS_PER_NODE}" if is_whole else f"--gpus {num_ranks}"
+
+
+def _text(found: Sequence[Found], request: Request, arguments: argparse.Namespace, took_s: float) -> str:
+    best, texts = found[0], request.texts
+    lines = [
+        f"{best.recipe.name} on {request.num_ranks} × {arguments.hardware}: the best {len(found)} ways to share them, "
+        f"found in {took_s:.0f} s",
+        f"prompts of {texts.prompt} tokens, responses of {sum(texts.responses) / len(texts.responses):.0f} on average; "
+        f"up to {request.memory_bytes / 1e9:.0f} GB of a GPU",
+        "",
+    ]
+    rows = [("", "step", "memory", "longest call", "GPUs: models")]
+    for index, one in enumerate(found, 1):
+        rows.append((str(index), f"{one.seconds:.4g} s", format_bytes(one.memory_bytes), _longest(one), _placed(one)))
+    lines += [*format_table(rows, num_left=1), "", "1 in full"]
+    lines += [f"  {override}" for override in best.overrides if not override.endswith("=null")]
+    if len(found) > 1:
+        lines += ["", f"2 loses: {why_slower(best, found[1])}"]
+    if arguments.out is None:
+        return "\n".join([*lines, "", "To write 1 as a recipe, add --out FILE."])
+    return "\n".join([*lines, "", f"wrote {arguments.out}: hybridflow launch slurm {arguments.out} --time TIME"])
+
+
+def _placed(found: Found) -> str:
+    sets = [f"{len(one.ranks)}: {', '.join(_short(name) for name in one.meshes)}" for one in found.placement]
+    ahead = found.recipe.trainer.max_staleness
+    return " | ".join(sets) + (f" (max_staleness={ahead})" if ahead else "")
+
+
+def _short(mesh: str) -> str:
+    return {"actor.update": "actor", "actor.rollout": "rollout"}.get(mesh, mesh)
+
+
+def _longest(found: Found) -> str:
+    call = max(found.calls, key=lambda call: call.seconds)
+    return f"{call.name} {call.seconds / found.seconds:.0%}"
+
+
+def why_slower(best: Found, other: Found) -> str:
+    """Return in words what takes longer in a slower configuration, and which of its ranks wait."""
+    seconds = {call.name: call.seconds for call in best.calls}
+    more = sorted(((call.seconds - seconds.get(call.name, 0.0), call.name) for call in other.calls), reverse=True)
+    longer = [f"{name} takes {extra:.3g} s longer" for extra, name in more[:3] if extra > 0.01 * best.seconds]
+    waiting = []
+    for one in other.placement:
+        idle = 1 - sum(call.seconds for call in other.calls if call.mesh in one.meshes) / other.seconds
+        if idle > 0.05:
+            waiting.append(f"ranks {format_ranks(list(one.ranks))} wait {idle:.0%} of the step")
+    slower = f"{other.seconds - best.seconds:.3g} s slower"
+    return "; ".join([slower, *longer, *waiting])
+
+
+def _as_json(found: Sequence[Found], request: Request, arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "recipe": found[0].recipe.name,
+        "hardware": arguments.hardware,
+        "gpus": request.num_ranks,
+        "memory_limit_bytes": request.memory_bytes,
+        "prompt": request.texts.prompt,
+        "response": sum(request.texts.responses) / len(request.texts.responses),
+        "found": [
+            {
+                "seconds": one.seconds,
+                "memory_bytes": one.memory_bytes,
+                "placement": [
+                    {"models": list(each.meshes), "first_rank": each.ranks.start, "ranks": len(each.ranks)}
+                    for each in one.placement
+                ],
+                "calls": [asdict(call) for call in one.calls if call.seconds],
+                "overrides": list(one.overrides),
+                "slower_because": why_slower(found[0], one) if one is not found[0] else None,
+            }
+            for one in found
+        ],
+    }
+
+
+def recipe_text(found: Found, command: str) -> str:
+    """Return the recipe as YAML, without the keys that are at their defaults."""
+    values = _changed(found.recipe, to_dict(found.recipe))
+    text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+    return (
+        f"# {command}\n# A step is estimated to take {found.seconds:.4g} s; {_longest(found)}.\n"
+        f"# {_placed(found)}\n{text}"
+    )
+
+
+def _changed(section: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a section that are not its class's defaults."""
+    found = {}
+    for each in fields(section):
+        if each.name not in values:
+            continue
+        value, default = getattr(section, each.name), each.default
+        if default is MISSING and each.default_factory is not MISSING:
+            default = each.default_factory()
+        if default is MISSING or value != default:
+            found[each.name] = _changed(value, values[each.name]) if is_dataclass(value) else values[each.name]
+    return found

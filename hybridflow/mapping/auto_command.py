@@ -1,0 +1,57 @@
+"""``hybridflow plan auto``: its options. Light at import; the search is imported where it is run."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config.recipe import Recipe
+from hybridflow.dataflow.graph import Step
+from hybridflow.mapping.arguments import PROMPT_HELP, RESPONSE_HELP, count
+from hybridflow.mapping.hardware import hardware_names
+
+_EXAMPLES = """examples:
+  hybridflow plan auto ppo-llama-3.1-8b model.path=models/Llama-3.1-8B-Instruct --nodes 2 --prompt 200 --response 400
+  hybridflow plan auto ppo-70b --nodes 64 --out ppo-70b-64.yaml
+  hybridflow plan auto ppo-70b --gpus 4 --hardware b200 --json
+"""
+
+
+def add_auto(plans: Any, step_of: Callable[[Recipe], Step]) -> None:
+    """Add it to the sub-commands of ``plan``; ``step_of`` returns the stages of a recipe's training step."""
+    parser = plans.add_parser(
+        "auto",
+        help="find the placement and layouts with which a step takes the least time",
+        description="Search which models share which GPUs, the layout of each model in each phase, recomputation, "
+        "offloading, micro-batches and texts at a time. Print the best of the best ways to share GPUs, and with --out "
+        "write the fastest as a recipe. Times are those of `hybridflow plan estimate`. The command starts no process "
+        "and imports no torch.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="YAML file, or the name of a shipped recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
+    number = parser.add_mutually_exclusive_group()
+    number.add_argument("--nodes", type=count, metavar="N", help="nodes of 8 GPUs (default: the recipe's ranks)")
+    number.add_argument("--gpus", type=count, metavar="N", help="GPUs; fewer than 8 are on one node")
+    parser.add_argument("--hardware", default="h100-sxm", choices=hardware_names(), help="default: h100-sxm")
+    parser.add_argument("--prompt", type=count, metavar="N", help=PROMPT_HELP)
+    parser.add_argument("--response", type=count, metavar="N", help=RESPONSE_HELP)
+    parser.add_argument(
+        "--ahead",
+        action="store_true",
+        help="try trainer.max_staleness=1 too: samples are made while others are learned from, and are one update old",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the fastest as a recipe")
+    parser.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
+    parser.set_defaults(run=functools.partial(run, step_of=step_of))
+
+
+def run(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step]) -> int:
+    """Run the command and return the exit status."""
+    from hybridflow.mapping.auto import find_layouts
+
+    return find_layouts(arguments, step_of)

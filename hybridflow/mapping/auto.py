@@ -18,7 +18,8 @@ from hybridflow.errors import ConfigError
 from hybridflow.exit_status import DONE
 from hybridflow.layout.mesh import format_ranks
 from hybridflow.mapping.hardware import RANKS_PER_NODE, Hardware, hardware
-from hybridflow.mapping.search import USABLE, Found, Outcome, Request, search
+from hybridflow.mapping.rl_step import check_estimated
+from hybridflow.mapping.search import USABLE, Found, Request, search
 from hybridflow.mapping.step_command import texts_of
 from hybridflow.observe.files import replace_file
 from hybridflow.observe.table import format_table
@@ -40,7 +41,7 @@ def find_layouts(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step
         raise ConfigError(f"--out {arguments.out}: exists; remove it, or name another file")
     begun, machine = time.monotonic(), hardware(arguments.hardware)
     request = _request(arguments, machine, step_of)
-    found = search(request).found
+    found = search(request)
     if not found:
         raise ConfigError(_remedy(arguments, request))
     if arguments.out is not None:
@@ -58,6 +59,7 @@ def _request(arguments: argparse.Namespace, machine: Hardware, step_of: Callable
         return load_recipe(arguments.recipe, [*arguments.overrides, *overrides])
 
     recipe = load(())
+    check_estimated(recipe)
     num_ranks = recipe.cluster.ranks
     if arguments.nodes is not None or arguments.gpus is not None:
         num_ranks = arguments.gpus or arguments.nodes * RANKS_PER_NODE
@@ -80,31 +82,28 @@ def _request(arguments: argparse.Namespace, machine: Hardware, step_of: Callable
 def _remedy(arguments: argparse.Namespace, request: Request) -> str:
     """Return why nothing was found, and the smallest change with which something is."""
 
-    def tried(**changes: Any) -> Outcome:
-        return search(replace(request, most=1, **changes))
+    def fits(**changes: Any) -> bool:
+        return bool(search(replace(request, most=1, **changes)))
 
-    outcome = tried()
-    if outcome.error is not None and tried(memory_bytes=math.inf).found == []:
-        return f"plan auto {arguments.recipe}: no configuration is a recipe; the last one: {outcome.error}"
     most = f"{request.memory_bytes / 1e9:.0f} GB"
     text = f"plan auto {arguments.recipe}: nothing fits {request.num_ranks} GPUs, of which each may need {most}"
     low, high = request.memory_bytes, request.memory_bytes
-    while high < 64 * request.memory_bytes and not tried(memory_bytes=high).found:
+    while high < 64 * request.memory_bytes and not fits(memory_bytes=high):
         low, high = high, 2 * high
     while high - low > 1e9 and high < 64 * request.memory_bytes:
         middle = (low + high) / 2
-        low, high = (low, middle) if tried(memory_bytes=middle).found else (middle, high)
+        low, high = (low, middle) if fits(memory_bytes=middle) else (middle, high)
     if high < 64 * request.memory_bytes:
         text += f"; {math.ceil(high / 1e9)} GB would do"
     unit = RANKS_PER_NODE if request.num_ranks >= RANKS_PER_NODE else 1
     few, enough = request.num_ranks, 2 * request.num_ranks
-    while enough <= _MOST_TIMES * request.num_ranks and not tried(num_ranks=enough).found:
+    while enough <= _MOST_TIMES * request.num_ranks and not fits(num_ranks=enough):
         few, enough = enough, 2 * enough
     if enough > _MOST_TIMES * request.num_ranks:
         return f"{text}; nor do {few} GPUs suffice: lower model.max_context, or train a smaller model or adapters"
     while enough - few > unit:
         middle = few + (enough - few) // (2 * unit) * unit
-        few, enough = (few, middle) if tried(num_ranks=middle).found else (middle, enough)
+        few, enough = (few, middle) if fits(num_ranks=middle) else (middle, enough)
     return f"{text}; {enough} GPUs suffice: give {_named(enough)}"
 
 

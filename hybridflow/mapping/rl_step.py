@@ -133,7 +133,10 @@ def step_calls(
     Raises:
         ConfigError: The recipe has what is not estimated.
     """
-    check_estimated(recipe, meshes)
+    check_estimated(recipe)
+    rollout = meshes["actor.rollout"].layout
+    if rollout.pp > 1 and recipe.traits.generates:
+        raise ConfigError(f"actor.rollout pp={rollout.pp}: not estimated yet; set it to 1")
     seconds: dict[str, float] = {}
     for node, is_update in nodes(flow):
         if (size := role_size(recipe, node)) is not None:
@@ -291,14 +294,13 @@ def reshard_seconds(recipe: Recipe, source: DeviceMesh, target: DeviceMesh, hard
     return moved.time_s / recipe.actor.reshard_every
 
 
-def check_estimated(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> None:
-    """Refuse a recipe that has what is not estimated. Raises ConfigError."""
-    rollout = meshes["actor.rollout"].layout
+def check_estimated(recipe: Recipe) -> None:
+    """Refuse a recipe that has what is not estimated, whatever its layouts. Raises ConfigError."""
     refused = {
         "actor.lora": recipe.actor.lora is not None,
         "rollout.environment": recipe.rollout.environment is not None,
         f"rollout.engine.kind={recipe.rollout.engine.kind}": recipe.rollout.engine.is_server,
-        f"actor.rollout pp={rollout.pp}": rollout.pp > 1 and recipe.traits.generates,
+        f"model.implementation={recipe.model.implementation}": recipe.model.implementation != "megatron",
         f"model.dtype={recipe.model.dtype}": recipe.model.dtype != "bf16",
     }
     for name, is_there in refused.items():

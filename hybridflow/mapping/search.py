@@ -44,6 +44,9 @@ _ALIKE = 0.001
 _ROUGH = 0.03
 """The same for the others that are shown, compared with the best of their own kind."""
 
+_MOST_REFUSED = 50
+"""Configurations that are no recipes after which none is expected to be one."""
+
 USABLE = 0.9
 """Share of a GPU's memory that a job may need by our estimate, which leaves out contexts, buffers and fragmentation."""
 
@@ -85,19 +88,6 @@ class Found:
     memory_bytes: int
 
 
-@dataclass(kw_only=True)
-class Outcome:
-    """What a search found.
-
-    Attributes:
-        found: The best configuration of each of the best ways to share ranks, the fastest first.
-        error: Of the last configuration that was refused as a recipe.
-    """
-
-    found: list[Found]
-    error: HybridflowError | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What is searched.
@@ -125,8 +115,12 @@ class Request:
     most: int = 5
 
 
-def search(request: Request) -> Outcome:
-    """Return the fastest configurations that fit in memory, one for each way to share ranks."""
+def search(request: Request) -> list[Found]:
+    """Return the fastest configurations that fit in memory, one for each way to share ranks, the fastest first.
+
+    Raises:
+        HybridflowError: Those that fit are no recipes: the error of the last one.
+    """
     return _Search(request).run()
 
 
@@ -215,12 +209,12 @@ class _Search:
         self._last = float("inf")
         self._base = recipe
         self._resharded: dict[object, float] = {}
-        self._conflicts: dict[range, list[frozenset[tuple[str, Work]]]] = {}
+        self._conflicts: dict[ModelSet, list[frozenset[tuple[str, Work]]]] = {}
         self._leasts: dict[tuple[str, int], float] = {}
         self._fitting: dict[tuple[str, int, int], list[Choice]] = {}
-        self._outcome = Outcome(found=[])
+        self._refused: list[HybridflowError] = []
 
-    def run(self) -> Outcome:
+    def run(self) -> list[Found]:
         request, meshes = self._request, self._choices.meshes
         bounded = []
         for index, placement in enumerate(placements(meshes, request.num_ranks, request.ranks_per_node)):
@@ -233,8 +227,9 @@ class _Search:
                 if bound < self._limit(key) and (staleness == 0 or _is_apart(placement)):
                     self._descend(key, placement, staleness)
         order = sorted(self._best.values(), key=lambda found: (found.seconds, len(found.placement), found.overrides))
-        self._outcome.found = order[: request.most]
-        return self._outcome
+        if not order and self._refused:
+            raise self._refused[-1]
+        return order[: request.most]
 
     def _least(self, mesh: str, num_ranks: int) -> float:
         """Return the least seconds of a model's calls on so many ranks, if it fits on them alone."""
@@ -376,7 +371,9 @@ class _Search:
             overrides = settings_of(recipe, chosen)
             recipe = request.load(overrides)
         except HybridflowError as error:
-            self._outcome.error = error
+            self._refused.append(error)
+            if len(self._refused) > _MOST_REFUSED and not self._best:
+                raise
             return
         found = Found(
             recipe=recipe,
@@ -391,7 +388,7 @@ class _Search:
     def _clashes(self, problem: _Problem, chosen: Mapping[str, Choice]) -> bool:
         """Return whether some of the choices are known not to fit together."""
         for one in problem.placement:
-            if known := self._conflicts.get(one.ranks):
+            if known := self._conflicts.get(one):
                 mine = {(name, chosen[name].work) for name in one.meshes if name in chosen}
                 if any(conflict <= mine for conflict in known):
                     return True
@@ -411,9 +408,9 @@ class _Search:
                 and rank_memory(tuple(rest), away, 0, is_offloaded=is_offloaded).peak > self._request.memory_bytes
             ):
                 parts = rest
-        ranks = _ranks_of(problem.placement, parts[0].mesh)
+        one = next(one for one in problem.placement if parts[0].mesh in one.meshes)
         conflict = frozenset((part.mesh, chosen[part.mesh].work) for part in parts)
-        self._conflicts.setdefault(ranks, []).append(conflict)
+        self._conflicts.setdefault(one, []).append(conflict)
 
     def _reshard_seconds(self, key: object, recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> float:
         if not recipe.traits.generates:

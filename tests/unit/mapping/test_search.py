@@ -13,10 +13,10 @@ from hybridflow.mapping.hardware import hardware
 from hybridflow.mapping.rl_step import (
     Texts,
     Work,
+    generation_seconds,
     node_seconds,
     nodes,
     offload_seconds,
-    reshard_seconds,
     role_size,
     spread_lengths,
     step_calls,
@@ -24,6 +24,7 @@ from hybridflow.mapping.rl_step import (
     total_seconds,
 )
 from hybridflow.mapping.search import Request, needed_memory, placements, search
+from hybridflow.mapping.sizes import model_size
 from hybridflow.recipe.load import load_recipe
 from hybridflow.recipe.meshes import role_meshes
 from hybridflow.trainer.plan import training_step
@@ -192,4 +193,110 @@ def test_the_best_of_all_configurations_is_found(recipe, algorithm, num_ranks, l
     )
     best = brute_force(path, num_ranks, limit_gb * 1e9, texts, meshes)
     # A thousandth is not looked for.
-    assert search(request).found[0].seconds == pytest.approx(best, rel=1.1e-3)
+    assert search(request)[0].seconds == pytest.approx(best, rel=1.1e-3)
+
+
+def auto(capsys, *words):
+    assert cli.main(["plan", "auto", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_sets_have_consecutive_ranks_in_blocks_of_equal_size():
+    found = list(placements(("actor.update", "critic", "reference"), 64, 8))
+    # 15 cuts into two sets, of three partitions; 15 · 14 / 2 into three.
+    assert len(found) == 1 + 3 * 15 + 105
+    assert len(list(placements(("a", "b", "c", "d"), 4, 8))) == 1 + 7 * 3 + 6 * 3 + 1
+    assert {len(one.ranks) % 4 for placement in found for one in placement} == {0}
+    whole_nodes = {len(one.ranks) for one in itertools.chain(*placements(("actor.update", "critic"), 1000, 8))}
+    assert min(whole_nodes) == 40 and {size % 8 for size in whole_nodes} == {0}
+
+
+def test_the_recipe_that_is_written_takes_as_long_as_was_said(capsys, recipe, tmp_path):
+    out = tmp_path / "found.yaml"
+    critic = {"layout": {}, **OPTIMIZER}
+    words = (recipe("ppo", critic=critic, kl={"coef": 0.01}), "--gpus", "8", "--prompt", "300", "--response", "900")
+    found = auto(capsys, *words, "--out", str(out))
+    best = found["found"][0]
+    assert found["gpus"] == 8 and sum(each["ranks"] for each in best["placement"]) == 8
+    assert [each["seconds"] for each in found["found"]] == sorted(each["seconds"] for each in found["found"])
+    assert cli.main(["plan", "estimate", str(out), "--prompt", "300", "--response", "900", "--json"]) == 0
+    estimated = json.loads(capsys.readouterr().out)
+    assert estimated["seconds"] == pytest.approx(best["seconds"])
+    assert estimated["calls"] == best["calls"]
+    written = load_recipe(out)
+    assert written == load_recipe(words[0], best["overrides"])
+    assert cli.main(["plan", "auto", *words, "--out", str(out)]) == 2
+    assert "exists; remove it" in capsys.readouterr().err
+
+
+def test_text_says_what_is_best_and_why_the_next_loses(capsys, recipe):
+    assert cli.main(["plan", "auto", recipe(kl={"coef": 0.01}), "--gpus", "4"]) == 0
+    text = capsys.readouterr().out
+    assert "small on 4 × h100-sxm" in text and "up to 72 GB of a GPU" in text
+    assert "4: actor, rollout, reference" in text and "actor.update={" in text
+    assert "2 loses: " in text and "s slower" in text and "of the step" in text
+
+
+def test_what_is_found_is_the_same_each_time(capsys, recipe):
+    words = recipe(kl={"coef": 0.01}), "--gpus", "16"
+    assert auto(capsys, *words) == auto(capsys, *words)
+
+
+def test_samples_are_made_ahead_only_where_asked_for(capsys, recipe):
+    words = recipe(), "--gpus", "16", "--response", "1800"
+    assert "trainer.max_staleness=1" not in str(auto(capsys, *words))
+    ahead = [
+        each for each in auto(capsys, *words, "--ahead")["found"] if "trainer.max_staleness=1" in each["overrides"]
+    ]
+    for each in ahead:
+        rollout = next(one for one in each["placement"] if "actor.rollout" in one["models"])
+        assert "actor.update" not in rollout["models"]
+    assert ahead
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        # Weights, gradients and state of 2 billion parameters: 36 GB; 8 GB and one of them do not go together.
+        (("--gpus", "1", "cluster.memory_budget_gb=20"), "nothing fits 1 GPUs, of which each may need 20 GB; "),
+        (("--gpus", "12"), "12 GPUs are no whole nodes of 8"),
+        (("model.dtype=fp32", "--gpus", "1"), "model.dtype=fp32: not estimated yet"),
+        (("actor.lora={rank: 8}", "--gpus", "1"), "actor.lora: not estimated yet"),
+    ],
+)
+def test_requests_without_an_answer_end_with_2(capsys, recipe, words, message):
+    assert cli.main(["plan", "auto", recipe(), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_smallest_change_that_fits_does_fit(capsys, recipe):
+    words = recipe(), "cluster.memory_budget_gb=12"
+    assert cli.main(["plan", "auto", *words, "--gpus", "1"]) == 2
+    text = capsys.readouterr().err
+    number = int(text.split(" GPUs suffice")[0].split()[-1])
+    assert number > 1 and auto(capsys, *words, "--gpus", str(number))["found"]
+    assert cli.main(["plan", "auto", *words, "--gpus", str(number - 1)]) == 2
+    capsys.readouterr()
+    enough = int(text.split(" GB would do")[0].split()[-1])
+    assert auto(capsys, words[0], f"cluster.memory_budget_gb={enough}", "--gpus", "1")["found"]
+    assert cli.main(["plan", "auto", words[0], f"cluster.memory_budget_gb={enough - 2}", "--gpus", "1"]) == 2
+
+
+@pytest.mark.parametrize("concurrent", [32, 64, 128])
+def test_a_7b_model_generates_faster_at_tp_2_than_at_tp_8(concurrent):
+    # The choice in arXiv 2409.19256, on 16 A100.
+    size = model_size("layers=32,hidden=4096,heads=32,ffn=11008,vocab=32000")
+    texts = Texts(prompt=1024, responses=(1024,) * 1024)
+    narrow, wide = (
+        generation_seconds(
+            size,
+            hardware("a100-80g"),
+            ParallelLayout(tp=tp),
+            texts,
+            num_replicas=16 // tp,
+            group_size=1,
+            concurrent=concurrent,
+        )
+        for tp in (2, 8)
+    )
+    assert narrow < 0.9 * wide

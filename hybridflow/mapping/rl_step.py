@@ -35,7 +35,8 @@ from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.recipe.meshes import SAMPLING_MESHES
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.plan import shares_storage
-from hybridflow.reshard.report import Bandwidth, report
+from hybridflow.reshard.report import Bandwidth
+from hybridflow.reshard.report import reshard_seconds as plan_seconds
 
 _SPREAD = 0.6
 """Standard deviation of the logarithm of response lengths where they are not known."""
@@ -290,8 +291,8 @@ def reshard_seconds(recipe: Recipe, source: DeviceMesh, target: DeviceMesh, hard
         node=hardware.node_bandwidth * hardware.node_share / 1e9,
         network=hardware.network_bandwidth * hardware.network_share / 1e9,
     )
-    moved = report(spec, WeightHoldings(spec, source), WeightHoldings(spec, target), bandwidth)
-    return moved.time_s / recipe.actor.reshard_every
+    moved = plan_seconds(spec, WeightHoldings(spec, source), WeightHoldings(spec, target), bandwidth)
+    return moved / recipe.actor.reshard_every
 
 
 def check_estimated(recipe: Recipe) -> None:

@@ -30,7 +30,6 @@ from hybridflow.mapping.rl_step import (
     spans,
     step_seconds,
     timed,
-    total_seconds,
     turns_of,
 )
 from hybridflow.recipe.meshes import SAMPLING_MESHES, role_meshes
@@ -359,8 +358,7 @@ class _Search:
             meshes = role_meshes(recipe)
             seconds = {node: value for choice in chosen.values() for node, value in choice.seconds.items()}
             seconds["reshard"] = self._reshard_seconds(_reshard_key(chosen, placement), recipe, meshes)
-            calls = timed(self._flow, {name: mesh.ranks for name, mesh in meshes.items()}, seconds)
-            total = total_seconds(calls, max_staleness=staleness)
+            total = problem.bound(seconds)
             if total >= self._limit(problem.key):
                 return
             memory = needed_memory(recipe, meshes, request.texts)
@@ -375,6 +373,7 @@ class _Search:
             if len(self._refused) > _MOST_REFUSED and not self._best:
                 raise
             return
+        calls = timed(self._flow, {name: mesh.ranks for name, mesh in meshes.items()}, seconds)
         found = Found(
             recipe=recipe,
             overrides=overrides,

@@ -162,6 +162,15 @@ def report(model: ModelSpec, source: Holdings, target: Holdings, bandwidth: Band
     )
 
 
+def reshard_seconds(model: ModelSpec, source: Holdings, target: Holdings, bandwidth: Bandwidth) -> float:
+    """Return the seconds of the plan from one holding of a model to another, as ``report`` has them.
+
+    Raises:
+        ReshardError: As ``plan.plan``.
+    """
+    return _time_s(traffic(Flows(model, source, target)), source.mesh, bandwidth)
+
+
 def traffic(flows: Flows) -> Counter[Traffic]:
     """Return the bytes of each pair of ranks and wave."""
     sums: Counter[Traffic] = Counter()

@@ -205,7 +205,10 @@ def keys_of(section: Any) -> tuple[dataclasses.Field[Any], ...]:
 
 def changed_keys(section: Any, names: Iterable[str] | None = None) -> list[str]:
     """Return the keys of a section, or those named, whose values are not their defaults."""
-    defaults = {item.name: item.default for item in keys_of(section)}
+    defaults = {
+        item.name: item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+        for item in keys_of(section)
+    }
     return [name for name in (defaults if names is None else names) if getattr(section, name) != defaults[name]]
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.recipe import Recipe
+from hybridflow.mapping.auto import placed
 from hybridflow.mapping.hardware import RANKS_PER_NODE, hardware, hardware_names
 from hybridflow.mapping.rl_step import Texts
 from hybridflow.mapping.search import USABLE, Found, Request, search
@@ -66,17 +67,9 @@ def _rows(name: str, num_gpus: int, arguments: argparse.Namespace) -> Iterator[t
         next((f"{each.seconds:.4g} s" for each in found if (len(each.placement) == 1) == is_one), "–")
         for is_one in (True, False)
     )
+    sets = "together" if len(best.placement) == 1 else placed(best, "; ")
     rate = 2 * TOKENS * responses / best.seconds / num_gpus
-    yield (*start, f"{best.seconds:.4g} s", f"{rate:.0f}", together, split, _sets(best))
-
-
-def _sets(found: Found) -> str:
-    if len(found.placement) == 1:
-        return "together"
-    words = {"actor.update": "actor", "actor.rollout": "rollout"}
-    return "; ".join(
-        f"{len(one.ranks)}: {', '.join(words.get(mesh, mesh) for mesh in one.meshes)}" for one in found.placement
-    )
+    yield (*start, f"{best.seconds:.4g} s", f"{rate:.0f}", together, split, sets)
 
 
 def best_placements(name: str, num_gpus: int, responses: int, machine: str) -> list[Found]:

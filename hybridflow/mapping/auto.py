@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, asdict, fields, is_dataclass, replace
+from dataclasses import asdict, is_dataclass, replace
 from typing import Any
 
 import yaml
@@ -25,7 +25,7 @@ from hybridflow.observe.files import replace_file
 from hybridflow.observe.table import format_table
 from hybridflow.recipe.load import load_recipe
 from hybridflow.reshard.report import format_bytes
-from hybridflow.sections import to_dict
+from hybridflow.sections import changed_keys, to_dict
 
 _MOST_TIMES = 64
 """Times the nodes asked for that are tried where these do not suffice."""
@@ -117,13 +117,13 @@ def _text(found: Sequence[Found], request: Request, arguments: argparse.Namespac
     lines = [
         f"{best.recipe.name} on {request.num_ranks} × {arguments.hardware}: the best {len(found)} ways to share them, "
         f"found in {took_s:.0f} s",
-        f"prompts of {texts.prompt} tokens, responses of {sum(texts.responses) / len(texts.responses):.0f} on average; "
+        f"prompts of {texts.prompt} tokens, responses of {texts.mean_response:.0f} on average; "
         f"up to {request.memory_bytes / 1e9:.0f} GB of a GPU",
         "",
     ]
     rows = [("", "step", "memory", "longest call", "GPUs: models")]
     for index, one in enumerate(found, 1):
-        rows.append((str(index), f"{one.seconds:.4g} s", format_bytes(one.memory_bytes), _longest(one), _placed(one)))
+        rows.append((str(index), f"{one.seconds:.4g} s", format_bytes(one.memory_bytes), _longest(one), placed(one)))
     lines += [*format_table(rows, num_left=1), "", "1 in full"]
     lines += [f"  {override}" for override in best.overrides if not override.endswith("=null")]
     if len(found) > 1:
@@ -133,14 +133,12 @@ def _text(found: Sequence[Found], request: Request, arguments: argparse.Namespac
     return "\n".join([*lines, "", f"wrote {arguments.out}: hybridflow launch slurm {arguments.out} --time TIME"])
 
 
-def _placed(found: Found) -> str:
-    sets = [f"{len(one.ranks)}: {', '.join(_short(name) for name in one.meshes)}" for one in found.placement]
+def placed(found: Found, separator: str = " | ") -> str:
+    """Return in words which models share how many GPUs."""
+    words = {"actor.update": "actor", "actor.rollout": "rollout"}
+    sets = [f"{len(one.ranks)}: {', '.join(words.get(mesh, mesh) for mesh in one.meshes)}" for one in found.placement]
     ahead = found.recipe.trainer.max_staleness
-    return " | ".join(sets) + (f" (max_staleness={ahead})" if ahead else "")
-
-
-def _short(mesh: str) -> str:
-    return {"actor.update": "actor", "actor.rollout": "rollout"}.get(mesh, mesh)
+    return separator.join(sets) + (f" (max_staleness={ahead})" if ahead else "")
 
 
 def _longest(found: Found) -> str:
@@ -169,7 +167,7 @@ def _as_json(found: Sequence[Found], request: Request, arguments: argparse.Names
         "gpus": request.num_ranks,
         "memory_limit_bytes": request.memory_bytes,
         "prompt": request.texts.prompt,
-        "response": sum(request.texts.responses) / len(request.texts.responses),
+        "response": request.texts.mean_response,
         "found": [
             {
                 "seconds": one.seconds,
@@ -193,19 +191,11 @@ def recipe_text(found: Found, command: str) -> str:
     text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
     return (
         f"# {command}\n# A step is estimated to take {found.seconds:.4g} s; {_longest(found)}.\n"
-        f"# {_placed(found)}\n{text}"
+        f"# {placed(found)}\n{text}"
     )
 
 
 def _changed(section: Any, values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a section that are not its class's defaults."""
-    found = {}
-    for each in fields(section):
-        if each.name not in values:
-            continue
-        value, default = getattr(section, each.name), each.default
-        if default is MISSING and each.default_factory is not MISSING:
-            default = each.default_factory()
-        if default is MISSING or value != default:
-            found[each.name] = _changed(value, values[each.name]) if is_dataclass(value) else values[each.name]
-    return found
+    found = {name: (getattr(section, name), values[name]) for name in changed_keys(section)}
+    return {name: _changed(value, plain) if is_dataclass(value) else plain for name, (value, plain) in found.items()}

@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.graph import Step
-from hybridflow.mapping.arguments import PROMPT_HELP, RESPONSE_HELP, count
+from hybridflow.mapping.arguments import count
 from hybridflow.mapping.hardware import hardware_names
 
 _EXAMPLES = """examples:
@@ -38,8 +38,18 @@ def add_auto(plans: Any, step_of: Callable[[Recipe], Step]) -> None:
     number.add_argument("--nodes", type=count, metavar="N", help="nodes of 8 GPUs (default: the recipe's ranks)")
     number.add_argument("--gpus", type=count, metavar="N", help="GPUs; fewer than 8 are on one node")
     parser.add_argument("--hardware", default="h100-sxm", choices=hardware_names(), help="default: h100-sxm")
-    parser.add_argument("--prompt", type=count, metavar="N", help=PROMPT_HELP)
-    parser.add_argument("--response", type=count, metavar="N", help=RESPONSE_HELP)
+    parser.add_argument(
+        "--prompt",
+        type=count,
+        metavar="N",
+        help="tokens of a prompt (default: half of what model.max_context leaves beside rollout.max_new_tokens)",
+    )
+    parser.add_argument(
+        "--response",
+        type=count,
+        metavar="N",
+        help="mean tokens of a response; lengths are spread around it (default: half of rollout.max_new_tokens)",
+    )
     parser.add_argument(
         "--ahead",
         action="store_true",

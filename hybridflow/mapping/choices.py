@@ -16,13 +16,13 @@ from hybridflow.families.cut import check_cut
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.mapping.estimate import Size, TrainStep, train_bytes
+from hybridflow.mapping.estimate import Size
 from hybridflow.mapping.hardware import Hardware
 from hybridflow.mapping.memory import MeshMemory, activation_bytes, decoding_bytes, with_vocabulary
-from hybridflow.mapping.rl_step import Texts, Work, node_seconds, nodes, offload_seconds, role_size
+from hybridflow.mapping.rl_step import Texts, Work, kept_bytes, node_seconds, nodes, offload_seconds, role_size
 from hybridflow.recipe.stages import stage_layers
 
-CONCURRENT = (16, 32, 64, 128, 256, 512)
+_CONCURRENT = (16, 32, 64, 128, 256, 512)
 """Texts at a time that are tried, and the recipe's own number."""
 
 _MICRO_BATCHES = (1, 2, 4)
@@ -138,9 +138,8 @@ class Choices:
                 self._sizes[node.mesh] = size
         own, context = recipe.trainer.micro_batch_tokens, recipe.model.max_context
         self.micro_batches = tuple(sorted({own, *(times * context for times in _MICRO_BATCHES)}))
-        self.concurrent = tuple(sorted({*CONCURRENT, recipe.rollout.max_concurrent}))
+        self.concurrent = tuple(sorted({*_CONCURRENT, recipe.rollout.max_concurrent}))
         self._found: dict[tuple[str, int, int], tuple[Choice, ...]] = {}
-        self._bytes: dict[tuple[Size, ParallelLayout], dict[str, dict[str, float]]] = {}
         self._seconds: dict[tuple[object, ...], float] = {}
         self._layers: dict[tuple[str, int, str], tuple[int, ...] | None] = {}
 
@@ -184,7 +183,7 @@ class Choices:
                 work = Work(layout=layout, micro_batch_tokens=0, concurrent=concurrent)
                 kept = MeshMemory(
                     mesh=mesh.name,
-                    weights=int(self._bytes_of(size, layout)["first"]["weights"]),
+                    weights=int(kept_bytes(size, layout)["first"]["weights"]),
                     cache=min(concurrent, most) * tokens * size.cached_bytes(layout.tp),
                     activations=decoding_bytes(model, mesh, 0, concurrent),
                 )
@@ -195,16 +194,13 @@ class Choices:
     def _computing(self, mesh: str, num_ranks: int, micro_batch_tokens: int) -> Iterator[Choice]:
         size, calls = self._sizes[mesh], self._nodes[mesh]
         role, learns = mesh.partition(".")[0], mesh in LEARNERS
-        has_value_head = role not in ("actor", "reference", "teacher") or (
-            role == "actor" and self._recipe.traits.is_scorer
-        )
         model = with_vocabulary(self._recipe, role)
         for recompute in ("none", "full") if learns else ("none",):
-            recipe = _changed(self._recipe, role, micro_batch_tokens, recompute if learns else None)
+            recipe = _changed(self._recipe, role, micro_batch_tokens, recompute)
             for layout in self._layouts(role, model, num_ranks, recompute):
                 if layout.vpp > 1 and not learns:
                     continue  # Chunks shorten the wait for backward passes.
-                placed, kept = _mesh(mesh, layout), self._bytes_of(size, layout)
+                placed, kept = _mesh(mesh, layout), kept_bytes(size, layout)
                 memory = []
                 for rank, stage in ((0, kept["first"]), (num_ranks - 1, kept.get("last", kept["first"]))):
                     memory.append(
@@ -213,7 +209,7 @@ class Choices:
                             weights=int(stage["weights"]),
                             gradients=int(stage["gradients"]) if learns else 0,
                             optimizer=int(stage["optimizer"]) if learns else 0,
-                            activations=activation_bytes(recipe, model, placed, rank, has_value_head=has_value_head),
+                            activations=activation_bytes(recipe, model, placed, rank, has_value_head=size.columns == 1),
                         )
                     )
                 for is_offloaded in (False, True):
@@ -243,7 +239,7 @@ class Choices:
         return Choice(mesh=mesh, work=work, seconds=seconds, memory=memory)
 
     def _layouts(self, role: str, model: ModelConfig, num_ranks: int, recompute: str) -> Iterator[ParallelLayout]:
-        for layout in update_layouts(model, num_ranks, self._per_node):
+        for layout in _update_layouts(model, num_ranks, self._per_node):
             if model.num_layers % (layout.pp * layout.vpp) == 0:
                 yield layout
             elif layout.vpp == 1:
@@ -252,20 +248,12 @@ class Choices:
     def _uneven(self, role: str, pp: int, recompute: str) -> tuple[int, ...] | None:
         key = (role, pp, recompute)
         if key not in self._layers:
-            learns = role in ("actor", "critic", "cost_critic")
-            recipe = _changed(self._recipe, role, None, recompute if learns else None)
+            recipe = _changed(self._recipe, role, self._recipe.trainer.micro_batch_tokens, recompute)
             self._layers[key] = stage_layers(recipe, role, ParallelLayout(pp=pp))
         return self._layers[key]
 
-    def _bytes_of(self, size: Size, layout: ParallelLayout) -> dict[str, dict[str, float]]:
-        key = (size, layout)
-        if key not in self._bytes:
-            step = TrainStep(layout=layout, sequence=1, batch=layout.dp, micro_batch=1)
-            self._bytes[key] = train_bytes(size, step)
-        return self._bytes[key]
 
-
-def update_layouts(model: ModelConfig, num_ranks: int, ranks_per_node: int) -> Iterator[ParallelLayout]:
+def _update_layouts(model: ModelConfig, num_ranks: int, ranks_per_node: int) -> Iterator[ParallelLayout]:
     """Yield the layouts in which a model can learn on so many ranks, with equal stages or ones yet to be settled."""
     longest = max(1, model.max_context // _SHORTEST_SLICE)
     for tp, pp in itertools.product(_divisors(ranks_per_node), _divisors(num_ranks)):
@@ -319,13 +307,11 @@ def _mesh(name: str, layout: ParallelLayout) -> DeviceMesh:
     return DeviceMesh(name=name, layout=layout, ranks=ranks, ranks_per_node=len(ranks))
 
 
-def _changed(recipe: Recipe, role: str, micro_batch_tokens: int | None, recompute: str | None) -> Recipe:
-    """Return the recipe with another micro-batch, or another recomputation of one role."""
-    changed: dict[str, Any] = {}
-    if micro_batch_tokens is not None:
-        changed["trainer"] = replace(recipe.trainer, micro_batch_tokens=micro_batch_tokens)
-    if recompute is not None:
-        changed[role] = replace(getattr(recipe, role), recompute=recompute, recompute_layers=None)
+def _changed(recipe: Recipe, role: str, micro_batch_tokens: int, recompute: str) -> Recipe:
+    """Return the recipe with other micro-batches, and another recomputation of one role, if that learns."""
+    changed: dict[str, Any] = {"trainer": replace(recipe.trainer, micro_batch_tokens=micro_batch_tokens)}
+    if hasattr(section := getattr(recipe, role), "recompute"):
+        changed[role] = replace(section, recompute=recompute, recompute_layers=None)
     return replace(recipe, **changed)
 
 

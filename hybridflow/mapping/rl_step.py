@@ -5,6 +5,7 @@ No torch. Calls of disjoint ranks run side by side, as the dataflow graph and th
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
@@ -96,9 +97,14 @@ class Texts:
     responses: tuple[int, ...]
 
     @property
+    def mean_response(self) -> float:
+        """Return the tokens of a response, on average."""
+        return sum(self.responses) / len(self.responses)
+
+    @property
     def mean(self) -> int:
         """Return the tokens of a prompt and its response, on average, in whole tokens."""
-        return max(1, round(self.prompt + sum(self.responses) / len(self.responses)))
+        return max(1, round(self.prompt + self.mean_response))
 
 
 def spread_lengths(number: int, mean: float, longest: int) -> tuple[int, ...]:
@@ -143,11 +149,10 @@ def step_calls(
         if (size := role_size(recipe, node)) is not None:
             work = work_of(recipe, meshes[node.mesh])
             seconds[node.name] = node_seconds(recipe, node, size, work, hardware, texts, is_update=is_update)
-    actor = size_of(shape_of(model := with_vocabulary(recipe, "actor"), model.vocab_size or 0))
-    update = work_of(recipe, meshes["actor.update"])
-    seconds["offload"] = offload_seconds(actor, update, hardware) if recipe.traits.generates else 0.0
-    if recipe.traits.generates:
-        seconds["reshard"] = reshard_seconds(recipe, meshes["actor.update"], meshes["actor.rollout"], hardware)
+            if node.source:
+                update = meshes["actor.update"]
+                seconds["offload"] = offload_seconds(size, work_of(recipe, update), hardware)
+                seconds["reshard"] = reshard_seconds(recipe, update, meshes[node.mesh], hardware)
     return timed(flow, {name: mesh.ranks for name, mesh in meshes.items()}, seconds)
 
 
@@ -219,13 +224,13 @@ def spans(turns: Sequence[Turn], seconds: Mapping[str, float]) -> list[tuple[flo
     return found
 
 
-def step_seconds(turns: Sequence[Turn], times: Sequence[tuple[float, float]], *, max_staleness: int) -> float:
+def step_seconds(calls: Sequence[Turn | Call], times: Sequence[tuple[float, float]], *, max_staleness: int) -> float:
     """Return the seconds from step to step: with samples made ahead, the longer of sampling and learning."""
     if max_staleness == 0:
         return max(end for _, end in times)
     longest = 0.0
     for is_sampling in (True, False):
-        mine = [time for turn, time in zip(turns, times, strict=True) if (turn.mesh in SAMPLING_MESHES) == is_sampling]
+        mine = [time for call, time in zip(calls, times, strict=True) if (call.mesh in SAMPLING_MESHES) == is_sampling]
         half = [(start, end) for start, end in mine if start < end]
         if half:
             longest = max(longest, max(end for _, end in half) - min(start for start, _ in half))
@@ -234,8 +239,7 @@ def step_seconds(turns: Sequence[Turn], times: Sequence[tuple[float, float]], *,
 
 def total_seconds(calls: Sequence[Call], *, max_staleness: int) -> float:
     """Return ``step_seconds`` of calls that are known to the end."""
-    turns = [Turn(name=call.name, mesh=call.mesh, ranks=(), after=()) for call in calls]
-    return step_seconds(turns, [(call.start, call.end) for call in calls], max_staleness=max_staleness)
+    return step_seconds(calls, [(call.start, call.end) for call in calls], max_staleness=max_staleness)
 
 
 def generation_seconds(
@@ -393,8 +397,13 @@ def _host(hardware: Hardware) -> float:
 
 
 def _most_bytes(size: Size, layout: ParallelLayout, part: str) -> float:
-    step = TrainStep(layout=layout, sequence=1, batch=layout.dp, micro_batch=1)
-    return max(stage[part] for stage in train_bytes(size, step).values())
+    return max(stage[part] for stage in kept_bytes(size, layout).values())
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def kept_bytes(size: Size, layout: ParallelLayout) -> dict[str, dict[str, float]]:
+    """Return ``train_bytes`` for what stays from call to call; its activations mean nothing. A search asks often."""
+    return train_bytes(size, TrainStep(layout=layout, sequence=1, batch=layout.dp, micro_batch=1))
 
 
 def _step(work: Work, texts: Texts, samples: int) -> TrainStep:

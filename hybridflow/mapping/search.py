@@ -307,7 +307,7 @@ class _Search:
             seconds.update(each.seconds)
         if name not in ("actor.update", "actor.rollout"):
             seconds["reshard"] = self._least_reshard(chosen, problem.placement)
-        mine = next(one.meshes for one in problem.placement if name in one.meshes)
+        mine = _set_of(problem.placement, name).meshes
         beside = problem.least_loads(other for other in later if other in mine)
         for other in mine:
             if other in chosen:
@@ -338,13 +338,14 @@ class _Search:
         if (known := self._resharded.get(_reshard_key(chosen, placement))) is not None:
             return known
         needed, hardware = min(part.weights for part in chosen["actor.rollout"].memory), self._request.hardware
-        update, rollout = (_ranks_of(placement, name) for name in ("actor.update", "actor.rollout"))
+        update, rollout = (_set_of(placement, name).ranks for name in ("actor.update", "actor.rollout"))
         bandwidth = hardware.node_bandwidth * hardware.node_share
         if update == rollout:
             most = max(part.weights for part in chosen["actor.update"].memory)
             return max(0, needed - most) / bandwidth / self._base.actor.reshard_every
         across = 0.0
-        if not any(edge % self._request.ranks_per_node for edge in (*_edges(update), *_edges(rollout))):
+        edges = (update.start, update.stop, rollout.start, rollout.stop)
+        if not any(edge % self._request.ranks_per_node for edge in edges):
             # Each node needs all that its ranks hold, once.
             tp = chosen["actor.rollout"].work.layout.tp
             across = needed * tp / self._request.ranks_per_node / (hardware.network_bandwidth * hardware.network_share)
@@ -407,7 +408,7 @@ class _Search:
                 and rank_memory(tuple(rest), away, 0, is_offloaded=is_offloaded).peak > self._request.memory_bytes
             ):
                 parts = rest
-        one = next(one for one in problem.placement if parts[0].mesh in one.meshes)
+        one = _set_of(problem.placement, parts[0].mesh)
         conflict = frozenset((part.mesh, chosen[part.mesh].work) for part in parts)
         self._conflicts.setdefault(one, []).append(conflict)
 
@@ -422,15 +423,11 @@ class _Search:
 
 def _reshard_key(chosen: Mapping[str, Choice], placement: Placement) -> object:
     names = ("actor.update", "actor.rollout")
-    return tuple((chosen[name].work.layout, _ranks_of(placement, name)) for name in names if name in chosen)
+    return tuple((chosen[name].work.layout, _set_of(placement, name).ranks) for name in names if name in chosen)
 
 
-def _ranks_of(placement: Placement, mesh: str) -> range:
-    return next(one.ranks for one in placement if mesh in one.meshes)
-
-
-def _edges(ranks: range) -> tuple[int, int]:
-    return ranks.start, ranks.stop
+def _set_of(placement: Placement, mesh: str) -> ModelSet:
+    return next(one for one in placement if mesh in one.meshes)
 
 
 def needed_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh], texts: Texts) -> tuple[RankMemory, ...]:

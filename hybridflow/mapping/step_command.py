@@ -28,16 +28,14 @@ def recipe_step(arguments: argparse.Namespace, machine: Hardware, step_of: Calla
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     meshes, samples, texts = role_meshes(recipe), recipe.trainer.global_batch_size, texts_of(arguments, recipe)
     calls = step_calls(recipe, step_of(recipe).flow, meshes, machine, texts)
-    seconds, memory = (
-        total_seconds(calls, max_staleness=recipe.trainer.max_staleness),
-        max(job_memory(recipe, meshes), key=lambda rank: rank.least),
-    )
+    seconds = total_seconds(calls, max_staleness=recipe.trainer.max_staleness)
+    memory = max(job_memory(recipe, meshes), key=lambda rank: rank.least)
     return {
         "recipe": recipe.name,
         "hardware": arguments.hardware,
         "gpus": recipe.cluster.ranks,
         "prompt": texts.prompt,
-        "response": sum(texts.responses) / samples,
+        "response": texts.mean_response,
         "seconds": seconds,
         "tokens_per_s": (samples * texts.prompt + sum(texts.responses)) / seconds,
         "calls": [asdict(call) for call in calls if call.seconds],

@@ -8,7 +8,9 @@ from setuptools import Extension, find_packages, setup
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "hybridflow/__init__.py").read_text(encoding="utf-8"))[1]
-KERNELS = "hybridflow/rollout/cpu/kernels.c"
+KERNELS = ROOT / "hybridflow/rollout/cpu"
+SOURCES = sorted(path.name for path in KERNELS.glob("*.[ch]"))
+CHECKSUM = zlib.crc32(b"".join((KERNELS / name).read_bytes() for name in SOURCES))
 
 setup(
     name="hybridflow",
@@ -29,16 +31,17 @@ setup(
         "hybridflow.launch.recipes": ["*.yaml"],
         # The name of a folder is the version of the library of charts in it.
         "hybridflow.report": ["assets/page.*", "assets/uplot-*/*"],
-        "hybridflow.rollout.cpu": ["kernels.c"],
+        "hybridflow.rollout.cpu": ["*.c", "*.h"],
         "hybridflow.slurm": ["*.sbatch", "*.sh"],
     },
     # Without a compiler the package is installed all the same, and decodes more slowly on a CPU.
     ext_modules=[
         Extension(
             "hybridflow.rollout.cpu._kernels",
-            [KERNELS],
+            [f"hybridflow/rollout/cpu/{name}" for name in SOURCES if name.endswith(".c")],
+            depends=[f"hybridflow/rollout/cpu/{name}" for name in SOURCES],
             # Who loads it compares this with the source that lies beside it.
-            define_macros=[("HF_SOURCE", f"{zlib.crc32((ROOT / KERNELS).read_bytes())}u")],
+            define_macros=[("HF_SOURCE", f"{CHECKSUM}u")],
             extra_compile_args=["-O3", "-fopenmp", "-Wno-psabi", "-fno-math-errno", "-fno-trapping-math"],
             extra_link_args=["-fopenmp", "-lm"],
             optional=True,

@@ -103,8 +103,9 @@ def find_kernels() -> ctypes.CDLL | str:
     try:
         library = ctypes.CDLL(str(path))
         library.hf_source.restype = ctypes.c_uint32
-        if library.hf_source() != zlib.crc32((folder / "kernels.c").read_bytes()):
-            return f"{path} was built from another kernels.c; install hybridflow again"
+        if library.hf_source() != zlib.crc32(b"".join(each.read_bytes() for each in sorted(folder.glob("*.[ch]")))):
+            return f"{path} was built from other sources than those beside it; install hybridflow again"
+        library.hf_choose.restype, library.hf_choose.argtypes = _INTEGER, [_INTEGER]
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = None, arguments

@@ -26,6 +26,16 @@ from tests.multi.models import MIXTURE, TINY, make_model
 from tests.support.ranks import run_ranks
 
 needs_kernels = pytest.mark.skipif(load_kernels() is None, reason="the compiled kernels, see README")
+at_each_width = pytest.mark.usefixtures("width_of_vectors")
+
+
+@pytest.fixture(params=[16, 32, 64])
+def width_of_vectors(request):
+    """The kernels with vectors of so many bytes; skips what this processor does not have."""
+    if load_kernels().hf_choose(request.param) != request.param:
+        pytest.skip(f"this processor has no vectors of {request.param} bytes")
+    yield
+    load_kernels().hf_choose(64)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -51,6 +61,7 @@ def normed(hidden: Tensor, weight: Tensor | None, centre: float) -> Tensor:
 
 
 @needs_kernels
+@at_each_width
 @pytest.mark.parametrize("rows, width", [(1, 16), (3, 40), (67, 256), (9, 2049), (5, 7)])
 @pytest.mark.parametrize("centre", [0.0, 1.0])
 def test_add_norm(rows, width, centre):
@@ -79,6 +90,7 @@ def gated(outputs: Tensor, form: int) -> Tensor:
 
 
 @needs_kernels
+@at_each_width
 @pytest.mark.parametrize(
     "rows, inputs, outputs", [(1, 16, 32), (3, 40, 16), (67, 256, 100), (8, 7, 33), (130, 64, 48), (2, 3, 1)]
 )
@@ -107,6 +119,7 @@ def test_multiply(rows, inputs, outputs, form):
 
 
 @needs_kernels
+@at_each_width
 @pytest.mark.parametrize("rows", [1, 5, 64, 200])
 def test_a_team_of_threads_computes_the_same_bits(rows):
     width, outputs = 48, 100
@@ -141,6 +154,7 @@ def turned(heads: Tensor, cosines: Tensor, sines: Tensor, weight: Tensor | None,
 
 
 @needs_kernels
+@at_each_width
 @pytest.mark.parametrize("groups, sharers, head", [(1, 1, 16), (3, 2, 32), (2, 7, 64), (4, 9, 48)])
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize("centre", [0.0, 1.0])
@@ -213,6 +227,7 @@ HOWS = [(0.2, 0.0, 0), (0.2, 0.0, 1), (0.3, 0.0, 37), (0.9, 2.5, 0), (0.5, 30.0,
 
 
 @needs_kernels
+@at_each_width
 @pytest.mark.parametrize(
     "groups, sharers, head", [(1, 1, 16), (2, 2, 32), (1, 3, 48), (1, 4, 64), (2, 5, 16), (1, 6, 80)]
 )
@@ -222,6 +237,7 @@ def test_attend(groups, sharers, head, how):
 
 
 @needs_kernels
+@at_each_width
 @pytest.mark.parametrize("groups, sharers, head", [(1, 7, 128), (2, 8, 32), (1, 9, 16), (1, 17, 256)])
 def test_attend_with_wide_heads_and_many_sharers(groups, sharers, head):
     for how in (HOWS[0], HOWS[4]):
@@ -247,6 +263,7 @@ def check_attention(groups: int, sharers: int, head: int, how: tuple[float, floa
 
 
 @needs_kernels
+@at_each_width
 def test_a_sequence_whose_cache_is_damaged_harms_itself_alone():
     cached = Cached([20, 20], 1, 16)
     cached.pool_values[cached.tables[0, 0]] = torch.nan
@@ -261,6 +278,7 @@ def sample(logits: Tensor, keys: Tensor, temperatures: Tensor, greedy: Tensor, r
 
 
 @needs_kernels
+@at_each_width
 @pytest.mark.parametrize("width, real, first", [(16, 16, 0), (20, 13, 0), (1000, 999, 0), (512, 500, 2048), (8, 0, 64)])
 def test_sample(width, real, first):
     rows = 40
@@ -294,6 +312,7 @@ def test_sample(width, real, first):
 
 
 @needs_kernels
+@at_each_width
 def test_noise_is_that_of_torch_in_its_tails_too():
     """Logits that are all alike leave the noise: its largest of a million, of every row."""
     rows, width = 4, 1 << 18
@@ -338,12 +357,13 @@ def test_kernels_that_do_not_fit_the_source_are_not_loaded(monkeypatch, tmp_path
     (library,) = (path for each in EXTENSION_SUFFIXES if (path := folder / f"_kernels{each}").exists())
     monkeypatch.setattr(kernels, "__file__", str(tmp_path / "kernels.py"))
     assert "not built" in find_kernels()
-    shutil.copy(folder / "kernels.c", tmp_path)
+    for source in folder.glob("*.[ch]"):
+        shutil.copy(source, tmp_path)
     copy = shutil.copy(library, tmp_path)
     assert not isinstance(find_kernels(), str)
-    with open(tmp_path / "kernels.c", "a") as source:
+    with open(tmp_path / "vectors.h", "a") as source:
         source.write("/* something else */")
-    assert f"{copy} was built from another kernels.c" in find_kernels()
+    assert f"{copy} was built from other sources" in find_kernels()
     other = tmp_path / "other"
     other.mkdir()
     monkeypatch.setattr(kernels, "__file__", str(other / "kernels.py"))

@@ -75,3 +75,47 @@ def step_of(name: str) -> int | None:
     """Return the step in a complete checkpoint's name; None for any other name."""
     match = re.fullmatch(r"step_([0-9]{6,15})", name)
     return int(match[1]) if match is not None else None
+
+
+def checkpoints_folder(run_dir: Path) -> Path:
+    """Return the directory of a run's checkpoints."""
+    return run_dir / "checkpoints"
+
+
+def step_path(run_dir: Path, step: int) -> Path:
+    """Return the directory of a step's complete checkpoint."""
+    return checkpoints_folder(run_dir) / f"step_{step:06d}"
+
+
+def complete_steps(run_dir: Path) -> list[int]:
+    """Return the steps that have a directory of a complete checkpoint's name, ascending."""
+    found = (step_of(path.name) for path in checkpoints_folder(run_dir).glob("step_*"))
+    return sorted(step for step in found if step is not None)
+
+
+def latest_step(run_dir: Path) -> int | None:
+    """Return the step of the latest checkpoint; None before the first.
+
+    Raises:
+        CheckpointError: ``latest`` does not hold the name of a checkpoint.
+    """
+    note = checkpoints_folder(run_dir) / "latest"
+    name = read_note(note)
+    if name is None:
+        # Lost, or the first writer was killed before it wrote it: what has its lasting name is whole.
+        return max(complete_steps(run_dir), default=None)
+    step = step_of(name)
+    if step is None:
+        raise CheckpointError(f"{note}: found {name[:80]!r}, expected a name such as 'step_000010'; {choices(run_dir)}")
+    return step
+
+
+def choices(run_dir: Path) -> str:
+    """Return the remedy for a damaged checkpoint: which others could be resumed from."""
+    folder, names = checkpoints_folder(run_dir), [step_path(run_dir, step).name for step in complete_steps(run_dir)]
+    note = folder / "latest"
+    latest = read_note(note)
+    others = [name for name in names if name != (max(names) if latest is None else latest)]
+    if not others:
+        return f"restore it from a copy, or remove {folder} to start the run anew"
+    return f"restore it from a copy, or write one of {', '.join(others)} into {note} to resume from there"

@@ -25,7 +25,7 @@ from hybridflow.checkpoint.manifest import (
 from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, TensorFile, TensorFileWriter, entry_of
 from hybridflow.errors import CheckpointError, WriteError
 from hybridflow.families.assets import FOLDER
-from hybridflow.observe.files import replace_file
+from hybridflow.observe.files import replace_file, write_remedy
 from hybridflow.reshard.spec import Box, intersect, num_elements
 
 _SYNCED_BYTES = 1 << 28
@@ -220,7 +220,8 @@ def write_bytes(path: Path, content: bytes) -> None:
     try:
         replace_file(path, content)
     except OSError as error:
-        raise WriteError(f"{path}: cannot be written: {error}; make room there") from error
+        remedy = write_remedy(error, "choose another place")
+        raise WriteError(f"{path}: cannot be written: {error}; {remedy}") from error
 
 
 def write_assets(folder: Path, assets: Mapping[str, bytes]) -> dict[str, Any]:
@@ -232,7 +233,8 @@ def write_assets(folder: Path, assets: Mapping[str, bytes]) -> dict[str, Any]:
     try:
         (folder / FOLDER).mkdir(exist_ok=True)
     except OSError as error:
-        raise WriteError(f"{folder / FOLDER}: cannot be made: {error}; make room there") from error
+        remedy = write_remedy(error, "choose another place")
+        raise WriteError(f"{folder / FOLDER}: cannot be made: {error}; {remedy}") from error
     for name, content in assets.items():
         write_bytes(folder / FOLDER / name, content)
     return {FOLDER: {name: hashlib.sha256(content).hexdigest() for name, content in assets.items()}}

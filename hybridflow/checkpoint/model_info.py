@@ -37,4 +37,5 @@ def read_model_info(folder: Path) -> ModelInfo:
         other = read_other_config(values, where=str(path))
         return ModelInfo(other.model, other.has_value_head, other.model_type, folder)
     described = read_config(values, where=str(path))
-    return ModelInfo(described.model, described.has_value_head, described.family.name, folder)
+    is_coded = values.get("quantization_config") is not None
+    return ModelInfo(described.model, described.has_value_head, described.family.name, folder, is_coded=is_coded)

@@ -28,6 +28,7 @@ from hybridflow.checkpoint.model_dir import Share, write_assets, write_manifest,
 from hybridflow.checkpoint.store import complete_role, complete_step, role_path
 from hybridflow.errors import CheckpointError, DeadlineError, WriteError
 from hybridflow.families.model import ModelConfig
+from hybridflow.observe.files import write_remedy
 from hybridflow.reshard.spec import ModelSpec
 
 _POLL_S = 0.05
@@ -229,7 +230,7 @@ class Saver:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise WriteError(f"{folder}: cannot be made: {error}; make room there, or set another run_dir") from error
+            raise WriteError(f"{folder}: cannot be made: {error}; {write_remedy(error)}") from error
         record: dict[str, Any] = {"trained": part.trained, "progress": part.progress, "pieces": []}
         if part.shares:
             file = f"rank-{self._rank:05d}.safetensors"

@@ -22,12 +22,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.checkpoint.job_file import JOB, MALFORMED, RoleRecord, malformed, read_note, read_roles, step_of
+from hybridflow.checkpoint.job_file import (
+    JOB,
+    MALFORMED,
+    RoleRecord,
+    checkpoints_folder,
+    complete_steps,
+    malformed,
+    read_note,
+    read_roles,
+    step_of,
+    step_path,
+)
+from hybridflow.checkpoint.job_file import choices as choices
+from hybridflow.checkpoint.job_file import latest_step as latest_step
 from hybridflow.checkpoint.manifest import NAME, digest, read_digested, versions
 from hybridflow.checkpoint.model_dir import ModelDir, write_bytes
 from hybridflow.errors import CheckpointError, WriteError
 from hybridflow.foreign import read_small
-from hybridflow.observe.files import sync_path, writing
+from hybridflow.observe.files import sync_path, write_remedy, writing
 
 BASE = "base"
 """The role that is the actor's weights below its adapters."""
@@ -63,7 +76,7 @@ def clear_leftovers(run_dir: Path) -> None:
     Raises:
         WriteError: The file system refuses.
     """
-    folder = _folder(run_dir)
+    folder = checkpoints_folder(run_dir)
     if not folder.is_dir():
         return
     with writing(folder):
@@ -78,7 +91,7 @@ def clear_leftovers(run_dir: Path) -> None:
 
 def role_path(run_dir: Path, step: int, role: str, *, is_frozen: bool) -> Path:
     """Return where a role's files are written; ``.tmp`` goes from the name when the whole is complete."""
-    return _folder(run_dir) / f"{role}.tmp" if is_frozen else _tmp_path(run_dir, step) / role
+    return checkpoints_folder(run_dir) / f"{role}.tmp" if is_frozen else _tmp_path(run_dir, step) / role
 
 
 def complete_role(run_dir: Path, step: int, role: str, num_bytes: int, *, is_frozen: bool) -> RoleRecord:
@@ -92,12 +105,13 @@ def complete_role(run_dir: Path, step: int, role: str, num_bytes: int, *, is_fro
     path = role_path(run_dir, step, role, is_frozen=is_frozen)
     sha256 = _sha256(path / NAME)
     if not is_frozen:
-        return RoleRecord(f"{_path(run_dir, step).name}/{role}", sha256, num_bytes)
+        return RoleRecord(f"{step_path(run_dir, step).name}/{role}", sha256, num_bytes)
     try:
-        path.rename(_folder(run_dir) / role)
-        sync_path(_folder(run_dir))
+        path.rename(checkpoints_folder(run_dir) / role)
+        sync_path(checkpoints_folder(run_dir))
     except OSError as error:
-        raise WriteError(f"{path}: cannot be renamed to {role}: {error}; make room there") from error
+        remedy = write_remedy(error, "choose another place")
+        raise WriteError(f"{path}: cannot be renamed to {role}: {error}; {remedy}") from error
     return RoleRecord(role, sha256, num_bytes)
 
 
@@ -132,7 +146,7 @@ def complete_step(
         WriteError: The file system refuses.
     """
     assert keep_last >= 1, f"keep_last={keep_last}: the checkpoint just written must stay"
-    folder, tmp, path = _folder(run_dir), _tmp_path(run_dir, step), _path(run_dir, step)
+    folder, tmp, path = checkpoints_folder(run_dir), _tmp_path(run_dir, step), step_path(run_dir, step)
     saved = latest_step(run_dir)
     if saved is not None and saved >= step:
         raise CheckpointError(
@@ -152,47 +166,31 @@ def complete_step(
     write_bytes(tmp / JOB, (json.dumps({"sha256": digest(body), **body}, indent=1) + "\n").encode())
     try:
         # Renamed just before a kill, or left behind by going on from an older one: as good as unwritten.
-        for number in _steps(run_dir):
+        for number in complete_steps(run_dir):
             if saved is None or number > saved:
-                _remove(_path(run_dir, number))
+                _remove(step_path(run_dir, number))
         tmp.rename(path)
         sync_path(folder)
         if saved is None:
             sync_path(run_dir)
     except OSError as error:
-        raise WriteError(f"{tmp}: cannot be renamed to {path.name}: {error}; make room there") from error
-    if best is not None and _path(run_dir, best).is_dir():
+        remedy = write_remedy(error, "choose another place")
+        raise WriteError(f"{tmp}: cannot be renamed to {path.name}: {error}; {remedy}") from error
+    if best is not None and step_path(run_dir, best).is_dir():
         # First, so that a kill between the two is mended by the start that makes this step again.
-        write_bytes(folder / "best", f"{_path(run_dir, best).name}\n".encode())
+        write_bytes(folder / "best", f"{step_path(run_dir, best).name}\n".encode())
     write_bytes(folder / "latest", f"{path.name}\n".encode())
     kept = best_step(run_dir)
-    for old in _steps(run_dir)[:-keep_last]:
+    for old in complete_steps(run_dir)[:-keep_last]:
         if old != kept and (keep_every == 0 or old % keep_every):
             # NFS keeps a directory while a file in it is being read: no reason to end a run whose checkpoint is whole.
-            _remove(_path(run_dir, old), may_stay=True)
+            _remove(step_path(run_dir, old), may_stay=True)
     return path
-
-
-def latest_step(run_dir: Path) -> int | None:
-    """Return the step of the latest checkpoint; None before the first.
-
-    Raises:
-        CheckpointError: ``latest`` does not hold the name of a checkpoint.
-    """
-    note = _folder(run_dir) / "latest"
-    name = read_note(note)
-    if name is None:
-        # Lost, or the first writer was killed before it wrote it: what has its lasting name is whole.
-        return max(_steps(run_dir), default=None)
-    step = step_of(name)
-    if step is None:
-        raise CheckpointError(f"{note}: found {name[:80]!r}, expected a name such as 'step_000010'; {choices(run_dir)}")
-    return step
 
 
 def best_step(run_dir: Path) -> int | None:
     """Return the step of the checkpoint that is kept as the best; None: there is none."""
-    name = read_note(_folder(run_dir) / "best")
+    name = read_note(checkpoints_folder(run_dir) / "best")
     return None if name is None else step_of(name)
 
 
@@ -205,11 +203,11 @@ def load_latest(run_dir: Path) -> Checkpoint | None:
     step = latest_step(run_dir)
     if step is None:
         return None
-    path = _path(run_dir, step)
+    path = step_path(run_dir, step)
     if not path.is_dir():
         raise CheckpointError(
-            f"{_folder(run_dir) / 'latest'}: names {path.name}, expected that directory beside it, found none; "
-            f"{choices(run_dir)}"
+            f"{checkpoints_folder(run_dir) / 'latest'}: names {path.name}, expected that directory beside it, found "
+            f"none; {choices(run_dir)}"
         )
     body = read_digested(path / JOB, choices(run_dir))
     if body.get("format") != FORMAT:
@@ -252,7 +250,7 @@ def open_role(checkpoint: Checkpoint, role: str) -> ModelDir:
             "resume with the recipe that wrote it"
         )
     record = checkpoint.roles[role]
-    path = _folder(checkpoint.run_dir) / record.directory
+    path = checkpoints_folder(checkpoint.run_dir) / record.directory
     try:
         found = _sha256(path / NAME)
     except (OSError, ValueError) as error:
@@ -265,17 +263,6 @@ def open_role(checkpoint: Checkpoint, role: str) -> ModelDir:
         return ModelDir(path)
     except CheckpointError as error:
         raise CheckpointError(f"{error}{with_choices}") from error
-
-
-def choices(run_dir: Path) -> str:
-    """Return the remedy for a damaged checkpoint: which others could be resumed from."""
-    folder, names = _folder(run_dir), [_path(run_dir, step).name for step in _steps(run_dir)]
-    note = folder / "latest"
-    latest = read_note(note)
-    others = [name for name in names if name != (max(names) if latest is None else latest)]
-    if not others:
-        return f"restore it from a copy, or remove {folder} to start the run anew"
-    return f"restore it from a copy, or write one of {', '.join(others)} into {note} to resume from there"
 
 
 def _sha256(path: Path) -> str:
@@ -297,18 +284,5 @@ def _remove(path: Path, *, may_stay: bool = False) -> None:
         path.unlink()
 
 
-def _folder(run_dir: Path) -> Path:
-    return run_dir / "checkpoints"
-
-
-def _path(run_dir: Path, step: int) -> Path:
-    return _folder(run_dir) / f"step_{step:06d}"
-
-
 def _tmp_path(run_dir: Path, step: int) -> Path:
-    return _folder(run_dir) / f"step_{step:06d}.tmp"
-
-
-def _steps(run_dir: Path) -> list[int]:
-    """Return the steps that have a directory of a complete checkpoint's name, ascending."""
-    return sorted(step for path in _folder(run_dir).glob("step_*") if (step := step_of(path.name)) is not None)
+    return checkpoints_folder(run_dir) / f"step_{step:06d}.tmp"

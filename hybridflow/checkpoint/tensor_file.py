@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,6 +31,8 @@ _HASHED_BYTES = 1 << 24
 """So much of a tensor is in memory while it is hashed."""
 
 _OWN_DTYPES = {name: dtype for dtype, name in _FORMAT_DTYPES.items()}
+_CODE_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8}
+"""Dtypes of one byte, as the format calls them, in which weights may be coded."""
 
 
 _PIECE_BYTES = 1 << 20
@@ -43,27 +46,55 @@ def entry_of(tensor: Tensor) -> TensorEntry:
     return TensorEntry(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
 
 
+class CodeEntry(NamedTuple):
+    """Codes of a tensor in a file.
+
+    Attributes:
+        dtype: As the format calls it, of one byte.
+        shape: Sizes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return its size in a file."""
+        return math.prod(self.shape)
+
+
 class TensorFile:
     """A safetensors file whose tensors are views of mapped memory: nothing is read before it is used.
+
+    Args:
+        path: The file.
+        has_codes: Whether codes may lie in it beside tensors.
 
     Attributes:
         path: The file.
         entries: Its tensors by key, in the order of the file.
+        codes: Its codes by key.
 
     Raises:
         CheckpointError: The file is missing, truncated or not safetensors, or has a tensor of a dtype unknown here.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, has_codes: bool = False) -> None:
         self.path = path
         self.entries: dict[str, TensorEntry] = {}
+        self.codes: dict[str, CodeEntry] = {}
+        held: dict[str, TensorEntry | CodeEntry] = {}
         try:
             with open_regular(path) as handle:
                 # The library checks the header: sizes, offsets without holes, the file's length.
                 with safe_open(path, "pt") as file:
                     for key in file.offset_keys():
                         part = file.get_slice(key)
-                        self.entries[key] = TensorEntry(self._dtype(key, part.get_dtype()), tuple(part.get_shape()))
+                        dtype, shape = part.get_dtype(), tuple(part.get_shape())
+                        if has_codes and dtype in _CODE_DTYPES:
+                            held[key] = self.codes[key] = CodeEntry(dtype, shape)
+                        else:
+                            held[key] = self.entries[key] = TensorEntry(self._dtype(key, dtype), shape)
                 (header_bytes,) = struct.unpack("<Q", handle.read(8))
                 # A private map, since torch wants memory that could be written.
                 self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -71,7 +102,7 @@ class TensorFile:
             raise CheckpointError(f"{path}: cannot be read as safetensors: {error}; restore it from a copy") from error
         self._starts: dict[str, int] = {}
         place = 8 + header_bytes
-        for key, entry in self.entries.items():
+        for key, entry in held.items():
             self._starts[key] = place
             place += entry.num_bytes
 
@@ -84,6 +115,11 @@ class TensorFile:
         if key not in self.entries:
             raise CheckpointError(f"{self.path}: has no tensor {key}; restore the file from a copy")
         return self._view(self.entries[key], self._starts[key])
+
+    def read_codes(self, key: str) -> Tensor:
+        """Read codes as a view of the file, not to be written."""
+        dtype, shape = self.codes[key]
+        return self._mapped(_CODE_DTYPES[dtype], shape, self._starts[key])
 
     def read_stacked(self, keys: Sequence[str]) -> Tensor | None:
         """Read tensors of one shape that are adjacent in the file, as one view ``[keys, …]``.
@@ -117,11 +153,12 @@ class TensorFile:
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def _view(self, entry: TensorEntry, start: int) -> Tensor:
-        dtype = TORCH_DTYPES[entry.dtype]
-        if entry.num_bytes == 0:
-            return torch.empty(entry.shape, dtype=dtype)
-        count = math.prod(entry.shape)
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start).view(entry.shape)
+        return self._mapped(TORCH_DTYPES[entry.dtype], entry.shape, start)
+
+    def _mapped(self, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> Tensor:
+        if 0 in shape:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
 
     def _dtype(self, key: str, name: str) -> DType:
         if name not in _OWN_DTYPES:

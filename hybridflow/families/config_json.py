@@ -9,12 +9,11 @@ from typing import Any
 from hybridflow.errors import ConfigError
 from hybridflow.families.family import Family
 from hybridflow.families.model import ModelConfig, RotaryScaling, check_model
+from hybridflow.families.quantization import read_quantization
 from hybridflow.families.tables import FAMILIES
 from hybridflow.sections import read_section, to_dict
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
-_COMPUTED: dict[str, tuple[object, ...]] = {"quantization_config": (None,)}
-"""Keys that any family may have, and the values that are computed here."""
 _MAX_LAYERS = 10_000
 _OLDER = (
     "rope_theta",
@@ -77,14 +76,9 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
     # A null is an answer: no soft-cap, no window. Only what is left out has the default.
     given = {**family.defaults, **values}
     _check_given(family, given, where)
-    for key, allowed in {**family.computed, **_COMPUTED}.items():
+    read_quantization(values, family, where=where)
+    for key, allowed in family.computed.items():
         if key in values and values[key] not in allowed:
-            if key == "quantization_config":
-                raise ConfigError(
-                    f"{where}: quantization_config={values[key]!r}: quantized weights are not read; load the model in "
-                    "transformers so that it is dequantized (MXFP4: Mxfp4Config(dequantize=True)), save_pretrained it, "
-                    "and name the new directory"
-                )
             raise ConfigError(
                 f"{where}: {key}={values[key]!r} is not computed for {family.name}; only "
                 f"{', '.join(map(repr, allowed))} is: choose another model"
@@ -119,9 +113,14 @@ def _mixture(given: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, An
 
 
 def dtype_of(values: Mapping[str, Any]) -> str:
-    """Return the number format that a ``config.json`` names, in our words; others than fp32 become bf16."""
+    """Return the number format that a ``config.json`` names, in our words; others than fp32 become bf16.
+
+    One that names none has fp32, as in ``transformers``, but bf16 if its weights lie in codes: so GPT-OSS is published.
+    """
     dtype = values.get("dtype") or values.get("torch_dtype")
-    return _DTYPES.get(str(dtype), "fp32" if dtype is None else "bf16")
+    if dtype is None:
+        return "fp32" if values.get("quantization_config") is None else "bf16"
+    return _DTYPES.get(str(dtype), "bf16")
 
 
 def _family(values: Mapping[str, Any], where: str) -> Family:
@@ -312,8 +311,8 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
     config = _written(described)
     if original is not None and _describes(original, described):
         head = {key: value for key, value in config.items() if key in ("architectures", "id2label", "label2id")}
-        # Code and labels do not travel along.
-        gone = ("auto_map", "num_labels", "id2label", "label2id")
+        # Code and labels do not travel along, and what is written lies in no codes.
+        gone = ("auto_map", "num_labels", "id2label", "label2id", "quantization_config")
         kept = {key: value for key, value in original.items() if key not in gone}
         # Newer files lack what older readers go by, who would compute other positions without a word.
         older = {key: config[key] for key in (*_OLDER, *described.family.aliases.values()) if key in config}

@@ -268,6 +268,11 @@ def check_model(model: ModelConfig, owner: str) -> None:
             f"{owner}.rotary_dim={rotated}: expected an even number of dims, at most the head's {model.head_size}; "
             "change it"
         )
+    if model.post_norms and model.linear_bias:
+        raise ConfigError(
+            f"{owner}.post_norms=true with {owner}.linear_bias=true is not computed: the biases would have to be added "
+            "before the norms; set one of them to false"
+        )
     _check_window(model, owner)
     _check_experts(model, owner)
     if model.rotary_scaling is not None:

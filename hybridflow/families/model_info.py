@@ -17,6 +17,7 @@ class ModelInfo(NamedTuple):
         family: Hugging Face family; None where that is not known.
         assets: Where the small files are that travel along; None of a model that a program has in memory.
         is_cut: Whether a layout may cut it; not a class of a user's own.
+        is_coded: Whether its directory holds weights in codes of fewer bits, which are decoded when they are read.
     """
 
     model: ModelConfig
@@ -24,3 +25,4 @@ class ModelInfo(NamedTuple):
     family: str | None
     assets: Path | None
     is_cut: bool = True
+    is_coded: bool = False

@@ -30,9 +30,12 @@ def balanced_layers(layer_costs: Sequence[float], num_stages: int, *, last: floa
         for stage in range(num_stages):
             row = [(math.inf, math.inf, 0)] * (num_layers + 1)
             for stop in range(stage + 1, num_layers + 1):
-                for start in range(stage, stop):
+                # The stage has more to do with each earlier start: no further one helps once it has too much.
+                for start in reversed(range(stage, stop)):
                     largest, squares, _ = best[-1][start]
                     mine = cost(start, stop, stage)
+                    if max(mine, most) > row[stop][0]:
+                        break
                     row[stop] = min(row[stop], (max(largest, mine, most), squares + mine * mine, start))
             best.append(row)
         return best

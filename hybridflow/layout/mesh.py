@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +21,13 @@ class Coordinate(NamedTuple):
     cp: int
     dp: int
     pp: int
+
+
+@functools.lru_cache(maxsize=64)
+def _places(tp: int, cp: int, dp: int, pp: int) -> tuple[Coordinate, ...]:
+    """Return the coordinates of a layout's ranks in mesh order. A search makes thousands of large meshes."""
+    sizes = (range(size) for size in (pp, dp, cp, tp))
+    return tuple(Coordinate(*reversed(place)) for place in itertools.product(*sizes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +57,8 @@ class DeviceMesh:
             raise LayoutError(f"{self.name}: ranks {list(self.ranks)}: expected distinct ranks from 0 up")
         if self.ranks_per_node < 1:
             raise LayoutError(f"{self.name}: ranks_per_node={self.ranks_per_node}: expected at least 1")
-        tp, cp, dp = self.layout.tp, self.layout.cp, self.layout.dp
-        coordinates = {
-            rank: Coordinate(index % tp, index // tp % cp, index // (tp * cp) % dp, index // (tp * cp * dp))
-            for index, rank in enumerate(self.ranks)
-        }
+        layout = self.layout
+        coordinates = dict(zip(self.ranks, _places(layout.tp, layout.cp, layout.dp, layout.pp), strict=True))
         object.__setattr__(self, "_coordinates", coordinates)
 
     def __contains__(self, rank: int) -> bool:

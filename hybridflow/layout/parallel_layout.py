@@ -163,7 +163,7 @@ class ParallelLayout:
     def parse(cls, text: str) -> ParallelLayout:
         """Read ``"tp2.pp1.dp4"``; axes may come in any order, and those left out are 1.
 
-        Uneven stages are written ``"pp2.layers3-5"``.
+        Uneven stages are written ``"pp2.layers3-5"``. Left out beside ``ep``, ``dp`` is as large as the experts need.
 
         Raises:
             LayoutError: The text is not such a list, or names an axis twice.
@@ -176,6 +176,10 @@ class ParallelLayout:
             if match is None or axis is None or axis in sizes:
                 raise LayoutError(f"layout {text!r}: cannot read {part!r}; expected for instance 'tp2.pp1.dp4'")
             sizes[axis] = int(match[2]) if match[1] else tuple(map(int, match[4].split("-")))
+        if sizes.keys() <= {*AXES, "etp", "layers"} - {"dp"}:
+            ranks, experts = sizes.get("tp", 1) * sizes.get("cp", 1), sizes.get("etp", sizes.get("tp", 1))
+            experts *= sizes.get("ep", 1)
+            sizes["dp"] = max(1, experts // (math.gcd(experts, ranks) or 1))
         return cls(**in_our_words(sizes))
 
     in_our_words = staticmethod(in_our_words)

@@ -204,6 +204,10 @@ class _View:
         """Attend with gathered keys and values; differentiable."""
         if not len(query):
             return query.new_empty(0, query.shape[1], value.shape[2])
+        width = value.shape[2]
+        if query.is_cuda and width < query.shape[2]:
+            # The kernels want values as wide as keys.
+            return self.attend(query, key, pad(value, (0, query.shape[2] - width)), scoring)[..., :width]
         if query.is_cuda:
             backend = self._sequences.backend(query, scoring)
             if backend != "rectangles":

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, gelu, pad, silu
 
 from hybridflow.config.roles import LoRAConfig
+from hybridflow.config.types import Fp8
 from hybridflow.families.cut import check_cut
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -35,6 +36,7 @@ from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, Pac
 from hybridflow.models.cpu_linear import use_onednn
 from hybridflow.models.experts import ExpertLayer, RoutedLayer
 from hybridflow.models.flops import ModelFlops, model_flops
+from hybridflow.models.fp8 import ALIGNED_TOKENS, check_device
 from hybridflow.models.latent_attention import LatentSelfAttention
 from hybridflow.models.layers import Chunks
 from hybridflow.models.lora import Dropout, attach
@@ -56,7 +58,9 @@ def padded_vocab_size(model: ModelConfig, vocab_size: int, tp: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch.device) -> TransformerConfig:
+def transformer_config(
+    model: ModelConfig, layout: ParallelLayout, device: torch.device, fp8: Fp8 = "none"
+) -> TransformerConfig:
     """Return megatron-core's configuration of this model in this layout."""
     on_gpu = device.type == "cuda"
     dtype = DTYPES[model.dtype]
@@ -122,6 +126,9 @@ def transformer_config(model: ModelConfig, layout: ParallelLayout, device: torch
         bias_dropout_fusion=False,
         # Then gradients of embeddings are added in one order.
         deterministic_mode=on_gpu and torch.are_deterministic_algorithms_enabled(),
+        # megatron-core opens Transformer Engine's context around each layer; local layers would ignore it.
+        fp8=None if fp8 == "none" else "e4m3",
+        fp8_recipe="delayed" if fp8 == "none" else fp8,
         rotary_interleaved=model.rotary_interleaved,
         apply_rope_fusion=on_gpu and has_transformer_engine() and not model.rotary_interleaved,
         **experts,
@@ -183,6 +190,7 @@ class Transformer(GPTModel):
         dropout: Dropout on the inputs of its adapters; None: none.
         flops: Operations that the whole model needs; None: they are not counted.
         sequence_switch: Splits activations by tokens over the tensor-parallel ranks; None: they are never split.
+        aligned_tokens: A rank's tokens of packed sequences are padded to a multiple of this.
     """
 
     has_scaled_embeddings = False
@@ -192,6 +200,7 @@ class Transformer(GPTModel):
     dropout: Dropout | None = None
     flops: ModelFlops | None = None
     sequence_switch: SequenceSwitch | None = None
+    aligned_tokens = 1
 
     def stage_tokens(self, num_tokens: int) -> int:
         """Return the tokens that a stage hands to the next in a forward pass over packed tokens, with padding.
@@ -199,7 +208,8 @@ class Transformer(GPTModel):
         Args:
             num_tokens: This rank's of a micro-batch; under context parallelism it may have none.
         """
-        return -(-max(num_tokens, 1) // self._num_slices)
+        each = -(-max(num_tokens, 1) // self._num_slices)
+        return -(-each // self.aligned_tokens) * self.aligned_tokens
 
     @property
     def _num_slices(self) -> int:
@@ -277,6 +287,7 @@ def build_transformer(
     seed: int = 1,
     is_empty: bool = False,
     chunk: int = 0,
+    fp8: Fp8 = "none",
 ) -> Transformer:
     """Build this rank's stage and shard of a model, with weights not yet set; with ``vpp`` above 1 one of its chunks.
 
@@ -291,12 +302,16 @@ def build_transformer(
         seed: Seed of the adapters' dropout.
         is_empty: The weights are on ``meta``, and take no memory yet; see ``fsdp.shard_model``.
         chunk: Which of the stage's virtual pipeline chunks.
+        fp8: Scaling of 8-bit numbers in the linear layers.
 
     Raises:
         LayoutError: The layout cannot cut the model.
+        ConfigError: The device has no 8-bit numbers of this kind.
     """
     check_cut(model, layout, f"layout {layout}")
-    config = transformer_config(model, layout, device)
+    if fp8 != "none":
+        check_device(fp8, device)
+    config = transformer_config(model, layout, device, fp8)
     stage = chunk * layout.pp + groups.pp.rank()
     first, last = stage == 0, stage == layout.pp * layout.vpp - 1
     counts = layout.layer_counts(model.num_layers, f"layout {layout}")
@@ -335,6 +350,7 @@ def build_transformer(
     if device.type == "cpu" and config.params_dtype is torch.float32:
         use_onednn(transformer)
     set_rotary(transformer, model, device)
+    transformer.aligned_tokens = 1 if fp8 == "none" else ALIGNED_TOKENS
     transformer.flops = model_flops(model, vocab_size=vocab_size, has_value_head=has_value_head)
     transformer.has_scaled_embeddings = model.scaled_embeddings
     transformer.num_rotations = 1 if model.local_rotary_base is None else 2
@@ -419,7 +435,7 @@ def _finish_layer(
 ) -> None:
     """Put in what megatron-core's layer lacks, or has the same for all layers."""
     core, index = layer.self_attention.core_attention, layer.layer_number - 1
-    has_window = model.window_layers is None or index in model.window_layers
+    has_window = model.window is not None and (model.window_layers is None or index in model.window_layers)
     core.local_layer = local_layer
     if model.attention_sinks:
         core.add_sinks()

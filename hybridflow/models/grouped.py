@@ -19,8 +19,11 @@ ALIGNED_ROWS = 8
 
 
 def is_grouped(hidden: Tensor, config: TransformerConfig) -> bool:
-    """Return whether the device has a kernel for such experts: a GPU for bf16 without biases, in widths of 16 bytes."""
-    if config.add_bias_linear:
+    """Return whether the device has a kernel for such experts: a GPU for bf16, in widths of 16 bytes.
+
+    ``grouped_experts`` knows neither biases nor gates with a bound or an offset.
+    """
+    if config.add_bias_linear or config.activation_func_clamp_value is not None or config.glu_linear_offset:
         return False
     widths = config.hidden_size, config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
     return hidden.is_cuda and hidden.dtype == torch.bfloat16 and not any(width % 8 for width in widths)

@@ -175,7 +175,8 @@ def model_spec(model: ModelShape, *, has_value_head: bool = False) -> ModelSpec:
 def _attention(model: ModelShape, layer: int) -> Iterator[TensorSpec]:
     prefix, hidden, dtype = f"decoder.layers.{layer}", model.hidden_size, model.dtype
     if model.kv_lora_rank is not None:
-        yield _whole(f"{prefix}.input_layernorm.weight", (hidden,), dtype, layer)
+        if model.pre_norms:
+            yield _whole(f"{prefix}.input_layernorm.weight", (hidden,), dtype, layer)
         yield from _latent_attention(f"{prefix}.self_attention", model, layer, model.kv_lora_rank)
         return
     queries = model.num_attention_heads * model.head_dim

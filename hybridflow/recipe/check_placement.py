@@ -23,7 +23,7 @@ def check_uncut(recipe: Recipe, in_memory: Mapping[str, ModelInfo]) -> None:
         whole.add("reference")
     for name, mesh in meshes_in_recipe_order(recipe).items() if whole else ():
         key = name if name in ("actor.update", "actor.rollout") else f"{name}.layout"
-        for axis in ("tp", "pp"):
+        for axis in ("tp", "pp", "cp", "ep"):
             if name.partition(".")[0] in whole and getattr(mesh.layout, axis) > 1:
                 raise LayoutError(
                     f"{key}.{axis}={getattr(mesh.layout, axis)}: a class of your own is not cut; set {axis}=1, and dp "
@@ -251,6 +251,11 @@ def check_moe(recipe: Recipe) -> None:
     if given and model.num_experts is None:
         raise ConfigError(
             f"actor.moe.{given[0]}={getattr(moe, given[0])!r}: the actor's model has no experts; remove the key"
+        )
+    if given and model.implementation == "transformers":
+        raise ConfigError(
+            f"actor.moe.{given[0]}={getattr(moe, given[0])!r}: the actor's model runs in transformers, which routes by "
+            "itself; remove the key, or set model.implementation to megatron where its family is one of ours"
         )
     _check_router_replay(recipe)
     if moe.bias_update_rate and not model.router_bias:

@@ -18,6 +18,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.families.model import FREE_SETTINGS, check_model, differing
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.flows.registry import ALGORITHMS, CHOSEN
+from hybridflow.recipe.check_fp8 import check_fp8
 from hybridflow.recipe.check_placement import (
     check_lora,
     check_moe,
@@ -45,6 +46,12 @@ def check_settings(recipe: Recipe, found: Mapping[str, ModelInfo]) -> None:
             raise ConfigError(
                 f"{key}.implementation=megatron: the family {settings.family!r} of {key}.path={model.path!r} has no "
                 "table in docs/families.md; leave the key out"
+            )
+        if settings.is_coded and model.implementation == "transformers":
+            raise ConfigError(
+                f"{key}.implementation=transformers: {key}.path={model.path!r} holds quantized weights, which "
+                "transformers does not train; leave the key out, or convert the directory first: hybridflow convert "
+                "SOURCE OUT --to hf"
             )
         whence = "the model that was given" if settings.assets is None else f"{key}.path={model.path!r}"
         for name in differing(model, settings.model):
@@ -107,6 +114,7 @@ def check_recipe(recipe: Recipe, in_memory: Mapping[str, ModelInfo] | None = Non
     check_replay(recipe)
     check_lora(recipe)
     check_moe(recipe)
+    check_fp8(recipe, in_memory)
     _check_batches(recipe)
     check_environment(recipe)
     check_engine(recipe)

@@ -8,21 +8,25 @@ import pickle
 import queue
 import random
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from hybridflow.checkpoint.formats.megatron_args import to_args, to_model
 from hybridflow.checkpoint.formats.registry import make_target, open_source
 from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.families.model import RotaryScaling
+from hybridflow.families.model import ModelConfig, RotaryScaling
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import model_spec, shape_of
@@ -45,7 +49,36 @@ pytestmark = pytest.mark.slow
 MODEL = replace(SMALL, vocab_divisible_by=4, rotary_base=50000.0, norm_eps=1e-6, max_context=32)
 TIED = replace(in_bf16(MODEL), tied_embeddings=True, qkv_bias=False, qk_norm=True)
 MIXTURE = replace(MODEL, num_experts=4, experts_per_token=2, qkv_bias=False)
+LATENT = ModelConfig(
+    num_layers=4,
+    hidden_size=16,
+    ffn_hidden_size=8,
+    num_attention_heads=4,
+    max_context=64,
+    vocab_size=29,
+    vocab_divisible_by=4,
+    norm_eps=1e-6,
+    kv_lora_rank=8,
+    q_lora_rank=12,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+    rotary_scaling=RotaryScaling(
+        kind="yarn", factor=4.0, original_context=16, beta_fast=8.0, mscale=1.0, mscale_all_dim=0.8
+    ),
+    num_experts=8,
+    experts_per_token=4,
+    router_score="sigmoid",
+    router_bias=True,
+    router_groups=4,
+    router_groups_per_token=2,
+    routed_scaling=2.5,
+    shared_ffn_hidden_size=8,
+    num_dense_layers=1,
+    dense_ffn_hidden_size=24,
+)
 CASES = {"untied": MODEL, "tied": TIED}
+MIXTURES = {"mixture": MIXTURE, "latent": LATENT}
 TP2_PP2 = ParallelLayout(tp=2, pp=2)
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
 
@@ -53,7 +86,7 @@ QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
 def arguments(model, layout):
     """What Megatron-LM's argument parser leaves for such a model; names and meanings are its own."""
     multiple = model.vocab_divisible_by * layout.tp
-    return argparse.Namespace(
+    settings = dict(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -95,21 +128,82 @@ def arguments(model, layout):
         lr=1e-4,
         data_path=["somewhere"],
     )
+    return argparse.Namespace(**settings | (LATENT_ARGUMENTS if model is LATENT else {}))
 
 
-def build(world, model, layout):
+LATENT_ARGUMENTS = dict(
+    ffn_hidden_size=24,
+    moe_ffn_hidden_size=8,
+    kv_channels=4,
+    group_query_attention=False,
+    num_query_groups=1,
+    qk_layernorm=True,
+    multi_latent_attention=True,
+    kv_lora_rank=8,
+    q_lora_rank=12,
+    qk_head_dim=8,
+    qk_pos_emb_head_dim=4,
+    v_head_dim=6,
+    rope_type="yarn",
+    rotary_scaling_factor=4.0,
+    original_max_position_embeddings=16,
+    beta_fast=8.0,
+    mscale=1.0,
+    mscale_all_dim=0.8,
+    moe_layer_freq=[0, 1, 1, 1],
+    moe_router_topk=4,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_num_groups=4,
+    moe_router_group_topk=2,
+    moe_router_topk_scaling_factor=2.5,
+    moe_shared_expert_intermediate_size=8,
+)
+
+
+def config_of(model, layout, given):
+    """megatron-core's settings of a model, and the layers that these make; those of latent attention are given."""
+    config = make_config(shape_of(model, model.vocab_size), layout, layernorm_epsilon=model.norm_eps)
+    if model is not LATENT:
+        return config, get_gpt_layer_local_spec(
+            num_experts=model.num_experts, qk_layernorm=model.qk_norm, normalization="RMSNorm"
+        )
+    names = {item.name for item in fields(MLATransformerConfig)}
+    own = {name: given[name] for name in LATENT_ARGUMENTS if name in names}
+    config = MLATransformerConfig(**{**vars(config), **own, "num_query_groups": 4, "rotary_base": model.rotary_base})
+    # It thinks that there is Transformer Engine.
+    multi_latent_attention.HAVE_TE = False
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    for layer in spec.layer_specs:
+        # megatron-core's own takes no sizes of latent attention; it has no weights.
+        layer.submodules.self_attention.submodules.core_attention = CausalAttention
+    return config, spec
+
+
+class CausalAttention(torch.nn.Module):
+    """Whatever the sizes of keys and values, ``[tokens, samples, heads, head]``."""
+
+    def __init__(self, softmax_scale, **_):
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query, key, value, *_, **__):
+        parts = [part.permute(1, 2, 0, 3) for part in (query, key, value)]
+        output = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True, scale=self.scale)
+        return output.permute(2, 0, 1, 3).flatten(2)
+
+
+def build(world, model, layout, given=None):
     """A rank of megatron-core's own model, by its own global groups, all weights 7; and where its weights lie."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         layout.tp, layout.pp, expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.expert_tp
     )
     multiple = model.vocab_divisible_by * layout.tp
-    shape = shape_of(model, model.vocab_size)
+    config, spec = config_of(model, layout, given or LATENT_ARGUMENTS)
     built = GPTModel(
-        config=make_config(shape, layout, layernorm_epsilon=model.norm_eps),
-        transformer_layer_spec=get_gpt_layer_local_spec(
-            num_experts=model.num_experts, qk_layernorm=model.qk_norm, normalization="RMSNorm"
-        ),
+        config=config,
+        transformer_layer_spec=spec,
         vocab_size=-(-model.vocab_size // multiple) * multiple,
         max_sequence_length=model.max_context,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -118,9 +212,14 @@ def build(world, model, layout):
         position_embedding_type="rope",
     )
     for parameter in built.parameters():
-        parameter.data = torch.full_like(parameter.data, 7.0, dtype=make_config(shape).params_dtype)
+        parameter.data = torch.full_like(parameter.data, 7.0, dtype=config.params_dtype)
     mesh = DeviceMesh(name="model", layout=layout, ranks=tuple(range(world.size)), ranks_per_node=world.size)
-    return built, local_shards(built, model_spec(shape), mesh, world.rank)
+    return built, local_shards(built, model_spec(shape_of(model, model.vocab_size)), mesh, world.rank)
+
+
+def with_heads(model):
+    """Megatron-LM says the width of heads always, but for latent attention; it is the same model."""
+    return model if model.kv_lora_rank else replace(model, head_dim=4)
 
 
 def fill(shards, values):
@@ -187,33 +286,32 @@ def load(world, folders, cases, layout):
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     run_ranks(save, 4, str(folder), CASES, TP2_PP2)
-    run_ranks(save, 2, str(folder), {"mixture": MIXTURE}, ParallelLayout(dp=2, ep=2))
+    run_ranks(save, 2, str(folder), MIXTURES, ParallelLayout(dp=2, ep=2))
     return folder
 
 
 @pytest.mark.parametrize("form", ["dist", "legacy"])
-@pytest.mark.parametrize("name", [*CASES, "mixture"])
+@pytest.mark.parametrize("name", [*CASES, *MIXTURES])
 def test_what_megatron_saves_is_read_bit_for_bit(saved, name, form):
-    model = {**CASES, "mixture": MIXTURE}[name]
+    model = {**CASES, **MIXTURES}[name]
     source = open_source(saved / name / form)
     assert source.format == f"megatron-{form}"
-    # Megatron-LM says the width of heads always; it is the same model.
-    assert source.model == replace(model, head_dim=4)
-    assert source.layout == ("tp1.pp1.dp2.ep2" if name == "mixture" else "tp2.pp2.dp1")
+    assert source.model == with_heads(model)
+    assert source.layout == ("tp1.pp1.dp2.ep2" if name in MIXTURES else "tp2.pp2.dp1")
     assert_same(source, logical_values(model))
     assert source.identity() == open_source(saved / name / form).identity()
 
 
 @pytest.mark.parametrize("form", ["non_homogeneous_layers", "singleton_local_shards"])
-@pytest.mark.parametrize("name", [*CASES, "mixture"])
+@pytest.mark.parametrize("name", [*CASES, *MIXTURES])
 def test_keys_of_each_layer_and_each_expert(saved, name, form):
     source = open_source(saved / name / form)
     assert not any(key.startswith("decoder.layers.mlp") for key in source._stored)
-    assert_same(source, logical_values({**CASES, "mixture": MIXTURE}[name]))
+    assert_same(source, logical_values({**CASES, **MIXTURES}[name]))
 
 
 def test_what_we_write_is_loaded_by_megatron_in_other_layouts(tmp_path):
-    cases = {**CASES, "mixture": MIXTURE}
+    cases = {**CASES, **MIXTURES}
     folders = {}
     for name, model in cases.items():
         source = MemorySource(model)
@@ -224,9 +322,34 @@ def test_what_we_write_is_loaded_by_megatron_in_other_layouts(tmp_path):
         assert len(list((out / "release").glob("*.distcp"))) > 2
         again = open_source(out)
         assert_same(again, source.values)
-        assert again.model == replace(model, head_dim=4) and again.assets() == source.assets()
+        assert again.model == with_heads(model) and again.assets() == source.assets()
     run_ranks(load, 2, folders, CASES, ParallelLayout(tp=2))
-    run_ranks(load, 2, folders, {"mixture": MIXTURE}, ParallelLayout(dp=2, ep=2))
+    run_ranks(load, 2, folders, MIXTURES, ParallelLayout(dp=2, ep=2))
+
+
+def logits_of(world, folder, ids):
+    """What megatron-core computes with the latent model of a checkpoint, ``[tokens, vocabulary]``."""
+    with mock.patch.object(torch.cuda, "current_device", lambda: "cpu"):
+        built, _ = build(world, LATENT, ParallelLayout(), given=to_args(LATENT, "fp32"))
+        built.load_state_dict(dist_checkpointing.load({"model": built.sharded_state_dict()}, folder)["model"])
+        positions = torch.arange(len(ids))[None]
+        return built.eval()(torch.tensor([ids]), positions, None)[0, :, : LATENT.vocab_size].detach().numpy()
+
+
+def test_arguments_of_latent_attention_mean_what_the_family_computes(tmp_path):
+    """Scale, YaRN, groups of experts, shared experts, dense layers: megatron-core and transformers agree."""
+    source = MemorySource(LATENT, family="deepseek_v3")
+    for name, values in source.values.items():
+        # Small enough for experts to differ, and norms near 1.
+        source.values[name] = values * 0.3 + (1.0 if "norm" in name else 0.0)
+    for form in ("megatron-dist", "hf"):
+        convert(source, form, tmp_path / form)
+    ids = [3, 17, 9, 28, 1, 12, 6, 20, 11, 5, 4, 22, 8, 19, 2, 7, 13, 25, 10, 0]
+    (found,) = run_ranks(logits_of, 1, str(tmp_path / "megatron-dist/release"), ids)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    expected = model(torch.tensor([ids])).logits[0].detach().numpy()
+    assert expected.std() > 0.1
+    np.testing.assert_allclose(found, expected, atol=1e-4 * expected.std())
 
 
 def copied(saved, tmp_path, name, form):
@@ -385,15 +508,18 @@ def transformer_engine(state):
     for name, value in state.items():
         name = name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
         name = name.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+        for part in ("q", "kv"):
+            name = name.replace(f"{part}_layernorm.weight", f"linear_{part}_up_proj.layer_norm_weight")
         renamed[name] = value
     return renamed
 
 
-def test_legacy_names_of_transformer_engine(saved, tmp_path):
-    out, folder = copied(saved, tmp_path, "untied", "legacy")
+@pytest.mark.parametrize("name", ["untied", "latent"])
+def test_legacy_names_of_transformer_engine(saved, tmp_path, name):
+    out, folder = copied(saved, tmp_path, name, "legacy")
     for path in folder.glob("*/*.pt"):
         change_state(path, lambda found: found.update(model=transformer_engine(found["model"])))
-    assert_same(open_source(out), logical_values(MODEL))
+    assert_same(open_source(out), logical_values({**CASES, **MIXTURES}[name]))
 
 
 def test_legacy_names_of_grouped_experts(saved, tmp_path):
@@ -460,6 +586,7 @@ def test_models_that_megatron_has_no_arguments_for():
         {"window": 8},
         {"zero_centered_norms": True, "tied_embeddings": True, "dtype": "bf16"},
         {"num_experts": 4, "experts_per_token": 3, "normalized_experts": False},
+        {"num_experts": 4, "num_dense_layers": 2, "dense_ffn_hidden_size": 40},
         {"rotary_scaling": RotaryScaling(kind="linear", factor=2.0)},
         {
             "rotary_scaling": RotaryScaling(
@@ -472,3 +599,27 @@ def test_settings_to_arguments_and_back(changed):
     model = replace(SMALL, head_dim=4, **changed)
     args = to_args(model, model.dtype)
     assert to_model(args, where="args") == model
+
+
+def test_latent_attention_to_arguments_and_back():
+    plain_yarn = RotaryScaling(kind="yarn", factor=4.0, original_context=16)
+    for changed in ({}, {"rotary_scaling": None}, {"rotary_scaling": plain_yarn}, {"q_lora_rank": None}):
+        model = replace(LATENT, **changed)
+        assert to_model(to_args(model, model.dtype), where="args") == model
+
+    args = to_args(LATENT, "fp32")
+    refused = {
+        "norm_epsilon": 1e-5,
+        "qk_layernorm": False,
+        "mscale": 0.0,
+        "rope_type": "other",
+        "moe_layer_freq": [0, 1, 0, 1],
+        "moe_router_group_topk": 4,
+        "kv_lora_rank": None,
+    }
+    for name, value in refused.items():
+        with pytest.raises(ConfigError, match=rf"^args.*{name}|router_groups"):
+            to_model({**args, name: value}, where="args")
+    for changed in ({"norm_eps": 1e-5}, {"experts_per_token": 2}, {"rotary_scaling": replace(plain_yarn, mscale=1.0)}):
+        with pytest.raises(ConfigError, match=f"not written of .*({next(iter(changed))}|router_groups)"):
+            to_args(replace(LATENT, **changed), "fp32")

@@ -316,7 +316,8 @@ def _write_together(job: _Job, files: Sequence[str], output: Output, monitor: Mo
         dtype = TORCH_DTYPES[job.target.files[missing[0][0]][missing[0][1]].dtype]
         num_bytes = sum(job.target.files[file][key].num_bytes for file, key in missing)
         output.make_room(max(num_bytes, math.prod(job.source.tensors[tensor].shape) * dtype.itemsize))
-        values = cast(tensor, job.source.read(tensor), dtype)
+        whole = tuple((0, size) for size in job.source.tensors[tensor].shape)
+        values = cast(tensor, job.source.read_box(tensor, whole, dtype), dtype)
         for (file, key), part in zip(places, job.target.parts(tensor, values), strict=True):
             if (file, key) in missing:
                 output.put(file, key, part)

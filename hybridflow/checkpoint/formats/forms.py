@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hybridflow.families.family import Form
 from hybridflow.families.model import ModelConfig
+from hybridflow.reshard.spec import Box
 
 
 def to_logical(form: Form, tensors: list[Tensor], model: ModelConfig) -> Tensor:
@@ -35,6 +36,28 @@ def to_logical(form: Form, tensors: list[Tensor], model: ModelConfig) -> Tensor:
         tensors = list(tensors[0].split([queries, groups * head, groups * head]))
     rows: Tensor = torch.cat([tensor.unflatten(0, (groups, -1)) for tensor in tensors], 1).flatten(0, 1)
     return rows
+
+
+def part_box(form: Form, box: Box) -> Box | None:
+    """Return the box of each Hugging Face tensor that a box of the logical tensor needs, gate and up both.
+
+    Args:
+        form: See ``families.family.Form``.
+        box: In the logical tensor.
+
+    Returns:
+        None where no one box of the tensors makes it.
+    """
+    if form == "same":
+        return box
+    if form == "stack":
+        return box[1:]
+    if form == "transposed":
+        return box[::-1]
+    if form == "interleaved":
+        (start, stop), *others = box[1:]
+        return (*others, (2 * start, 2 * stop))
+    return None
 
 
 def from_logical(form: Form, tensor: Tensor, model: ModelConfig) -> list[Tensor]:

@@ -12,17 +12,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridflow.checkpoint.formats.forms import from_logical, part_shapes, to_logical
+from hybridflow.checkpoint.formats.forms import from_logical, part_box, part_shapes, to_logical
+from hybridflow.checkpoint.formats.quantized import CodedTensor, coded_tensors
 from hybridflow.checkpoint.formats.source import Source, Target, num_blocks, spec_of_model
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_bytes
-from hybridflow.checkpoint.tensor_file import HeldTensors, TensorFile, TensorFileWriter
+from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, HeldTensors, TensorFile, TensorFileWriter
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import ASSETS, CONFIG, identity_of, parse_json, read_assets, read_json
 from hybridflow.families.config_json import Described, describe, read_config, update_config
 from hybridflow.families.family import Form
 from hybridflow.families.model import ModelConfig
-from hybridflow.reshard.spec import DType
+from hybridflow.families.quantization import plain_assets, read_quantization
+from hybridflow.reshard.spec import Box, DType
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -101,7 +103,8 @@ def parts_of(described: Described) -> dict[str, Parts]:
 class HuggingFaceSource(Source):
     """A directory of Hugging Face, see ``source.Source``.
 
-    A stored output layer of a model whose embeddings are tied passes where it is the embedding bit for bit.
+    A stored output layer of a model whose embeddings are tied passes where it is the embedding bit for bit. Tensors
+    that lie in codes of ``quantization_config`` are decoded while they are read.
 
     Raises:
         CheckpointError: A file is missing or damaged, or the tensors are not those of ``config.json``.
@@ -112,14 +115,27 @@ class HuggingFaceSource(Source):
 
     def __init__(self, path: Path) -> None:
         values = read_json(path / CONFIG)
-        self._take(path, values, open_files(path))
+        described = read_config(values, where=str(path / CONFIG))
+        how = read_quantization(values, described.family, where=str(path / CONFIG))
+        files = open_files(path, has_codes=how is not None)
+        coded = {} if how is None else coded_tensors(files, how, described.model.dtype)
+        self._take(path, described, files, coded)
 
-    def _take(self, path: Path, values: Mapping[str, Any], files: Mapping[str, TensorFile | HeldTensors]) -> None:
+    def _take(
+        self,
+        path: Path,
+        described: Described,
+        files: Mapping[str, TensorFile | HeldTensors],
+        coded: Mapping[str, CodedTensor] | None = None,
+    ) -> None:
         """Hold tensors, wherever they are, against the settings that go with them."""
         self.path = path
         self._files = files
-        self._where = {name: file for file in files.values() for name in file.entries}
-        described = read_config(values, where=str(path / CONFIG))
+        self._where: dict[str, TensorFile | HeldTensors | CodedTensor] = {}
+        self._where |= {name: file for file in files.values() for name in file.entries}
+        for name, tensor in ({} if coded is None else coded).items():
+            self._where[name] = tensor
+            self._where.pop(tensor.scales, None)
         _check_counts(described, len(self._where), path)
         self.model, self.has_value_head = described.model, described.has_value_head
         self.family = described.family.name
@@ -131,13 +147,43 @@ class HuggingFaceSource(Source):
 
     def read(self, tensor: str) -> Tensor:
         """See ``Source``."""
-        parts = self._parts[tensor]
+        parts, entry = self._parts[tensor], self.tensors[tensor]
+        if self._is_coded(parts):
+            whole = tuple((0, size) for size in entry.shape)
+            return self._decoded(parts, whole, TORCH_DTYPES[entry.dtype])
         if parts.form == "stack" and (stacked := self._where[parts.names[0]].read_stacked(parts.names)) is not None:
             return stacked
         values = [self._where[name].read(name) for name in parts.names]
         if tensor == _EMBEDDING and self._output_copy is not None:
             self._check_copy(parts.names[0], self._output_copy)
         return parts.to_logical(values, self.model)
+
+    def read_box(self, tensor: str, box: Box, dtype: torch.dtype) -> Tensor:
+        """See ``Source``; of a tensor that lies in codes, only the box is decoded where its form allows."""
+        parts = self._parts[tensor]
+        return self._decoded(parts, box, dtype) if self._is_coded(parts) else super().read_box(tensor, box, dtype)
+
+    def _is_coded(self, parts: Parts) -> bool:
+        return any(isinstance(self._where[name], CodedTensor) for name in parts.names)
+
+    def _decoded(self, parts: Parts, box: Box, dtype: torch.dtype) -> Tensor:
+        """Return a box of a logical tensor of which at least a part lies in codes."""
+        inner, values = part_box(parts.form, box), []
+        for name, shape in zip(parts.names, parts.shapes, strict=True):
+            own = shape if parts.expert is None else shape[1:]
+            wanted = tuple((0, size) for size in own) if inner is None else inner
+            if parts.expert is not None:
+                wanted = ((parts.expert, parts.expert + 1), *wanted)
+            file = self._where[name]
+            if isinstance(file, CodedTensor):
+                value = file.read_box(wanted, dtype)
+            else:
+                value = file.read(name)[_slices(wanted)].to(dtype)
+            values.append(value if parts.expert is None else value[0])
+        made = to_logical(parts.form, values, self.model)
+        if inner is None:
+            return made[_slices(box)]
+        return made if parts.form in ("same", "transposed") else made[slice(*box[0])]
 
     def names(self, tensor: str) -> list[str]:
         """Return the Hugging Face names of the parts of a logical tensor."""
@@ -150,7 +196,7 @@ class HuggingFaceSource(Source):
 
     def assets(self) -> dict[str, bytes]:
         """See ``Source``."""
-        return read_assets(self.path)
+        return plain_assets(read_assets(self.path))
 
     def identity(self) -> str:
         """See ``Source``."""
@@ -315,8 +361,16 @@ def _to_json(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, indent=2) + "\n").encode()
 
 
-def open_files(path: Path) -> dict[str, TensorFile]:
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def open_files(path: Path, *, has_codes: bool = False) -> dict[str, TensorFile]:
     """Open the files of tensors by name: the single one, or those of the index, which must agree with it.
+
+    Args:
+        path: The directory.
+        has_codes: Whether weights may lie in codes.
 
     Raises:
         CheckpointError: A file is missing or damaged, or they are pickles.
@@ -326,9 +380,9 @@ def open_files(path: Path) -> dict[str, TensorFile]:
             raise CheckpointError(
                 f"{path}: holds both {SINGLE} and {INDEX}; expected one: remove the one that is stale"
             )
-        return _open_shards(path)
+        return _open_shards(path, has_codes=has_codes)
     if (path / SINGLE).is_file():
-        return {SINGLE: TensorFile(path / SINGLE)}
+        return {SINGLE: TensorFile(path / SINGLE, has_codes=has_codes)}
     pickled = sorted(file.name for file in path.glob("*.bin")) + sorted(file.name for file in path.glob("*.pt*"))
     if pickled:
         raise CheckpointError(
@@ -339,7 +393,7 @@ def open_files(path: Path) -> dict[str, TensorFile]:
     raise CheckpointError(f"{path}: found {found}, expected {SINGLE} or {INDEX}; restore the weights from a copy")
 
 
-def _open_shards(path: Path) -> dict[str, TensorFile]:
+def _open_shards(path: Path, *, has_codes: bool) -> dict[str, TensorFile]:
     index = path / INDEX
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) and name for name in places.values()):
@@ -356,8 +410,8 @@ def _open_shards(path: Path) -> dict[str, TensorFile]:
             )
     files = {}
     for name in sorted(by_file):
-        files[name] = TensorFile(path / name)
-        held = files[name].entries.keys()
+        files[name] = TensorFile(path / name, has_codes=has_codes)
+        held = files[name].entries.keys() | files[name].codes.keys()
         if held != by_file[name]:
             raise CheckpointError(
                 f"{path / name}: does not hold what {INDEX} says: "

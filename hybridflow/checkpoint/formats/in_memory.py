@@ -23,6 +23,7 @@ from hybridflow.families.config_json import Described, read_config
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.families.other_config import has_no_table, read_other_config
+from hybridflow.families.quantization import plain_assets
 from hybridflow.models.hf_model import names_as_saved
 from hybridflow.models.user_model import user_model_info
 
@@ -129,7 +130,7 @@ def library_assets(model: Any) -> tuple[str, dict[str, bytes]]:
 
 def _small_files(model: Any, values: dict[str, Any]) -> dict[str, bytes]:
     generation = getattr(model, "generation_config", None)
-    found = {CONFIG: json.dumps(values, indent=2).encode(), **_code_of(model)}
+    found = plain_assets({CONFIG: json.dumps(values, indent=2).encode(), **_code_of(model)})
     return found if generation is None else {**found, GENERATION: generation.to_json_string().encode()}
 
 
@@ -142,7 +143,7 @@ class _TransformersSource(HuggingFaceSource):
         state = names_as_saved(model, model.state_dict())
         if described.model.tied_embeddings:
             _drop_copy(state)
-        self._take(path, values, {str(path): HeldTensors(path, state)})
+        self._take(path, described, {str(path): HeldTensors(path, state)})
         self._assets = _small_files(model, values)
 
     def assets(self) -> dict[str, bytes]:

@@ -34,7 +34,7 @@ from hybridflow.families.config_json import Described, describe
 from hybridflow.families.family import Form
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.adapters import FACTOR
-from hybridflow.reshard.spec import ModelSpec, TensorSpec
+from hybridflow.reshard.spec import Box, ModelSpec, TensorSpec
 
 HEAD = "value_head.weight"
 _PARTS: dict[Form, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "stack": ("gate", "up")}
@@ -420,6 +420,11 @@ class MergedSource(Source):
             a, b = (self._adapter.read(Factor(module, side).name) for side in ("A", "B"))
             _add(_rows_of(merged, module, self.model), b, a.float(), self._settings.scale_of(module.hf), tensor)
         return merged
+
+    def read_box(self, tensor: str, box: Box, dtype: torch.dtype) -> Tensor:
+        """See ``Source``; of a tensor that is not updated, the base reads only the box."""
+        is_updated = tensor in self._updates or tensor in self._adapter.tensors
+        return super().read_box(tensor, box, dtype) if is_updated else self._base.read_box(tensor, box, dtype)
 
     def release(self) -> None:
         """See ``Source``."""

@@ -11,7 +11,7 @@ import torch
 from hybridflow.checkpoint.formats.unpickle import Inert
 from hybridflow.checkpoint.tensor_file import TORCH_DTYPES
 from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.families.model import ModelConfig
+from hybridflow.families.model import ModelConfig, RotaryScaling, check_model
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.reshard.spec import DType
 from hybridflow.sections import read_section
@@ -59,9 +59,14 @@ MEGATRON_SETTINGS: dict[str, tuple[object, ...]] = {
 }
 """What Megatron-LM's arguments and megatron-core's ``TransformerConfig`` call alike: the values computed here."""
 
+# What an argument says that a module in memory may not have: it is read below.
+_READ = (
+    *("multi_latent_attention", "moe_layer_freq", "moe_router_topk_scaling_factor"),
+    *("moe_router_num_groups", "moe_router_group_topk"),
+)
 # Further arguments and the values computed here; an older version may lack any of them.
 _COMPUTED: dict[str, tuple[object, ...]] = {
-    **MEGATRON_SETTINGS,
+    **{name: allowed for name, allowed in MEGATRON_SETTINGS.items() if name not in _READ},
     "rotary_percent": (1, 1.0),
     "heterogeneous_layers_config_path": (None,),
     "heterogeneous_layers_config_encoded_json": (None,),
@@ -74,6 +79,27 @@ _COMPUTED: dict[str, tuple[object, ...]] = {
     "moe_latent_size": (None,),
     "retro_add_retriever": (False,),
 }
+# Argument -> the setting of latent attention that says the same.
+_LATENT = {
+    "kv_lora_rank": "kv_lora_rank",
+    "q_lora_rank": "q_lora_rank",
+    "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+}
+# Argument -> the setting of YaRN, and megatron-core's default. Only latent attention has YaRN there.
+_YARN: dict[str, tuple[str, float]] = {
+    "rotary_scaling_factor": ("factor", 40.0),
+    "original_max_position_embeddings": ("original_context", 4096),
+    "beta_fast": ("beta_fast", 32.0),
+    "beta_slow": ("beta_slow", 1.0),
+    "mscale": ("mscale", 1.0),
+    "mscale_all_dim": ("mscale_all_dim", 0.0),
+}
+_LATENT_EPS = 1e-6
+"""Of the norms of compressed vectors: there that of all norms, here always this."""
+_BEST_OF_GROUP = 2
+"""Experts of a group whose scores are added up to choose groups: there those of a token over its groups."""
 # The scaling of Llama 3.1 as megatron-core has it; only the factor is an argument.
 _LLAMA3 = {"kind": "llama3", "original_context": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -115,7 +141,7 @@ def to_model(args: Mapping[str, Any], *, where: str) -> ModelConfig:
         width = args.get("moe_ffn_hidden_size")
         model["ffn_hidden_size"] = width if width is not None else args.get("ffn_hidden_size")
         model["experts_per_token"] = args.get("moe_router_topk", 2)
-        model |= router_settings(args)
+        model |= router_settings(args) | _groups(args, where) | _dense_layers(args, where)
     if args.get("group_query_attention", args.get("num_query_groups", 1) not in (None, 1)):
         model["num_query_groups"] = args.get("num_query_groups")
     model["tied_embeddings"] = not args.get("untie_embeddings_and_output_weights", False)
@@ -123,9 +149,17 @@ def to_model(args: Mapping[str, Any], *, where: str) -> ModelConfig:
     vocabulary = args.get("vocab_size")
     model["vocab_size"] = vocabulary if vocabulary is not None else args.get("padded_vocab_size")
     model["rotary_base"] = args.get("rotary_base", 10000)
-    model |= _rotary(args, where) | _window(args, where)
+    if args.get("multi_latent_attention", False):
+        for name in ("head_dim", "qk_norm", "num_query_groups"):
+            model.pop(name, None)
+        model |= _latent(args, where)
+    else:
+        model |= _rotary(args, where)
+    model |= _window(args, where)
     model["dtype"] = "fp32" if args.get("params_dtype", torch.float32) == torch.float32 else "bf16"
-    return read_section(ModelConfig, model, source=where)
+    found = read_section(ModelConfig, model, source=where)
+    check_model(found, where)
+    return found
 
 
 def router_settings(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,16 +185,20 @@ def to_args(model: ModelConfig, dtype: DType) -> dict[str, Any]:
         *("pre_norms", "post_norms", "qk_norm_over", "activation", "scaled_embeddings", "linear_bias", "glu_clamp"),
         *("glu_offset", "attention_sinks", "rotary_dim", "rotary_interleaved", "local_rotary_base", "attention_scale"),
         *("attention_softcap", "logit_softcap", "window_layers"),
-        # Megatron-LM has arguments for these, and names for their tensors, that are neither written nor read here.
-        *("kv_lora_rank", "num_dense_layers", "router_groups", "routed_scaling"),
     )
     strange = [name for name in names if getattr(model, name) != getattr(plain, name)]
     if model.router_score == "sigmoid" and not model.normalized_experts:
         strange.append("normalized_experts")
-    scaling = model.rotary_scaling
+    per_group = model.experts_per_token // (model.router_groups_per_token or model.experts_per_token)
+    if model.router_groups is not None and per_group != _BEST_OF_GROUP:
+        strange.append("router_groups_per_token")
+    scaling, is_latent = model.rotary_scaling, model.kv_lora_rank is not None
+    if is_latent and model.norm_eps != _LATENT_EPS:
+        strange.append("norm_eps")
     if scaling is not None:
         told = {name: getattr(scaling, name) for name in _LLAMA3}
-        if scaling.kind != "linear" and told != _LLAMA3:
+        is_told = _is_yarn_of_megatron(scaling) if is_latent else scaling.kind == "linear" or told == _LLAMA3
+        if not is_told:
             strange.append("rotary_scaling")
     if strange:
         values = ", ".join(f"{name}={getattr(model, name)!r}" for name in strange)
@@ -199,7 +237,14 @@ def to_args(model: ModelConfig, dtype: DType) -> dict[str, Any]:
     }
     if scaling is not None and scaling.kind == "linear":
         args["rotary_seq_len_interpolation_factor"] = _whole(scaling.factor)
-    return args
+    if model.num_dense_layers:
+        sparse = model.num_layers - model.num_dense_layers
+        args |= {"ffn_hidden_size": model.dense_ffn_hidden_size}
+        args |= {"moe_layer_freq": [0] * model.num_dense_layers + [1] * sparse}
+    if model.router_score == "sigmoid":
+        args |= {"moe_router_num_groups": model.router_groups, "moe_router_group_topk": model.router_groups_per_token}
+        args |= {"moe_router_topk_scaling_factor": model.routed_scaling}
+    return args | (_latent_args(model) if is_latent else {})
 
 
 def padded_vocab_size(model: ModelConfig) -> int:
@@ -220,6 +265,76 @@ def layout_of(args: Mapping[str, Any]) -> ParallelLayout:
     experts = ep * (tp if etp is None else etp)
     vpp = args.get("virtual_pipeline_model_parallel_size")
     return ParallelLayout(tp=tp, pp=pp, dp=-(-experts // tp), ep=ep, etp=etp, vpp=1 if vpp is None else vpp)
+
+
+def _groups(args: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the settings of groups of experts, and of the factor on what they give."""
+    groups, chosen = args.get("moe_router_num_groups"), args.get("moe_router_group_topk")
+    scaling = args.get("moe_router_topk_scaling_factor")
+    found = {"router_groups": groups, "router_groups_per_token": chosen, "routed_scaling": scaling}
+    if groups is not None and (not chosen or args.get("moe_router_topk", 2) // chosen != _BEST_OF_GROUP):
+        raise ConfigError(
+            f"{where}: moe_router_topk={args.get('moe_router_topk', 2)} with moe_router_group_topk={chosen} is not "
+            f"computed; only {_BEST_OF_GROUP} experts for each group that a token goes to are: choose another model"
+        )
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _dense_layers(args: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the settings of dense layers in front of those with experts."""
+    pattern = args.get("moe_layer_freq", 1)
+    if pattern == 1:
+        return {}
+    dense = pattern.count(0) if isinstance(pattern, list) else 0
+    if not isinstance(pattern, list) or pattern != [0] * dense + [1] * (len(pattern) - dense):
+        raise ConfigError(
+            f"{where}: moe_layer_freq={pattern!r} is not computed; only dense layers in front of layers with experts "
+            "are, [0, …, 1, …]: choose another model"
+        )
+    return {"num_dense_layers": dense, "dense_ffn_hidden_size": args.get("ffn_hidden_size")} if dense else {}
+
+
+def _latent(args: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the settings of latent attention, whose rotary embedding has arguments of its own."""
+    wanted = {"qk_layernorm": True, "norm_epsilon": _LATENT_EPS}
+    for name, value in wanted.items():
+        if args.get(name) != value:
+            raise ConfigError(
+                f"{where}: {name}={args.get(name)!r} with multi_latent_attention=True is not computed; only {value} "
+                "is: choose another model"
+            )
+    found = {setting: args.get(name) for name, setting in _LATENT.items()}
+    kind = args.get("rope_type") or "yarn"
+    if kind == "rope":
+        return found
+    yarn = {setting: args.get(name, default) for name, (setting, default) in _YARN.items()}
+    if (yarn["mscale"], yarn["mscale_all_dim"]) == (1.0, 0.0):
+        yarn |= {"mscale": None, "mscale_all_dim": None}
+    elif kind != "yarn" or not yarn["mscale"] or not yarn["mscale_all_dim"]:
+        raise ConfigError(
+            f"{where}: rope_type={kind!r} with mscale={yarn['mscale']} and mscale_all_dim={yarn['mscale_all_dim']} is "
+            "not computed; only rope, and yarn with both numbers or neither, are: choose another model"
+        )
+    return {**found, "rotary_scaling": {"kind": "yarn", **yarn}}
+
+
+def _latent_args(model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments that describe latent attention, the inverse of ``_latent``."""
+    args: dict[str, Any] = {name: getattr(model, setting) for name, setting in _LATENT.items()}
+    args |= {"multi_latent_attention": True, "qk_layernorm": True, "rope_type": "rope"}
+    args |= {"group_query_attention": False, "kv_channels": model.v_head_dim}
+    scaling = model.rotary_scaling
+    if scaling is not None:
+        given = {name: getattr(scaling, setting) for name, (setting, _) in _YARN.items()}
+        args |= {name: _YARN[name][1] if value is None else value for name, value in given.items()}
+        args["rope_type"] = "yarn"
+    return args
+
+
+def _is_yarn_of_megatron(scaling: RotaryScaling) -> bool:
+    """Return whether megatron-core's latent attention computes a scaling: both numbers of the scale, or neither."""
+    both = (scaling.mscale is None) == (scaling.mscale_all_dim is None)
+    return scaling.kind == "yarn" and scaling.truncate and scaling.attention_factor is None and both
 
 
 def _rotary(args: Mapping[str, Any], where: str) -> dict[str, Any]:

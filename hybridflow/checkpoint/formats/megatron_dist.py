@@ -46,12 +46,23 @@ _ASSETS = "assets"
 _CHUNK_BYTES = 1 << 30
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.*)")
-_FUSED = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+_EXPERTS = "mlp.experts.experts"
+_INPUT_NORM, _FFN_NORM = "input_layernorm.weight", "pre_mlp_layernorm.weight"
+_QUERY_NORM = "self_attention.q_layernorm.weight"
+FUSED_NORMS = {
+    _INPUT_NORM: "self_attention.linear_qkv.layer_norm_weight",
+    _FFN_NORM: "mlp.linear_fc1.layer_norm_weight",
+    _QUERY_NORM: "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
+"""Norm in front of a linear layer -> its name where it is a part of that layer, as in Transformer Engine."""
 # Modules that keep a state of their own, which is empty here, but is asked for when a checkpoint is loaded.
-_WITH_STATE = ("self_attention.linear_proj", "self_attention.linear_qkv", "self_attention.core_attention")
+_FFN_WITH_STATE = ("linear_fc1", "linear_fc2")
+_WITH_STATE = ("linear_proj", "linear_qkv", "core_attention")
+_LATENT_WITH_STATE = (
+    *("linear_proj", "core_attention", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"),
+    *("linear_kv_down_proj", "linear_kv_up_proj"),
+)
 
 
 def find_iteration(path: Path) -> Path:
@@ -188,7 +199,7 @@ class MegatronDistSource(Source):
             )
         found = {}
         for spec in spec_of_model(model).tensors:
-            forms = _forms(spec, model.num_layers)
+            forms = _forms(spec, model)
             there = [parts for parts in forms if all(part.key in self._stored for part in parts)]
             if not there:
                 raise CheckpointError(
@@ -405,27 +416,25 @@ class _Item(NamedTuple):
     entry: TensorEntry
 
 
-def _forms(spec: TensorSpec, num_layers: int) -> list[list[_Part]]:
+def _forms(spec: TensorSpec, model: ModelConfig) -> list[list[_Part]]:
     """Return the ways in which a logical tensor may be stored, the default of megatron-core first."""
     rows = (spec.shape[0] * spec.shape[1], *spec.shape[2:]) if len(spec.shape) == 3 else spec.shape
     match = _LAYER.fullmatch(spec.name)
     if match is None:
         return [[_Part(spec.name, (), (), rows)]]
-    layer, rest = int(match[1]), match[2]
-    expert = _EXPERT.fullmatch(rest)
-    if expert is not None:
-        assert spec.expert is not None, f"{spec.name} is in an expert"
+    layer, rest, num_layers = int(match[1]), match[2], model.num_layers
+    names = _names(rest, layer, model)
+    if spec.expert is not None:
         index, count = spec.expert
-        experts = "mlp.experts.experts"
-        own = f"decoder.layers.{layer}.{experts}.{index}.{expert[2]}"
+        own = f"decoder.layers.{layer}.{names[0].replace(_EXPERTS, f'{_EXPERTS}.{index}')}"
         forms = [
-            [_Part(f"decoder.layers.{experts}.{expert[2]}", (layer, index), (num_layers, count), rows)],
-            [_Part(f"decoder.layers.{layer}.{experts}.{expert[2]}", (index,), (count,), rows)],
+            [_Part(f"decoder.layers.{names[0]}", (layer, index), (num_layers, count), rows)],
+            [_Part(f"decoder.layers.{layer}.{names[0]}", (index,), (count,), rows)],
             [_Part(own, (), (), rows)],
         ]
     else:
         own = f"decoder.layers.{layer}.{rest}"
-        names = [_FUSED[rest], rest] if rest in _FUSED else [rest]
+        names = list(dict.fromkeys([*names, rest, FUSED_NORMS.get(rest, rest)]))
         forms = [[_Part(f"decoder.layers.{name}", (layer,), (num_layers,), rows)] for name in names]
         forms += [[_Part(f"decoder.layers.{layer}.{name}", (), (), rows)] for name in names]
     if len(spec.shape) == 3:
@@ -433,14 +442,32 @@ def _forms(spec: TensorSpec, num_layers: int) -> list[list[_Part]]:
     return forms
 
 
+def _names(rest: str, layer: int, model: ModelConfig) -> list[str]:
+    """Return the name of a layer's tensor in megatron-core's own layers, and in Transformer Engine's if it is another.
+
+    There a norm is a part of the linear layer behind it, unless experts or the narrow projections of latent attention
+    are behind it. megatron-core's own layers name it as if it were, but not those of latent attention.
+    """
+    expert, fused, is_latent = _EXPERT.fullmatch(rest), FUSED_NORMS.get(rest), model.kv_lora_rank is not None
+    if expert is not None:
+        return [f"{_EXPERTS}.{expert[2]}"]
+    if fused is None or (rest == _QUERY_NORM and not is_latent):
+        return [rest]
+    is_apart = model.ffn_size(layer) is None if rest == _FFN_NORM else is_latent and rest == _INPUT_NORM
+    return list(dict.fromkeys([rest if is_latent else fused, rest if is_apart else fused]))
+
+
 def _items(spec: TensorSpec, model: ModelConfig, dtype: DType) -> list[_Item]:
     """Return the chunks of a tensor, so small that a few of them fit in memory at once."""
-    keys = [form[0] for form in _forms(spec, model.num_layers)[:1]]
-    if model.num_experts is not None and spec.name.endswith(".pre_mlp_layernorm.weight"):
-        # Where there are experts, Transformer Engine's layers have another name for it than megatron-core's own.
-        keys.append(keys[0]._replace(key="decoder.layers.pre_mlp_layernorm.weight"))
+    forms = [form[0] for form in _forms(spec, model)]
+    match = _LAYER.fullmatch(spec.name)
+    if match is not None:
+        # Where layers differ, megatron-core gives each its own keys.
+        layers = f"decoder.layers.{match[1]}." if model.num_dense_layers else "decoder.layers."
+        wanted = [layers + name for name in _names(match[2], int(match[1]), model)]
+        forms = [part for part in forms if part.key in wanted]
     items = []
-    for part in keys:
+    for part in forms:
         num_rows, rest = part.shape[0], part.shape[1:]
         if spec.padded_to is not None:
             num_rows = padded_vocab_size(model)
@@ -468,17 +495,21 @@ def _check_dtypes(items: Mapping[str, list[_Item]]) -> None:
 
 def _state_keys(model: ModelConfig) -> Iterator[str]:
     """Yield the objects that megatron-core's layers ask for."""
-    layers = model.num_layers
-    dense = () if model.num_experts is not None else ("mlp.linear_fc1", "mlp.linear_fc2")
-    for layer in range(layers):
-        for module in (*_WITH_STATE, *dense):
-            yield f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}"
-        for expert in range(0 if model.num_experts is None else model.num_experts):
-            for module in ("linear_fc1", "linear_fc2"):
-                yield (
-                    f"decoder.layers.mlp.experts.experts.{module}._extra_state/"
-                    f"shard_{layer}.{expert}_{layers}.{model.num_experts}"
-                )
+    is_apart, experts = model.num_dense_layers > 0, model.num_experts or 0
+    attention = _WITH_STATE if model.kv_lora_rank is None else _LATENT_WITH_STATE
+    for layer in range(model.num_layers):
+        layers = f"decoder.layers.{layer}." if is_apart else "decoder.layers."
+        place, count = ("0", "1") if is_apart else (f"{layer}", f"{model.num_layers}")
+        modules = [f"self_attention.{name}" for name in attention]
+        if model.ffn_size(layer) or model.shared_ffn_hidden_size:
+            block = "mlp" if model.ffn_size(layer) else "mlp.shared_experts"
+            modules += [f"{block}.{name}" for name in _FFN_WITH_STATE]
+        for module in modules:
+            yield f"{layers}{module}._extra_state/shard_{place}_{count}"
+        for expert in range(0 if model.ffn_size(layer) else experts):
+            for module in _FFN_WITH_STATE:
+                at, of = (f"{expert}", f"{experts}") if is_apart else (f"{place}.{expert}", f"{count}.{experts}")
+                yield f"{layers}{_EXPERTS}.{module}._extra_state/shard_{at}_{of}"
 
 
 def _read_metadata(path: Path) -> dict[str, _Stored]:

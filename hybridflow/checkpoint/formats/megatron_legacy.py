@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.formats.megatron_args import layout_of, read_args, to_model
-from hybridflow.checkpoint.formats.megatron_dist import LATEST, find_iteration
+from hybridflow.checkpoint.formats.megatron_dist import FUSED_NORMS, LATEST, find_iteration
 from hybridflow.checkpoint.formats.source import Source, num_blocks, spec_of_model
 from hybridflow.checkpoint.formats.unpickle import MappedFile, StoredTensor, TorchArchive
 from hybridflow.checkpoint.manifest import TensorEntry
@@ -35,10 +35,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 # An expert's tensor in a SequentialMLP, and in a TEGroupedMLP, which numbers the weights of one module.
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<index>\d{1,6})\.(?P<rest>.+)")
 _GROUPED = re.compile(r"mlp\.experts\.(?P<rest>linear_fc[12]\.weight)(?P<index>\d{1,6})")
-_FUSED = {
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-}
+_FUSED = {fused: norm for norm, fused in FUSED_NORMS.items()}
 
 
 class _Held(NamedTuple):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.formats import lora
@@ -106,8 +107,8 @@ class ShardedSource(Source):
         """See ``Source``."""
         return self._dir.read(WEIGHT, tensor)
 
-    def read_box(self, tensor: str, box: Box) -> Tensor:
-        """Read a part of a logical tensor; only the pieces that it lies in are read."""
+    def read_box(self, tensor: str, box: Box, dtype: torch.dtype) -> Tensor:
+        """See ``Source``; only the pieces that the box lies in are read, and their hashes checked."""
         return self._dir.read(WEIGHT, tensor, box)
 
     def release(self) -> None:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.errors import CheckpointError
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.shapes import model_spec, shape_of
-from hybridflow.reshard.spec import ModelSpec
+from hybridflow.reshard.spec import Box, ModelSpec
 
 
 class Source(Protocol):
@@ -43,6 +44,20 @@ class Source(Protocol):
             CheckpointError: Its bytes are damaged, or it has another shape or dtype than it should.
         """
         ...
+
+    def read_box(self, tensor: str, box: Box, dtype: torch.dtype) -> Tensor:
+        """Read a box of a logical tensor; here, the box of what ``read`` gives.
+
+        Args:
+            tensor: Logical name.
+            box: What of it is needed.
+            dtype: What the result will be converted to. A tensor that lies in codes is decoded to it at once; others
+                are given as they lie.
+
+        Raises:
+            CheckpointError: See ``read``.
+        """
+        return self.read(tensor)[tuple(slice(start, stop) for start, stop in box)]
 
     def release(self) -> None:
         """Give back the memory of what was read; here, where that is memory of its own, nothing."""

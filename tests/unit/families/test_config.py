@@ -552,13 +552,36 @@ def test_the_layers_of_the_window(name, keys, layers):
     assert (model.window, model.window_layers) == (None if layers is None else 9, layers)
 
 
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 REFUSED = {
     "family": ({"model_type": "gpt2"}, "model_type='gpt2': not a family known here"),
     "family of another type": ({"model_type": ["llama"]}, "model_type=['llama']"),
     "bias": ({"attention_bias": True}, "attention_bias=True is not computed for llama"),
-    "quantized": (
+    "quantized by others": (
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        "quantization_config.quant_method='gptq' is not read; only 'fp8' and 'mxfp4' are: load the model in",
+    ),
+    "quantized, without saying how": ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method=None"),
+    "quantized, malformed": (
+        {"quantization_config": ["fp8"]},
+        "quantization_config=['fp8']: expected an object with quant_method: load the model in transformers",
+    ),
+    "mxfp4 of another family": (
         {"quantization_config": {"quant_method": "mxfp4"}},
-        "quantization_config={'quant_method': 'mxfp4'}: quantized weights are not read; load the model in",
+        "quantization_config.quant_method='mxfp4' is not read for llama, only for gpt_oss",
+    ),
+    "another 8-bit float": (
+        {"quantization_config": {**FP8, "fmt": "e5m2"}},
+        "quantization_config.fmt='e5m2' is not read; expected 'e4m3'",
+    ),
+    "a factor for each tensor": (
+        {"quantization_config": {**FP8, "weight_block_size": None}},
+        "quantization_config.weight_block_size=None: expected the rows and columns of a block",
+    ),
+    "no block": ({"quantization_config": {**FP8, "weight_block_size": [128, 0]}}, "weight_block_size=[128, 0]"),
+    "fp8 with a key of another": (
+        {"quantization_config": {**FP8, "modules_to_convert": ["lm_head"]}},
+        "quantization_config.modules_to_convert=['lm_head'] is not known for fp8; only fmt,",
     ),
     "bare": ({"architectures": ["LlamaModel"]}, "architectures=['LlamaModel']"),
     "labels": ({"architectures": ["LlamaForSequenceClassification"]}, "with 2 labels"),
@@ -580,6 +603,26 @@ def test_what_is_not_computed_or_malformed_is_refused_by_name(case):
     values = {**real("Llama-3.1-8B")[0], "moe_intermediate_size": 8, **changes}
     with pytest.raises(ConfigError, match=re.escape(message)):
         read_config(values, where="config.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("deepseek_v3", FP8),
+        ("deepseek_v3", {**FP8, "scale_fmt": "ue8m0"}),  # V3.1, whose factors are fp32 too
+        ("qwen3", {**FP8, "modules_to_not_convert": ["lm_head"]}),
+        ("gpt_oss", {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}),
+    ],
+)
+def test_weights_in_codes_are_those_of_the_same_model_in_bf16(name, how):
+    plain = full(name)
+    dtypes = {key: None for key in ("dtype", "torch_dtype")}
+    found = read_config({**plain, **dtypes, "quantization_config": how}, where="config.json")
+    assert found.model == read_config({**plain, "dtype": "bfloat16"}, where="config.json").model
+    told = read_config({**plain, "dtype": "float32", "quantization_config": how}, where="config.json")
+    assert told.model.dtype == "fp32"
+    written = update_config({**plain, "quantization_config": how}, found, dtype="bfloat16")
+    assert "quantization_config" not in written and written["dtype"] == "bfloat16"
 
 
 LEAST = ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"]

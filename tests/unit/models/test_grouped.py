@@ -1,11 +1,17 @@
 """Experts by grouped products: the numbers and gradients of one expert after the other."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn.functional import silu
 
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models import experts
-from hybridflow.models.grouped import grouped_experts
+from hybridflow.models.gpt import transformer_config
+from hybridflow.models.grouped import grouped_experts, is_grouped
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 9, 8], [0, 0, 0, 20], [1, 1, 1, 1]])
@@ -30,6 +36,28 @@ def test_grouped_experts_are_what_each_computes(counts):
         torch.autograd.grad(found, given, gradient), torch.autograd.grad(expected, given, gradient), strict=True
     ):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+
+
+MIXTURE = ModelConfig(
+    num_layers=2,
+    hidden_size=16,
+    ffn_hidden_size=16,
+    num_attention_heads=2,
+    max_context=8,
+    num_experts=4,
+    dtype="bf16",
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, True), ({"glu_clamp": 7.0}, False), ({"glu_offset": 1.0}, False), ({"linear_bias": True}, False)]
+    + [({"activation": "quick_gelu"}, True), ({"ffn_hidden_size": 12}, False), ({"dtype": "fp32"}, False)],
+)
+def test_experts_whose_gate_the_products_do_not_know_compute_one_after_the_other(changes, expected):
+    model = replace(MIXTURE, **changes)
+    config = transformer_config(model, ParallelLayout(), torch.device("cuda"))
+    assert is_grouped(SimpleNamespace(is_cuda=True, dtype=config.params_dtype), config) == expected
 
 
 def test_frozen_experts_have_no_gradient():

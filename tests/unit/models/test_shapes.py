@@ -144,6 +144,7 @@ RECIPES = [
         MODEL, num_experts=4, router_score="sigmoid", router_bias=True, shared_ffn_hidden_size=20, dtype="bf16"
     ),
     dataclasses.replace(MODEL, **LATENT, post_norms=True),
+    dataclasses.replace(MODEL, **LATENT, pre_norms=False, post_norms=True),
     dataclasses.replace(
         MODEL, **LATENT, q_lora_rank=10, num_experts=4, num_dense_layers=1, dense_ffn_hidden_size=40, dtype="bf16"
     ),

@@ -122,3 +122,7 @@ def test_numbers_and_aliases_that_are_harmless_are_read(tmp_path):
     base = {"a": 1000, "b": 16, "c": -5, "d": 0.5, "e": 0}
     assert read_yaml(path) == {"base": base, "other": {**base, "a": 2}, "time": "24:00:00"}
     assert parse_yaml("", "x") is None
+    # Lists of integers take another way; what YAML reads as something else does not.
+    assert parse_yaml(f"[{', '.join(map(str, range(9000)))}]", "x") == [*range(9000)]
+    for text, value in (("[0, 12]", [0, 12]), ("[1,2]", [1, 2]), ("[7]", [7]), ("[]", []), ("[1, a]", [1, "a"])):
+        assert parse_yaml(text, "x") == value

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from hybridflow import cli
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, WriteError
+from hybridflow.exit_status import TARGET
+from hybridflow.observe.starts import StartRecord, add_start
 from hybridflow.recipe.inputs import check_inputs
 from hybridflow.recipe.load import load_recipe
 from tests.support.recipes import POLICY, write_config
@@ -143,6 +145,35 @@ def test_a_dry_run_fails_where_the_run_would(folders, capsys, case):
     status, _, error = dry(folders, capsys, *given)
     assert status == 2 and len(error.splitlines()) == 1
     assert error.startswith("hybridflow: ") and words.format(**names) in error
+
+
+def refused(folders, capsys, run_dir, *more):
+    """Status and error of a dry run whose inputs are all there."""
+    here, _ = folders
+    write(here / "train.jsonl", {"prompt": "1+1=", "level": 3})
+    status, _, error = dry(folders, capsys, f"reward.function={module(here, OWN)}:score", f"run_dir={run_dir}", *more)
+    return status, error
+
+
+@pytest.mark.parametrize(("run_dir", "reason"), [("afile/x", "Not a directory"), ("afile", "File exists")])
+def test_a_dry_run_says_what_the_run_would_of_a_file_in_the_way(folders, capsys, run_dir, reason):
+    (folders[0] / "afile").write_text("")
+    status, error = refused(folders, capsys, run_dir)
+    assert (status, error) == (TARGET, f"hybridflow: {run_dir}: cannot be written: {reason}; set another run_dir\n")
+    with pytest.raises(WriteError) as met:
+        add_start(Path(run_dir), StartRecord(number=1, began_s=0.0, step=None, ranks=1))
+    assert error == f"hybridflow: {met.value}\n"
+
+
+def test_a_dry_run_refuses_the_directory_of_a_run_unless_it_resumes(folders, capsys):
+    here, _ = folders
+    (here / "run/checkpoints/step_000003").mkdir(parents=True)
+    status, error = refused(folders, capsys, "run")
+    assert status == 2 and "run: holds a run with a checkpoint of step 3; add --resume to go on from it" in error
+    assert refused(folders, capsys, "run", "--resume") == (0, "")
+    (here / "run/starts.jsonl").touch()
+    status, error = refused(folders, capsys, "run/inner")
+    assert status == 2 and "run is another run's directory" in error
 
 
 def test_a_dry_run_tells_what_it_has_tried(folders, capsys):

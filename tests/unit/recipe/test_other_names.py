@@ -46,7 +46,10 @@ def test_a_name_is_in_one_framework_alone():
         ("trainer.learning_rate=3", "trainer.learning_rate: not a key of a recipe; TRL's learning_rate is actor.opt"),
         ("beta=0.1", "TRL's beta is kl.coef here (kl.coef or preference.beta for dpo, ipo and kto)"),
         ("num_generations=8", "TRL's num_generations is rollout.group_size here"),
-        ("per_device_train_batch_size=8", "(trainer.global_batch_size counts the samples of a step on all ranks)"),
+        (
+            "per_device_train_batch_size=8",
+            "is trainer.mini_batch_size here (trainer.mini_batch_size counts the samples of one optimizer step on all",
+        ),
         ("max_completion_length=64", "is rollout.max_new_tokens here"),
         (
             "actor_rollout_ref.actor.optim.lr=1e-6",

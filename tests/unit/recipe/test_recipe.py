@@ -22,6 +22,11 @@ from hybridflow.trainer.plan import plan_job
 from tests.support.complaints import complains
 from tests.support.recipes import POLICY, SCORER, SMALLEST, write_config
 
+WHOLE = ["actor.update={dp: 4}", "actor.rollout=null", "critic.layout={dp: 4}"]
+"""Layouts that cut no model."""
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
 
 @pytest.fixture
 def recipe_file(tmp_path):
@@ -222,11 +227,32 @@ def test_what_cannot_be_recomputed_is_refused(recipe_file, overrides, says):
 
 def test_attention_that_is_not_ours_is_not_recomputed_alone(recipe_file, tmp_path):
     path = write_config(tmp_path / "policy", POLICY)
-    whole = ["actor.update={dp: 4}", "actor.rollout=null", "critic.layout={dp: 4}"]
-    given = [f"model={{path: {path}, implementation: transformers}}", *whole]
+    given = [f"model={{path: {path}, implementation: transformers}}", *WHOLE]
     says = ["actor.recompute=selective", "layers of its own; set it to full or none"]
     complains(lambda: load_recipe(recipe_file, [*given, "actor.recompute=selective"]), says, ConfigError)
     assert load_recipe(recipe_file, [*given, "actor.recompute=full"]).actor.recompute == "full"
+
+
+def test_experts_that_are_not_ours_have_no_settings(recipe_file, tmp_path):
+    mixtral = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_key_value_heads": 2}
+    path = write_config(tmp_path / "policy", {**POLICY, **mixtral}, num_local_experts=4)
+    given = [f"model={{path: {path}, implementation: transformers}}", *WHOLE, "actor.moe.aux_loss=0.1"]
+    says = ["actor.moe.aux_loss=0.1", "runs in transformers", "remove the key"]
+    complains(lambda: load_recipe(recipe_file, given), says, ConfigError)
+
+
+def test_quantized_weights_are_decoded_but_not_in_transformers(recipe_file, tmp_path):
+    path = write_config(tmp_path / "policy", POLICY, quantization_config=FP8)
+    given = [f"model={{path: {path}, max_context: 64}}"]
+    assert load_recipe(recipe_file, given).model.dtype == "bf16"
+    given = [f"model={{path: {path}, max_context: 64, implementation: transformers}}", *WHOLE]
+    says = [
+        "model.implementation=transformers",
+        str(path),
+        "quantized weights",
+        "hybridflow convert SOURCE OUT --to hf",
+    ]
+    complains(lambda: load_recipe(recipe_file, given), says, ConfigError)
 
 
 def test_stages_are_balanced_by_what_they_compute(recipe_file):
@@ -503,6 +529,10 @@ def test_validation_without_held_out_data_is_refused(tmp_path, key):
         (["actor.moe.aux_loss=0.1"], ["actor.moe.aux_loss=0.1: the actor's model has no experts", "remove the key"]),
         (["actor.moe.bias_update_rate=0.1", "model.num_experts=4"], ["the model's routers have no bias"]),
         (["model.router_bias=true", "model.num_experts=4"], ["router_bias=true with model.router_score='softmax'"]),
+        (
+            ["model.post_norms=true", "model.linear_bias=true"],
+            ["model.post_norms=true with model.linear_bias=true is not computed", "set one of them to false"],
+        ),
         (["model.shared_ffn_hidden_size=8"], ["shared_ffn_hidden_size=8 without model.num_experts"]),
         (
             ["actor.moe.router_replay=replay", "model.num_experts=4", "rollout.environment={name: calculator}"],

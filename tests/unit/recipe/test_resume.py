@@ -21,7 +21,7 @@ from hybridflow.recipe.resume import check_resume
 from hybridflow.sections import Bounds, put_over, read_section, to_dict
 from tests.support.recipes import POLICY, SCORER, SMALLEST, write_config
 
-NUM_LEAF_KEYS = 758
+NUM_LEAF_KEYS = 761
 
 
 class Key(NamedTuple):
@@ -78,6 +78,7 @@ ALGORITHMS = {
 
 GIVEN = {
     r"model\.(path|implementation|trust_remote_code)": ["model={path: DIR/policy-1}"],
+    r"actor\.fp8": ["model.dtype=bf16", "model.hidden_size=128", "model.ffn_hidden_size=128"],
     r"(critic|cost_critic|teacher)\.model\.(path|implementation|trust_remote_code)": [r"\1.model={path: DIR/policy-1}"],
     r"(reward|cost)\.model\.(path|implementation|trust_remote_code)": [r"\1={model: {path: DIR/scorer-1}}"],
     r"(reward|cost)\.(model(?!\.(path|implementation|trust_remote_code))|layout|batch_size|offload)": [

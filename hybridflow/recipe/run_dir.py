@@ -1,0 +1,88 @@
+"""Whether a run can have its directory: it can be made and written, and no other run or job has it. No torch."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybridflow.checkpoint.job_file import latest_step
+from hybridflow.errors import ConfigError
+from hybridflow.observe.files import check_own, writing
+from hybridflow.observe.starts import STARTS_FILE, StartRecord, read_starts
+from hybridflow.observe.status_file import living_writer
+
+
+def try_run_dir(run_dir: Path, *, resume: bool) -> None:
+    """Find what a start of a run would meet in its directory, and write nothing.
+
+    Args:
+        run_dir: Directory of the run.
+        resume: Whether the run is to go on from its latest checkpoint.
+
+    Raises:
+        ConfigError: Another run or job has the directory.
+        CheckpointError: ``latest`` does not hold the name of a checkpoint.
+        WriteError: The directory cannot be made or written, or is another user's.
+    """
+    if not resume:
+        check_new(run_dir)
+    with writing(run_dir):
+        _check_writable(run_dir)
+        check_own(run_dir)
+    check_alone(run_dir, read_starts(run_dir))
+
+
+def _check_writable(run_dir: Path) -> None:
+    """Raise the OSError that making the directory, or the first file in it, would raise."""
+    missing, there = None, run_dir
+    while not os.path.lexists(there) and there != there.parent:
+        missing, there = there, there.parent
+    if not there.is_dir():
+        raise _os_error(errno.EEXIST if missing is None else errno.ENOTDIR, run_dir)
+    refused = run_dir / STARTS_FILE if missing is None else missing
+    if os.statvfs(there).f_flag & os.ST_RDONLY:
+        raise _os_error(errno.EROFS, refused)
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _os_error(errno.EACCES, refused)
+
+
+def _os_error(number: int, path: Path) -> OSError:
+    return OSError(number, os.strerror(number), str(path))
+
+
+def check_new(run_dir: Path) -> None:
+    """Refuse to begin a run anew where an earlier one has checkpoints, or within another run's directory or around it.
+
+    Its own first save would be refused too, when the training is done. Two runs of which one is within the other are
+    mostly one without a namespace, and one of a namespace of that name.
+
+    Raises:
+        ConfigError: There is a checkpoint, or another run.
+    """
+    step = latest_step(run_dir)
+    if step is not None:
+        raise ConfigError(
+            f"{run_dir}: holds a run with a checkpoint of step {step}; add --resume to go on from it, set run_dir to "
+            f"another directory, or remove {run_dir / 'checkpoints'} to begin anew"
+        )
+    places = (run_dir.parent / STARTS_FILE, *run_dir.glob(f"*/{STARTS_FILE}"))
+    others = [path.parent for path in places if path.is_file()]
+    if others:
+        raise ConfigError(
+            f"{run_dir}: {others[0]} is another run's directory, and one would be within the other; set name, "
+            "namespace or run_dir to another"
+        )
+
+
+def check_alone(run_dir: Path, earlier: Sequence[StartRecord]) -> None:
+    """Refuse a second job on a run: each would write over the other's checkpoints."""
+    if not earlier or earlier[-1].outcome is not None:
+        return
+    other = living_writer(run_dir, earlier[-1].began_s)
+    if other is not None:
+        raise ConfigError(
+            f"{run_dir}: start {earlier[-1].number} of this run is still at work, {other}; wait for its end or end it "
+            "(scancel), or give this job another run_dir"
+        )

@@ -2,7 +2,7 @@
 """Make the pictures of README and docs from a real run: console, learning curve and report.
 
 The run is `hybridflow train quickstart` on this machine, in a terminal of its own; settings may follow. It is kept in
-build/screenshots. Needs `pip install 'hybridflow[docs]'` and Chromium.
+build/screenshots. Needs `pip install --editable '.[docs]'` and Chromium.
 
 Examples:
   python tools/make_screenshots.py
@@ -101,7 +101,7 @@ def missing() -> str:
         try:
             __import__(package)
         except ImportError:
-            return f"{package} is not installed; install it with: pip install 'hybridflow[docs]'"
+            return f"{package} is not installed; install it with: pip install --editable '.[docs]'"
     if not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
         return "there is no Chromium; install the package chromium"
     return ""

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Print tables of a PPO step's estimated time by the number of GPUs, each with the best placement that is found.
+"""Print and draw the estimated time of a step by the number of GPUs, each with the best placement that is found.
 
-Actor, critic, reference and reward model have one size. Strong scaling keeps 1,024 responses in a step, weak scaling
-has 8 for each GPU. Prompts and responses have 1,024 tokens, as in arXiv 2409.19256, and a step has 8 updates.
+7b to 70b are PPO with actor, critic, reference and reward model of one size, 235b is GRPO of Qwen3-235B-A22B. Strong
+scaling keeps 1,024 responses in a step, weak scaling has 8 for each GPU. Prompts and responses have 1,024 tokens, as in
+arXiv 2409.19256, and a step has 8 updates. With --rows what was found is kept in a file, and not searched again.
 
 Examples:
-  python tools/table_scaling.py
-  python tools/table_scaling.py --weak --models 34b --gpus 64,256
+  python tools/table_scaling.py --models 7b --gpus 8
+  python tools/table_scaling.py --rows docs/pictures/scaling.jsonl --draw docs/pictures
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hybridflow.config.recipe import Recipe
 from hybridflow.mapping.auto import placed
-from hybridflow.mapping.hardware import RANKS_PER_NODE, hardware, hardware_names
+from hybridflow.mapping.hardware import hardware
 from hybridflow.mapping.rl_step import Texts
 from hybridflow.mapping.search import USABLE, Found, Request, search
 from hybridflow.recipe.load import load_recipe
@@ -37,45 +38,118 @@ SHAPES = {
     "70b": (80, 8192, 28672, 64, 8),
 }
 """Layers, hidden size, width of the feed-forward block, heads, key/value heads."""
+MIXTURE = "235b"
+GPUS = "8,16,32,64,128,256,512,1024,2048,4096,8192,16384"
+
+Row = dict[str, Any]
+"""A line of the table: ``model``, ``gpus``, ``responses`` and ``hardware``, and the seconds of the best found together
+and split, None where there is none, with its placement."""
 
 
 def main() -> None:
-    """Print the tables."""
+    """Print the table, and draw it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="7b,34b,70b", help=f"some of {', '.join(SHAPES)}")
-    parser.add_argument("--gpus", default="8,16,32,64,128,256,512,1024", help="numbers of GPUs")
-    parser.add_argument("--hardware", default="h100-sxm", choices=hardware_names())
+    parser.add_argument("--models", default="7b,34b,70b,235b", help=f"some of {', '.join((*SHAPES, MIXTURE))}")
+    parser.add_argument("--gpus", default=GPUS, help=f"numbers of GPUs (default: {GPUS})")
+    parser.add_argument("--hardware", default="h100-sxm", help="as of `hybridflow plan auto`")
     parser.add_argument("--weak", action="store_true", help="8 responses for each GPU in the place of 1,024")
+    parser.add_argument("--blocks", type=int, default=4, help="parts of the GPUs that models may have (default: 4)")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="keep what is found here, and use what is there")
+    parser.add_argument("--draw", type=Path, metavar="DIRECTORY", help="draw all of --rows there; needs matplotlib")
     arguments = parser.parse_args()
     print("| model | GPUs | responses | step | tokens/s a GPU | together | split | best |")
     print("|---|---|---|---|---|---|---|---|")
     for name in arguments.models.split(","):
         for num_gpus in map(int, arguments.gpus.split(",")):
-            for row in _rows(name, num_gpus, arguments):
-                print(f"| {' | '.join(row)} |", flush=True)
+            print(f"| {' | '.join(cells(row_of(name, num_gpus, arguments)))} |", flush=True)
+    if arguments.draw is not None:
+        draw(_kept(arguments.rows), arguments.draw)
 
 
-def _rows(name: str, num_gpus: int, arguments: argparse.Namespace) -> Iterator[tuple[str, ...]]:
+def row_of(name: str, num_gpus: int, arguments: argparse.Namespace) -> Row:
+    """Return what is kept of one number of GPUs, or search and keep it."""
     responses = PER_GPU * num_gpus if arguments.weak else RESPONSES
-    found = best_placements(name, num_gpus, responses, arguments.hardware)
-    start = (name.upper(), str(num_gpus), str(responses))
-    if not found:
-        yield (*start, *["–"] * 4, "nothing fits")
-        return
-    best = found[0]
-    together, split = (
-        next((f"{each.seconds:.4g} s" for each in found if (len(each.placement) == 1) == is_one), "–")
-        for is_one in (True, False)
-    )
-    sets = "together" if len(best.placement) == 1 else placed(best, "; ")
-    rate = 2 * TOKENS * responses / best.seconds / num_gpus
-    yield (*start, f"{best.seconds:.4g} s", f"{rate:.0f}", together, split, sets)
+    row: Row = {"model": name, "gpus": num_gpus, "responses": responses, "hardware": arguments.hardware}
+    for kept in _kept(arguments.rows):
+        if row.items() <= kept.items():
+            return kept
+    found = best_placements(name, num_gpus, responses, arguments.hardware, arguments.blocks)
+    row |= {"together": None, "split": None, "placement": None}
+    for each in reversed(found):
+        row["together" if len(each.placement) == 1 else "split"] = each.seconds
+        row["placement"] = "together" if len(each.placement) == 1 else placed(each, "; ")
+    if arguments.rows is not None:
+        with arguments.rows.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    return row
 
 
-def best_placements(name: str, num_gpus: int, responses: int, machine: str) -> list[Found]:
-    """Return the best configurations for a PPO step with four models of a size, the fastest first."""
+def _kept(path: Path | None) -> list[Row]:
+    if path is None or not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def least(row: Row) -> float | None:
+    """Return the seconds of the best, if anything fits."""
+    return min((value for value in (row["together"], row["split"]) if value is not None), default=None)
+
+
+def rate(row: Row) -> float:
+    """Return the tokens a second of each GPU."""
+    return 2 * TOKENS * row["responses"] / (least(row) or float("inf")) / row["gpus"]
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """Return a line of the table."""
+    start = (row["model"].upper(), str(row["gpus"]), str(row["responses"]))
+    seconds = least(row)
+    if seconds is None:
+        return (*start, *["–"] * 4, "nothing fits")
+    together, split = ("–" if row[kind] is None else f"{row[kind]:.4g} s" for kind in ("together", "split"))
+    return (*start, f"{seconds:.4g} s", f"{rate(row):.0f}", together, split, row["placement"])
+
+
+def draw(rows: Sequence[Row], folder: Path) -> None:
+    """Draw the tokens a second of all GPUs by their number, as ``scaling_strong.svg`` and ``scaling_weak.svg``."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "hybridflow"
+    from matplotlib import pyplot
+
+    for name, is_weak in (("strong", False), ("weak", True)):
+        # One number of GPUs has as many responses in both.
+        wanted = (row for row in rows if row["responses"] == (PER_GPU * row["gpus"] if is_weak else RESPONSES))
+        drawn = [row for row in wanted if least(row)]
+        if not drawn:
+            continue
+        figure, axes = pyplot.subplots(figsize=(6.4, 4))
+        for model in dict.fromkeys(row["model"] for row in drawn):
+            mine = [row for row in drawn if row["model"] == model]
+            mine.sort(key=lambda row: row["gpus"])
+            (line,) = axes.plot(
+                [row["gpus"] for row in mine], [rate(row) * row["gpus"] for row in mine], label=model.upper()
+            )
+            for is_split, marker in ((False, "o"), (True, "s")):
+                marked = [row for row in mine if (row["placement"] != "together") == is_split]
+                places = [row["gpus"] for row in marked], [rate(row) * row["gpus"] for row in marked]
+                axes.plot(*places, marker, color=line.get_color(), fillstyle="none" if is_split else "full")
+        axes.set(yscale="log", xlabel="GPUs", ylabel="tokens a second")
+        axes.set_xscale("log", base=2)
+        axes.set_title(f"{name.capitalize()} scaling, estimated: disks are together, squares split")
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend()
+        figure.tight_layout()
+        figure.savefig(folder / f"scaling_{name}.svg", metadata={"Date": None})
+        pyplot.close(figure)
+
+
+def best_placements(name: str, num_gpus: int, responses: int, machine: str, blocks: int = 16) -> list[Found]:
+    """Return the best configurations for a step with models of a size, the fastest first."""
     with tempfile.TemporaryDirectory() as folder:
-        path = _write_recipe(Path(folder), name, responses)
+        write = _write_mixture if name == MIXTURE else _write_recipe
+        path = write(Path(folder), name, responses)
 
         def load(overrides: Sequence[str]) -> Recipe:
             return load_recipe(path, overrides)
@@ -86,8 +160,9 @@ def best_placements(name: str, num_gpus: int, responses: int, machine: str) -> l
             hardware=hardware(machine),
             texts=Texts(prompt=TOKENS, responses=(TOKENS,) * responses),
             num_ranks=num_gpus,
-            ranks_per_node=RANKS_PER_NODE,
+            ranks_per_node=hardware(machine).ranks_per_node,
             memory_bytes=USABLE * hardware(machine).memory_bytes,
+            blocks=blocks,
         )
         return search(request)
 
@@ -111,6 +186,27 @@ def _write_recipe(folder: Path, name: str, responses: int) -> Path:
         **{"data": {"train": "train.jsonl"}, "tokenizer": {"path": "tokenizer"}, "kl": {"coef": 0.01}},
         **{"actor": {"update": {"tp": 8}, **optimizer}, "critic": {"layout": {"tp": 8}, **optimizer}},
         **{"reward": {"model": {"path": str(folder)}}, "rollout": {"group_size": 1, "max_new_tokens": TOKENS}},
+        "trainer": {
+            **{"steps": 1, "global_batch_size": responses, "mini_batch_size": responses // UPDATES},
+            "micro_batch_tokens": 2 * TOKENS,
+        },
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(recipe), encoding="utf-8")
+    return path
+
+
+def _write_mixture(folder: Path, name: str, responses: int) -> Path:
+    model = {
+        **{"num_layers": 94, "hidden_size": 4096, "ffn_hidden_size": 1536, "num_attention_heads": 64},
+        **{"num_query_groups": 4, "head_dim": 128, "max_context": 2 * TOKENS, "vocab_size": 151936, "qk_norm": True},
+        **{"num_experts": 128, "experts_per_token": 8, "normalized_experts": True, "dtype": "bf16"},
+    }
+    recipe = {
+        **{"name": name, "algorithm": "grpo", "cluster": {"ranks": 4}, "model": model},
+        **{"data": {"train": "train.jsonl"}, "tokenizer": {"path": "tokenizer"}, "kl": {"coef": 0.001}},
+        **{"actor": {"update": {"tp": 4}, "optimizer": {"lr": 1e-6}}, "reward": {"function": "maths"}},
+        "rollout": {"group_size": 8, "max_new_tokens": TOKENS},
         "trainer": {
             **{"steps": 1, "global_batch_size": responses, "mini_batch_size": responses // UPDATES},
             "micro_batch_tokens": 2 * TOKENS,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,16 @@ from hybridflow.doctor.message_passing import check_mpi
 from hybridflow.doctor.report import as_dict, as_text
 from hybridflow.doctor.slurm import check_slurm, in_step, read_config
 from hybridflow.doctor.software import check_software
+from hybridflow.errors import ConfigError
 from hybridflow.exit_status import DONE, REQUEST
+from hybridflow.mapping.arguments import count
+from hybridflow.mapping.hardware import MEASURED_FILE
 from hybridflow.parallel.scontrol import show_job
 from hybridflow.parallel.start import Start, expand_node_list, find_start
 
 if TYPE_CHECKING:
+    from hybridflow.config.recipe import Recipe
+    from hybridflow.dataflow.graph import Step
     from hybridflow.doctor.across import Allocation
 
 _CHECKS_S = 120.0
@@ -43,6 +49,7 @@ _EXAMPLES = """examples:
   hybridflow doctor
   hybridflow doctor runs/sums
   hybridflow doctor --json | jq '.findings[] | select(.verdict != "ok")'
+  hybridflow doctor --measure && hybridflow plan auto quickstart --hardware measured
   sbatch --nodes=4 --wrap 'hybridflow doctor --nodes runs'
   srun --nodes=4 --ntasks-per-node=1 hybridflow doctor --nodes runs
   torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint node1:29400 -m hybridflow doctor --nodes --json
@@ -52,8 +59,8 @@ exit status: 0 nothing found that would stop a run; 2 a problem that will stop a
 """
 
 
-def add_doctor(commands: Any) -> None:
-    """Add it to the sub-commands of a parser."""
+def add_doctor(commands: Any, step_of: Callable[[Recipe], Step]) -> None:
+    """Add it to the sub-commands of a parser; ``step_of`` returns the stages of a recipe's training step."""
     doctor = commands.add_parser(
         "doctor",
         help="check a machine or an allocation; name problems and remedies",
@@ -72,11 +79,39 @@ def add_doctor(commands: Any) -> None:
     )
     doctor.add_argument("--nodes", action="store_true", help="check, measure and compare all nodes of the allocation")
     doctor.add_argument("--json", action="store_true", help="print JSON")
-    doctor.set_defaults(run=run)
+    doctor.add_argument(
+        "--measure",
+        action="store_true",
+        help="time products, copies and short trainings on this machine for two minutes or more, and write the file "
+        "that `hybridflow plan ... --hardware measured` reads",
+    )
+    doctor.add_argument(
+        "--ranks",
+        type=count,
+        metavar="N",
+        help="with --measure: ranks on this machine (default: its GPUs, or its cores)",
+    )
+    doctor.add_argument(
+        "--out", type=Path, metavar="FILE.yaml", help=f"with --measure: write this file (default: {MEASURED_FILE})"
+    )
+    doctor.set_defaults(run=functools.partial(run, step_of=step_of))
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the checks, print the report and return the exit status."""
+def run(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step]) -> int:
+    """Run the checks, print the report and return the exit status; or measure.
+
+    Raises:
+        ConfigError: Options contradict each other, or the file cannot be written.
+        HybridflowError: A short training failed.
+    """
+    if arguments.measure:
+        from hybridflow.doctor.hardware import measure
+
+        if arguments.nodes or arguments.json:
+            raise ConfigError("doctor --measure: is for one machine and prints text; leave --nodes and --json out")
+        return measure(arguments, lambda recipe: step_of(recipe).flow)
+    if arguments.ranks or arguments.out:
+        raise ConfigError("doctor: --ranks and --out belong to --measure; add it")
     if not arguments.nodes:
         findings = check_machine(arguments.directory, of_many=False)
         _print(as_dict(findings) if arguments.json else as_text(findings))

@@ -29,16 +29,22 @@ def use_all_cores() -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
 
 
-def matmul_flops_per_s(device: torch.device) -> float:
-    """Measure a product of square matrices: bf16 on a GPU, fp32 on a CPU.
+def matmul_flops_per_s(device: torch.device, columns: int | None = None) -> float:
+    """Measure a product of matrices: bf16 on a GPU, fp32 on a CPU.
 
-    Return the median over a second, as a job would get.
+    Args:
+        device: Where.
+        columns: Of both matrices, ``[rows, columns]`` and ``[columns, columns]``; None: as many as rows.
+
+    Returns:
+        Operations a second: the median over a second, as a job would get.
     """
     on_gpu = device.type == "cuda"
-    size, dtype = (_GPU_SIZE, torch.bfloat16) if on_gpu else (_CPU_SIZE, torch.float32)
-    one, other = (torch.full((size, size), 0.5, device=device, dtype=dtype) for _ in range(2))
+    rows, dtype = (_GPU_SIZE, torch.bfloat16) if on_gpu else (_CPU_SIZE, torch.float32)
+    columns = columns or rows
+    one, other = (torch.full((size, columns), 0.5, device=device, dtype=dtype) for size in (rows, columns))
     out = torch.empty_like(one)
-    return 2.0 * size**3 / _median_s(lambda: torch.mm(one, other, out=out), device)
+    return 2.0 * rows * columns**2 / _median_s(lambda: torch.mm(one, other, out=out), device)
 
 
 def memory_bytes_per_s(device: torch.device) -> float:
@@ -46,6 +52,13 @@ def memory_bytes_per_s(device: torch.device) -> float:
     num_bytes = _GPU_COPY_BYTES if device.type == "cuda" else _CPU_COPY_BYTES
     source, target = (torch.ones(num_bytes // 4, device=device) for _ in range(2))
     return 2.0 * num_bytes / _median_s(lambda: target.copy_(source), device)
+
+
+def host_bytes_per_s(device: torch.device) -> float:
+    """Measure a copy from the host's memory, which it is pinned in, to a GPU's."""
+    source = torch.ones(_CPU_COPY_BYTES // 4, pin_memory=True)
+    target = torch.empty_like(source, device=device)
+    return _CPU_COPY_BYTES / _median_s(lambda: target.copy_(source, non_blocking=True), device)
 
 
 def _median_s(work: Callable[[], object], device: torch.device) -> float:

@@ -13,6 +13,7 @@ from pathlib import Path
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError, HybridflowError, LayoutError
 from hybridflow.launch.batch import BatchJob, shipped_body
+from hybridflow.launch.layout import with_layouts
 from hybridflow.launch.site import Site, absolute, check_line, load_site, seconds_of, texts
 from hybridflow.mapping.memory import RankMemory, job_memory
 from hybridflow.recipe.dry_run import try_inputs
@@ -57,13 +58,19 @@ def check_job(arguments: argparse.Namespace, site: Site) -> tuple[Recipe, BatchJ
         if key in ("name", "run_dir"):
             check_line(value, key)
     per_node = ranks_per_node(recipe, site)
-    fewest, most = node_range(arguments.nodes, recipe.cluster.ranks, per_node)
+    # A search fills the nodes that are asked for.
+    needed = recipe.cluster.ranks if recipe.layout is None or arguments.nodes is None else 1
+    fewest, most = node_range(arguments.nodes, needed, per_node)
     time = time_limit(site)
     warnings = [*recipe_warnings(recipe)]
     for count in dict.fromkeys((most, fewest)):
         told = f"{count} node{'s' if count > 1 else ''} × {per_node} = {count * per_node} ranks"
-        chosen = recipe_for_ranks(recipe, arguments.recipe, arguments.overrides, count * per_node, told=told)
+        chosen, ranks = recipe, count * per_node
+        if recipe.layout is None:
+            chosen = recipe_for_ranks(recipe, arguments.recipe, arguments.overrides, ranks, told=told)
         chosen = replace(chosen, cluster=replace(chosen.cluster, ranks_per_node=per_node))
+        chosen, _, line = with_layouts(chosen, arguments.recipe, arguments.overrides, ranks)
+        warnings += [f"{told}: {line}; the job searches again when it starts"] if line is not None else []
         meshes = role_meshes(chosen)
         warnings += placement_warnings(meshes)
         if site.gpu_memory_gb is not None:

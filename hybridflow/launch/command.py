@@ -17,6 +17,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.exit_status import DONE
 from hybridflow.launch.batch import BatchJob, render_batch
 from hybridflow.launch.checks import check_job, missing_files, site_of, try_job
+from hybridflow.launch.layout import with_layouts
 from hybridflow.launch.local import local_environment, run_local
 from hybridflow.launch.site import SITE_FILE, absolute
 from hybridflow.launch.snapshot import next_folder, write_snapshot
@@ -27,6 +28,7 @@ from hybridflow.observe.rank_log import LOG_KINDS, LOG_VARIABLE, say_event
 from hybridflow.recipe.dry_run import try_inputs
 from hybridflow.recipe.inputs import check_inputs
 from hybridflow.recipe.load import find_recipe, load_recipe
+from hybridflow.recipe.run_dir import try_run_dir
 from hybridflow.trainer.banner import first_line
 from hybridflow.trainer.plan import plan_job
 
@@ -196,8 +198,9 @@ def _train_words(arguments: argparse.Namespace) -> list[str]:
     return ["train", arguments.recipe, *arguments.overrides, *(["--resume"] if arguments.resume else []), *log]
 
 
-def try_here(recipe: Recipe) -> list[str]:
-    """Try the inputs of a recipe whose ranks are processes of this machine; see ``try_inputs``."""
+def try_here(recipe: Recipe, *, resume: bool) -> list[str]:
+    """Try run directory and inputs of a recipe whose ranks are processes of this machine; see ``try_inputs``."""
+    try_run_dir(Path(recipe.run_dir), resume=resume)
     _see_modules()
     return try_inputs(recipe)
 
@@ -213,6 +216,7 @@ def train_here(recipe: Recipe, arguments: argparse.Namespace) -> int:
     Raises:
         HybridflowError: It does not fit its ranks, which are not started.
     """
+    recipe = _settle(recipe, arguments)
     plan_job(recipe)
     ranks, threads = recipe.cluster.ranks, recipe.cluster.threads_per_rank
     say_event("start", first_line(recipe))
@@ -221,15 +225,26 @@ def train_here(recipe: Recipe, arguments: argparse.Namespace) -> int:
     )
 
 
+def _settle(recipe: Recipe, arguments: argparse.Namespace) -> Recipe:
+    """Return the recipe with the layouts of ``layout: auto``, which the ranks are given too."""
+    recipe, arguments.overrides, line = with_layouts(
+        recipe, arguments.recipe, arguments.overrides, recipe.cluster.ranks
+    )
+    if line is not None:
+        complain(line)
+    return recipe
+
+
 def _local(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if not arguments.prints:
         check_inputs(recipe, find_recipe(arguments.recipe).parent)
     if not arguments.prints and not arguments.dry_run:
         return train_here(recipe, arguments)
+    recipe = _settle(recipe, arguments)
     plan_job(recipe)
     if arguments.dry_run:
-        try_here(recipe)
+        try_here(recipe, resume=arguments.resume)
     ranks, threads = recipe.cluster.ranks, recipe.cluster.threads_per_rank
     for rank in range(ranks):
         # A free port is found when they start.
@@ -240,13 +255,13 @@ def _local(arguments: argparse.Namespace) -> int:
 
 
 def _mpi(arguments: argparse.Namespace) -> int:
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    recipe = _settle(load_recipe(arguments.recipe, arguments.overrides), arguments)
     plan_job(recipe)
     if not arguments.prints:
         check_inputs(recipe, find_recipe(arguments.recipe).parent)
     command = mpi_command(_train_words(arguments), recipe.cluster.ranks, arguments.hostfile)
     if arguments.dry_run:
-        try_here(recipe)
+        try_here(recipe, resume=arguments.resume)
     if arguments.prints or arguments.dry_run:
         print(shlex.join(command))
         return DONE

@@ -4,6 +4,24 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
+
+from hybridflow.mapping.hardware import DEFAULT_HARDWARE, hardware_names
+
+HARDWARE_HELP = (
+    f"{', '.join(hardware_names())} (by `hybridflow doctor --measure`), or a YAML file with the same keys as that "
+    f"(default: the recipe's cluster.hardware, else {DEFAULT_HARDWARE})"
+)
+
+
+def add_like(parser: argparse.ArgumentParser) -> None:
+    """Add ``--like``."""
+    parser.add_argument(
+        "--like",
+        type=Path,
+        metavar="RUN",
+        help="fit the hardware's figures to what the phases of this run took, and take its lengths of texts",
+    )
 
 
 def count(text: str) -> int:

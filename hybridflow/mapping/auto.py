@@ -17,8 +17,9 @@ from hybridflow.dataflow.graph import Step
 from hybridflow.errors import ConfigError
 from hybridflow.exit_status import DONE
 from hybridflow.layout.mesh import format_ranks
-from hybridflow.mapping.hardware import RANKS_PER_NODE, Hardware, hardware
-from hybridflow.mapping.rl_step import check_estimated
+from hybridflow.mapping.fit import asked_hardware
+from hybridflow.mapping.hardware import MEASURED, Hardware, hardware
+from hybridflow.mapping.rl_step import Texts, check_estimated
 from hybridflow.mapping.search import USABLE, Found, Request, search
 from hybridflow.mapping.step_command import texts_of
 from hybridflow.observe.files import replace_file
@@ -39,11 +40,11 @@ def find_layouts(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step
     """
     if arguments.out is not None and arguments.out.exists():
         raise ConfigError(f"--out {arguments.out}: exists; remove it, or name another file")
-    begun, machine = time.monotonic(), hardware(arguments.hardware)
-    request = _request(arguments, machine, step_of)
+    begun, machine = time.monotonic(), asked_hardware(arguments, lambda recipe: step_of(recipe).flow)
+    request = _request(arguments, *machine, step_of)
     found = search(request)
     if not found:
-        raise ConfigError(_remedy(arguments, request))
+        raise ConfigError(_remedy(f"plan auto {arguments.recipe}", request))
     if arguments.out is not None:
         command = " ".join(["hybridflow", *arguments.words])
         replace_file(arguments.out, recipe_text(found[0], command).encode())
@@ -54,39 +55,85 @@ def find_layouts(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step
     return DONE
 
 
-def _request(arguments: argparse.Namespace, machine: Hardware, step_of: Callable[[Recipe], Step]) -> Request:
+def _request(
+    arguments: argparse.Namespace, machine: Hardware, like: Texts | None, step_of: Callable[[Recipe], Step]
+) -> Request:
     def load(overrides: Sequence[str]) -> Recipe:
         return load_recipe(arguments.recipe, [*arguments.overrides, *overrides])
 
     recipe = load(())
-    check_estimated(recipe)
     num_ranks = recipe.cluster.ranks
     if arguments.nodes is not None or arguments.gpus is not None:
-        num_ranks = arguments.gpus or arguments.nodes * RANKS_PER_NODE
-    if num_ranks > RANKS_PER_NODE and num_ranks % RANKS_PER_NODE:
-        raise ConfigError(f"plan auto: {num_ranks} GPUs are no whole nodes of {RANKS_PER_NODE}; give --nodes")
+        num_ranks = arguments.gpus or arguments.nodes * machine.ranks_per_node
+    texts = texts_of(recipe, arguments.prompt, arguments.response, like)
+    request = request_for(recipe, load, machine, texts, num_ranks, step_of)
+    if arguments.ahead:
+        request = replace(request, staleness=tuple(dict.fromkeys((*request.staleness, 1))))
+    return request
+
+
+def request_for(
+    recipe: Recipe,
+    load: Callable[[Sequence[str]], Recipe],
+    machine: Hardware,
+    texts: Texts,
+    num_ranks: int,
+    step_of: Callable[[Recipe], Step],
+) -> Request:
+    """Return what is searched for a recipe.
+
+    Args:
+        recipe: The recipe.
+        load: Returns it with further overrides, checked.
+        machine: Where.
+        texts: Of a step.
+        num_ranks: Ranks of the job.
+        step_of: Returns the stages of its training step.
+
+    Raises:
+        ConfigError: It has what is not estimated, or no nodes of the hardware have so many ranks.
+    """
+    check_estimated(recipe, machine)
+    machine.check_ranks(num_ranks)
     budget = recipe.cluster.memory_budget_gb
-    own = recipe.trainer.max_staleness
     return Request(
         load=load,
         flow=lambda recipe: step_of(recipe).flow,
         hardware=machine,
-        texts=texts_of(arguments, recipe),
+        texts=texts,
         num_ranks=num_ranks,
-        ranks_per_node=RANKS_PER_NODE,
+        ranks_per_node=machine.ranks_per_node,
         memory_bytes=USABLE * machine.memory_bytes if budget is None else min(budget * 1e9, machine.memory_bytes),
-        staleness=tuple(dict.fromkeys((own, 1))) if arguments.ahead else (own,),
+        staleness=(recipe.trainer.max_staleness,),
     )
 
 
-def _remedy(arguments: argparse.Namespace, request: Request) -> str:
+def settle(
+    recipe: Recipe, load: Callable[[Sequence[str]], Recipe], num_ranks: int, step_of: Callable[[Recipe], Step]
+) -> tuple[Found, Texts]:
+    """Return the fastest configuration of a recipe with ``layout: auto`` for so many ranks, and the texts assumed.
+
+    Raises:
+        ConfigError: The hardware is not known, the recipe cannot be estimated, or nothing fits.
+    """
+    machine = hardware(recipe.cluster.hardware or MEASURED)
+    if recipe.cluster.ranks_per_node is not None and machine.crowding == 1:
+        machine = replace(machine, ranks_per_node=recipe.cluster.ranks_per_node)
+    texts = texts_of(recipe, None, None, None)
+    request = request_for(recipe, load, machine, texts, num_ranks, step_of)
+    if not (found := search(replace(request, most=1))):
+        raise ConfigError(_remedy(f"recipe {recipe.name}: layout: auto", request))
+    return found[0], texts
+
+
+def _remedy(what: str, request: Request) -> str:
     """Return why nothing was found, and the smallest change with which something is."""
 
     def fits(**changes: Any) -> bool:
         return bool(search(replace(request, most=1, **changes)))
 
     most = f"{request.memory_bytes / 1e9:.0f} GB"
-    text = f"plan auto {arguments.recipe}: nothing fits {request.num_ranks} GPUs, of which each may need {most}"
+    text = f"{what}: nothing fits {request.num_ranks} GPUs, of which each may need {most}"
     low, high = request.memory_bytes, request.memory_bytes
     while high < 64 * request.memory_bytes and not fits(memory_bytes=high):
         low, high = high, 2 * high
@@ -95,7 +142,8 @@ def _remedy(arguments: argparse.Namespace, request: Request) -> str:
         low, high = (low, middle) if fits(memory_bytes=middle) else (middle, high)
     if high < 64 * request.memory_bytes:
         text += f"; {math.ceil(high / 1e9)} GB would do"
-    unit = RANKS_PER_NODE if request.num_ranks >= RANKS_PER_NODE else 1
+    per_node = request.ranks_per_node
+    unit = per_node if request.num_ranks >= per_node else 1
     few, enough = request.num_ranks, 2 * request.num_ranks
     while enough <= _MOST_TIMES * request.num_ranks and not fits(num_ranks=enough):
         few, enough = enough, 2 * enough
@@ -104,12 +152,12 @@ def _remedy(arguments: argparse.Namespace, request: Request) -> str:
     while enough - few > unit:
         middle = few + (enough - few) // (2 * unit) * unit
         few, enough = (few, middle) if fits(num_ranks=middle) else (middle, enough)
-    return f"{text}; {enough} GPUs suffice: give {_named(enough)}"
+    return f"{text}; {enough} GPUs suffice: give {_named(enough, per_node)}"
 
 
-def _named(num_ranks: int) -> str:
-    is_whole = num_ranks % RANKS_PER_NODE == 0
-    return f"--nodes {num_ranks // RANKS_PER_NODE}" if is_whole else f"--gpus {num_ranks}"
+def _named(num_ranks: int, per_node: int) -> str:
+    is_whole = num_ranks % per_node == 0
+    return f"--nodes {num_ranks // per_node}" if is_whole else f"--gpus {num_ranks}"
 
 
 def _text(found: Sequence[Found], request: Request, arguments: argparse.Namespace, took_s: float) -> str:

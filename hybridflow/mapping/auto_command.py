@@ -10,13 +10,13 @@ from typing import Any
 
 from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.graph import Step
-from hybridflow.mapping.arguments import count
-from hybridflow.mapping.hardware import hardware_names
+from hybridflow.mapping.arguments import HARDWARE_HELP, add_like, count
 
 _EXAMPLES = """examples:
   hybridflow plan auto ppo-llama-3.1-8b model.path=models/Llama-3.1-8B-Instruct --nodes 2 --prompt 200 --response 400
   hybridflow plan auto ppo-70b --nodes 64 --out ppo-70b-64.yaml
   hybridflow plan auto ppo-70b --gpus 4 --hardware b200 --json
+  hybridflow plan auto mine.yaml --nodes 4 --like runs/mine
 """
 
 
@@ -37,7 +37,8 @@ def add_auto(plans: Any, step_of: Callable[[Recipe], Step]) -> None:
     number = parser.add_mutually_exclusive_group()
     number.add_argument("--nodes", type=count, metavar="N", help="nodes of 8 GPUs (default: the recipe's ranks)")
     number.add_argument("--gpus", type=count, metavar="N", help="GPUs; fewer than 8 are on one node")
-    parser.add_argument("--hardware", default="h100-sxm", choices=hardware_names(), help="default: h100-sxm")
+    parser.add_argument("--hardware", metavar="NAME", help=HARDWARE_HELP)
+    add_like(parser)
     parser.add_argument(
         "--prompt",
         type=count,

@@ -19,7 +19,16 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.estimate import Size
 from hybridflow.mapping.hardware import Hardware
 from hybridflow.mapping.memory import MeshMemory, activation_bytes, decoding_bytes, with_vocabulary
-from hybridflow.mapping.rl_step import Texts, Work, kept_bytes, node_seconds, nodes, offload_seconds, role_size
+from hybridflow.mapping.rl_step import (
+    Texts,
+    Work,
+    computing_seconds,
+    kept_bytes,
+    moving_seconds,
+    nodes,
+    offload_seconds,
+    role_size,
+)
 from hybridflow.recipe.stages import stage_layers
 
 _CONCURRENT = (16, 32, 64, 128, 256, 512)
@@ -94,18 +103,14 @@ class Choice:
         work: The way.
         seconds: Of each of its calls, by node.
         memory: On its first and on its last rank, as if a rollout shared no weights with the update.
+        loads: What that comes to.
     """
 
     mesh: str
     work: Work
     seconds: Mapping[str, float]
     memory: tuple[MeshMemory, MeshMemory]
-
-    @functools.cached_property
-    def loads(self) -> tuple[Load, Load]:
-        """Return what it needs of its first and its last rank."""
-        first, last = (Load.of(part, self.work) for part in self.memory)
-        return first, last
+    loads: tuple[Load, Load]
 
     @functools.cached_property
     def total(self) -> float:
@@ -125,11 +130,20 @@ def shared_share(size: Size, update: ParallelLayout, rollout: ParallelLayout) ->
 
 
 class Choices:
-    """The ways in which each model of a recipe can work, by the number of its ranks."""
+    """The ways in which each model of a recipe can work, by the number of its ranks, if it fits on them alone."""
 
-    def __init__(self, recipe: Recipe, flow: Flow, hardware: Hardware, texts: Texts, ranks_per_node: int) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        flow: Flow,
+        hardware: Hardware,
+        texts: Texts,
+        *,
+        ranks_per_node: int,
+        memory_bytes: float,
+    ) -> None:
         self._recipe, self._hardware, self._texts = recipe, hardware, texts
-        self._per_node = ranks_per_node
+        self._per_node, self._memory_bytes = ranks_per_node, memory_bytes
         self._nodes: dict[str, list[tuple[Node, bool]]] = {}
         self._sizes: dict[str, Size] = {}
         for node, is_update in nodes(flow):
@@ -170,7 +184,7 @@ class Choices:
             layout = choice.work.layout
             cuts.setdefault((layout.tp, layout.pp, layout.ep, layout.etp), []).append(choice)
         kept = itertools.chain.from_iterable(map(_undominated, cuts.values()))
-        return sorted(kept, key=lambda choice: (choice.total, str(choice.work)))
+        return sorted(kept, key=lambda choice: choice.total)
 
     def _generating(self, num_ranks: int) -> Iterator[Choice]:
         ((node, _),), size = self._nodes["actor.rollout"], self._sizes["actor.rollout"]
@@ -185,9 +199,10 @@ class Choices:
                     mesh=mesh.name,
                     weights=int(kept_bytes(size, layout)["first"]["weights"]),
                     cache=min(concurrent, most) * tokens * size.cached_bytes(layout.tp),
-                    activations=decoding_bytes(model, mesh, 0, concurrent),
+                    activations=decoding_bytes(self._recipe, model, mesh, 0, concurrent),
                 )
-                yield self._choice(mesh.name, work, (kept, kept), [(node, False)])
+                if (choice := self._choice(mesh.name, work, (kept, kept), [(node, False)])) is not None:
+                    yield choice
                 if concurrent >= most:
                     break
 
@@ -219,24 +234,33 @@ class Choices:
                         recompute=recompute,
                         is_offloaded=is_offloaded,
                     )
-                    yield self._choice(mesh, work, (memory[0], memory[1]), calls)
+                    if (choice := self._choice(mesh, work, (memory[0], memory[1]), calls)) is not None:
+                        yield choice
 
     def _choice(
         self, mesh: str, work: Work, memory: tuple[MeshMemory, MeshMemory], calls: Iterable[tuple[Node, bool]]
-    ) -> Choice:
-        seconds = {}
+    ) -> Choice | None:
+        """Return the choice, or None if it does not fit: those are never timed, which takes longest."""
+        seconds, size = {}, self._sizes[mesh]
+        loads = Load.of(memory[0], work), Load.of(memory[1], work)
+        if max(load.peak for load in loads) > self._memory_bytes:
+            return None
         for node, is_update in calls:
-            # Models of equal size take equally long.
-            kind = "actor" if node.role == "actor" else "learner" if mesh in LEARNERS else "frozen"
-            key = (self._sizes[mesh], work, node.source, is_update, kind)
-            if key not in self._seconds:
-                self._seconds[key] = node_seconds(
-                    self._recipe, node, self._sizes[mesh], work, self._hardware, self._texts, is_update=is_update
-                )
-            seconds[node.name] = self._seconds[key]
+            moving = moving_seconds(node, size, work, self._hardware, is_update=is_update)
+            seconds[node.name] = self._computing_seconds(node, size, work, is_update=is_update) + moving
         if mesh == "actor.update":
-            seconds["offload"] = offload_seconds(self._sizes[mesh], work, self._hardware)
-        return Choice(mesh=mesh, work=work, seconds=seconds, memory=memory)
+            seconds["offload"] = offload_seconds(size, work, self._hardware)
+        return Choice(mesh=mesh, work=work, seconds=seconds, memory=memory, loads=loads)
+
+    def _computing_seconds(self, node: Node, size: Size, work: Work, *, is_update: bool) -> float:
+        """Return ``computing_seconds``, the same for models of equal size: a search asks often."""
+        recompute, is_sampling = work.recompute if is_update else "none", bool(node.source)
+        key = (size, work.layout, work.micro_batch_tokens, work.concurrent, recompute, is_update, is_sampling)
+        if key not in self._seconds:
+            self._seconds[key] = computing_seconds(
+                *(self._recipe, size, work, self._hardware, self._texts), is_update=is_update, is_sampling=is_sampling
+            )
+        return self._seconds[key]
 
     def _layouts(self, role: str, model: ModelConfig, num_ranks: int, recompute: str) -> Iterator[ParallelLayout]:
         for layout in _update_layouts(model, num_ranks, self._per_node):
@@ -318,7 +342,7 @@ def _changed(recipe: Recipe, role: str, micro_batch_tokens: int, recompute: str)
 def _undominated(found: Iterable[Choice]) -> Iterator[Choice]:
     """Yield the choices than which no other is as good in each call's time and in memory, the fastest first."""
     frontier: list[tuple[float, ...]] = []
-    for choice in sorted(found, key=lambda choice: (choice.total, str(choice.work))):
+    for choice in sorted(found, key=lambda choice: choice.total):
         # What an offloaded actor keeps while it generates counts beside what it keeps otherwise.
         loads = ((*load, load.kept - load.idle) for load in choice.loads)
         mine = (*choice.seconds.values(), *itertools.chain.from_iterable(loads))

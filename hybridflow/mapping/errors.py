@@ -4,24 +4,45 @@ from __future__ import annotations
 
 from typing import Any
 
+from hybridflow.mapping.hardware import Hardware
+
+_NEMO = "published steps of Megatron-LM and NeMo, to some of which the shares were fitted"
+_TENSORRT = "measurements of TensorRT-LLM 0.9, dense models, to some of which the shares were fitted"
+
 ERRORS = {
-    ("train", "h100-sxm"): (3.5, "three steps of Megatron-LM on 48 to 192 H100, to which the shares were fitted"),
-    ("train", "a100-80g"): (3.5, "eight steps of arXiv 2205.05198, table 5, to which the shares were fitted"),
-    ("generate", "h100-sxm"): (2.0, "three measurements of Llama 8B in TensorRT-LLM, to which the shares were fitted"),
-    ("step", "h100-sxm"): (47.0, "one GRPO step of NeMo-RL, which took longer; what the formulas leave out is in it"),
+    ("train", "h100-sxm"): (8.0, f"24 {_NEMO}"),
+    ("train fp8", "h100-sxm"): (12.6, f"33 {_NEMO}"),
+    ("train", "a100-80g"): (8.2, "19 steps of arXiv 2205.05198 and 2104.04473, to 9 of which the shares were fitted"),
+    ("train", "a100-80g-fused"): (13.2, "7 steps of MPT in PyTorch FSDP, to some of which the shares were fitted"),
+    ("train", "b200"): (8.6, "16 steps of Megatron-LM on one node, to some of which the shares were fitted"),
+    ("train fp8", "b200"): (18.2, "2 published steps of NeMo"),
+    ("train mixture", "b200"): (12.2, "4 steps of DeepSeek-V3's layers on one node, to which a figure was fitted"),
+    ("train fp8 mixture", "b200"): (11.6, "3 published steps of Megatron Bridge"),
+    ("train fp8 mixture", "h100-sxm"): (44.4, "1 published step of Megatron Bridge, which took longer"),
+    ("generate fp8 mixture", "h100-sxm"): (46.4, "4 measurements of Mixtral 8x7B in TensorRT-LLM 0.9"),
+    ("generate fp8 mixture", "h200"): (56.9, "4 measurements of Mixtral 8x7B in TensorRT-LLM 0.9"),
+    ("generate", "h100-sxm"): (3.4, "3 measurements of Llama 8B in TensorRT-LLM, to which the shares were fitted"),
+    ("generate fp8", "h100-sxm"): (49.2, f"20 {_TENSORRT}"),
+    ("generate fp8", "h200"): (55.7, f"20 {_TENSORRT}"),
+    ("generate", "a100-80g-fused"): (39.6, f"20 {_TENSORRT}"),
+    ("step", "h100-sxm"): (32.0, "seven GRPO steps of NeMo-RL with dense models; the largest took longer"),
+    ("step of a mixture", "h100-sxm"): (53.0, "eight GRPO steps of NeMo-RL with mixtures; DeepSeek-V3 took longer"),
 }
 """Largest difference from published measurements in percent, and from which."""
 
 
-def published_error(what: str, machine: str, *, is_known: bool) -> dict[str, Any]:
-    """Return how far estimates are from what was published.
+def known_error(what: str, name: str, machine: Hardware, *, is_known: bool) -> dict[str, Any]:
+    """Return how far estimates are from what was published; for measured hardware, from what was measured.
 
     Args:
-        what: Phase, or ``step``.
-        machine: Name of the hardware.
+        what: Phase, ``step`` or ``step of a mixture``.
+        name: Of the hardware.
+        machine: Its figures.
         is_known: Whether what was estimated is of a kind that was compared.
     """
-    error = ERRORS.get((what, machine)) if is_known else None
+    error = ERRORS.get((what, name)) if is_known else None
+    if machine.error_percent is not None:
+        error = machine.error_percent, "the phases of measured steps, to which figures were fitted"
     percent, compared_with = error or (None, "nothing: no measurement was compared")
     return {"percent": percent, "compared_with": compared_with}
 

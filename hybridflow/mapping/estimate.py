@@ -12,14 +12,18 @@ from dataclasses import dataclass
 from hybridflow.config.types import Recompute
 from hybridflow.errors import ConfigError
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.mapping.hardware import RANKS_PER_NODE, Hardware
+from hybridflow.mapping.hardware import Hardware
 
-_BYTES = 2
 _FP32 = 4
 _BACKWARD_ATTENTION = 2.5
 """Fused attention computes five products backward for two forward (arXiv 2205.14135)."""
-_OPTIMIZER_BYTES = 32
-"""Read and written for each parameter: gradient, master weight, two moments in fp32, and the bf16 weight."""
+_CAST_ITEMS = 2
+"""What FP8 touches for each number that a product takes in, in bf16 numbers: it is read, and written twice in FP8, once
+transposed."""
+_BARE_SHARE = 0.25
+"""Share of the data-parallel communication that nothing hides."""
+_STEPPED_BYTES = 28
+"""Read and written for each parameter by the optimizer: gradient, weight and two moments in fp32."""
 
 
 Matrix = tuple[int, int, bool]
@@ -76,6 +80,7 @@ class Size:
         vocab: Vocabulary.
         gated: Whether feed-forward blocks have a gate.
         tied: Whether input and output embedding are one.
+        item_bytes: Of a weight or an activation: 2 in bf16, 4 in fp32.
         columns: Of the output layer: 1 of a critic or scorer; None: the vocabulary.
         experts: A mixture's; None: a dense model.
         latent: Of latent attention; None: plain attention.
@@ -90,6 +95,7 @@ class Size:
     vocab: int
     gated: bool = True
     tied: bool = False
+    item_bytes: int = 2
     columns: int | None = None
     experts: Experts | None = None
     latent: Latent | None = None
@@ -151,9 +157,12 @@ class Size:
     @property
     def expert_weights(self) -> float:
         """Return the weights of all experts of a layer, on average over the layers."""
-        if self.experts is None:
-            return 0.0
-        return self.mean_layer(0, self.experts.number * weights_of(self.block(self.experts.ffn)))
+        return self.mean_layer(0, self.layer_experts)
+
+    @property
+    def layer_experts(self) -> int:
+        """Return the weights of all experts of a layer that has experts."""
+        return 0 if self.experts is None else self.experts.number * weights_of(self.block(self.experts.ffn))
 
     @property
     def table_weights(self) -> int:
@@ -172,10 +181,10 @@ class Size:
         return self.layer_weights + share * self.expert_weights
 
     def cached_bytes(self, tp: int) -> int:
-        """Return what a rank keeps of a token in all layers, in bf16: keys and values, or what they are made from."""
+        """Return what a rank keeps of a token in all layers: keys and values, or what they are made from."""
         if self.latent is not None:
-            return self.layers * (self.latent.keys + self.latent.rotated) * _BYTES
-        return 2 * self.layers * max(1, self.groups // tp) * self.head * _BYTES
+            return self.layers * (self.latent.keys + self.latent.rotated) * self.item_bytes
+        return 2 * self.layers * max(1, self.groups // tp) * self.head * self.item_bytes
 
     def training_flops(self, tokens: int, sequence: int) -> float:
         """Return the operations of forward and backward passes as Megatron-LM counts them.
@@ -202,6 +211,7 @@ class TrainStep:
         batch: Sequences of a step.
         micro_batch: Sequences of a micro-batch.
         recompute: What the backward pass computes anew.
+        fp8: Whether the products of layers compute in FP8. Attention, router and output layer do not.
     """
 
     layout: ParallelLayout
@@ -209,6 +219,7 @@ class TrainStep:
     batch: int
     micro_batch: int
     recompute: Recompute = "none"
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot be cut.
@@ -221,7 +232,8 @@ class TrainStep:
             raise ConfigError(f"layout {layout}: fsdp and layers: auto are not estimated yet; leave them out")
         if self.batch % (self.layout.dp * self.micro_batch):
             raise ConfigError(
-                f"--batch {self.batch}: dp={self.layout.dp} times --micro-batch {self.micro_batch} does not divide it"
+                f"--batch {self.batch}: dp={self.layout.dp} times --micro-batch {self.micro_batch} does not divide it; "
+                f"choose a multiple of {self.layout.dp * self.micro_batch}"
             )
 
     @property
@@ -235,6 +247,14 @@ def _layers_of(size: Size, layout: ParallelLayout, stage: int) -> int:
     if layout.layers is None or layout.layers == "auto":
         return math.ceil(size.layers / layout.pp)
     return sum(layout.layers[stage :: layout.pp])
+
+
+def _sparse_of(size: Size, layout: ParallelLayout, stage: int) -> int:
+    """Return the layers of a stage that have experts; the first stage has those without, as far as it has layers."""
+    layers = _layers_of(size, layout, stage)
+    if size.experts is None:
+        return 0
+    return max(0, layers - max(0, size.experts.dense_layers - stage * layers))
 
 
 def _most_layers(size: Size, layout: ParallelLayout) -> int:
@@ -253,18 +273,23 @@ def train_seconds(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, 
     parts["elementwise"] += 1.5 * first["elementwise"]
     for name in ("tensor parallel", "context parallel", "expert parallel"):
         parts[name] += first[name]
+    parts["launches"] += 2 * first["launches"]
     ends = _ends(size, hardware, step)
     found = {name: number * layers * value for name, value in parts.items()}
     for name, value in ends.items():
         found[name] += number * value
     a_micro_batch = layers * sum(parts.values()) + sum(ends.values()) / layout.pp
-    found["bubble"] = (layout.pp - 1) / layout.vpp * a_micro_batch
+    found["bubble"] = _waiting(hardware, layout) * a_micro_batch
     found["pipeline messages"] = _messages(size, hardware, step)
     dense = _dense_weights(size, layers, size.table_weights, layout.tp)
     experts = layers * size.expert_weights / (layout.ep * layout.expert_tp)
-    found["data parallel"] = _data_parallel(hardware, layout, dense, experts, a_micro_batch)
+    found["data parallel"] = _data_parallel(size, hardware, layout, dense, experts, a_micro_batch)
     kept = _kept_parameters(layout, dense, experts)
-    found["optimizer"] = kept * _OPTIMIZER_BYTES / (hardware.memory_bandwidth * hardware.memory_share)
+    # A bf16 weight is written beside its fp32 master.
+    stepped = _STEPPED_BYTES + (_FP32 if size.item_bytes < _FP32 else 0)
+    stepping = kept * stepped / (hardware.memory_bandwidth * hardware.memory_share)
+    # The embeddings and the output layer are as much as one layer.
+    found["optimizer"] = stepping + (layers + 1 / layout.pp) * hardware.update_launch
     return found
 
 
@@ -275,12 +300,12 @@ def forward_seconds(size: Size, hardware: Hardware, step: TrainStep) -> float:
     layer = sum(_layer(size, hardware, step).values())
     a_stage = _most_layers(size, layout) * layer
     number = step.num_micro_batches
-    passes = (number + (layout.pp - 1) / layout.vpp) * a_stage + number * sum(ends.values()) / 3
+    passes = (number + _waiting(hardware, layout)) * a_stage + number * sum(ends.values()) / 3
     return passes + _messages(size, hardware, step) / 2
 
 
 def decode_seconds(
-    size: Size, hardware: Hardware, layout: ParallelLayout, concurrent: float, context: float
+    size: Size, hardware: Hardware, layout: ParallelLayout, concurrent: float, context: float, *, fp8: bool = False
 ) -> dict[str, float]:
     """Return the seconds of one token of each of a replica's ``concurrent`` texts, by part.
 
@@ -290,58 +315,90 @@ def decode_seconds(
         layout: tp, and ep where replicas share experts.
         concurrent: Texts of each replica.
         context: Tokens that each of them has.
+        fp8: Whether the weights of layers and the cache are in FP8.
     """
     tp = layout.tp
-    layer = _layer_products(size, hardware, layout, concurrent)
-    reduced = _collective(hardware, tp, concurrent * size.hidden * _BYTES, is_summed=True)
-    cached = concurrent * context * size.cached_bytes(tp)
-    exchanged = _exchange(hardware, layout, concurrent / tp * _visits(size) * size.hidden * _BYTES)
+    layer = _layer_products(size, hardware, layout, concurrent, fp8=fp8)
+    reduced = _collective(hardware, tp, concurrent * size.hidden * size.item_bytes, is_summed=True)
+    exchanged = _exchange(hardware, layout, concurrent / tp * _visits(size) * size.hidden * size.item_bytes)
     return {
-        "products": size.layers * layer + _product(hardware, concurrent, size.hidden, size.vocab / tp),
-        "attention": cached / (hardware.memory_bandwidth * hardware.cache_share),
+        "products": size.layers * layer + _product(size, hardware, concurrent, size.hidden, size.vocab / tp),
+        "attention": _read_cache(size, hardware, tp, concurrent * context, fp8=fp8),
         "tensor parallel": 2 * size.layers * reduced,
         "expert parallel": size.layers * exchanged,
         "launches": size.layers * hardware.launch,
     }
 
 
-def prefill_seconds(size: Size, hardware: Hardware, layout: ParallelLayout, tokens: int) -> float:
-    """Return the seconds until a prompt of ``tokens`` has its first token."""
-    step = TrainStep(layout=layout, sequence=tokens, batch=layout.dp, micro_batch=1)
-    layer = sum(_layer(size, hardware, step).values())
-    return size.layers * (layer + hardware.launch) + _product(hardware, 1, size.hidden, size.vocab / layout.tp)
+def prefill_seconds(
+    size: Size, hardware: Hardware, layout: ParallelLayout, tokens: int, prompts: int = 1, *, fp8: bool = False
+) -> float:
+    """Return the seconds until ``prompts`` of ``tokens`` each, read at once, have their first token."""
+    step = TrainStep(layout=layout, sequence=tokens, batch=layout.dp * prompts, micro_batch=prompts, fp8=fp8)
+    parts = _layer(size, hardware, step)
+    layer = sum(parts.values()) - parts["launches"]
+    last = _product(size, hardware, prompts, size.hidden, size.vocab / layout.tp)
+    return size.layers * (layer + hardware.launch) + last
+
+
+def _read_cache(size: Size, hardware: Hardware, tp: int, tokens: float, *, fp8: bool) -> float:
+    """Return the seconds in which attention reads keys and values of so many tokens."""
+    numbers = tokens * size.cached_bytes(tp) / size.item_bytes
+    reading = numbers * (1 if fp8 else size.item_bytes) / (hardware.memory_bandwidth * hardware.cache_share)
+    if size.groups == size.heads or size.latent is not None or not hardware.cache_rate:
+        return reading
+    # Several query heads take each number in, which takes longer than to read it.
+    return max(reading, numbers / hardware.cache_rate)
+
+
+def _waiting(hardware: Hardware, layout: ParallelLayout) -> float:
+    """Return for how many micro-batches a stage waits; where ranks share cores, the others work faster meanwhile."""
+    waiting = (layout.pp - 1) / layout.vpp
+    return waiting if layout.pp == 1 else waiting * max(0.0, 1 - (hardware.crowding - 1) / (layout.pp - 1))
 
 
 def _layer(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, float]:
     """Return the seconds of a layer's forward pass of a micro-batch."""
     layout = step.layout
     tp, tokens = layout.tp, step.micro_batch * step.sequence / layout.cp
-    products = _layer_products(size, hardware, layout, tokens)
+    products = _layer_products(size, hardware, layout, tokens, fp8=step.fp8)
     # A token sees half of its sequence on average.
     scores = tokens * step.sequence * size.heads * (size.head + size.value_head) / tp
     # Read or written: norms and residual sums between the products, and the activation within the block.
     touched = (12 * size.hidden + (3 + size.gated) * _width(size) + 3 * size.heads * size.head) / tp
     # Tokens are laid out by experts, and weighed and summed in their own order again.
     touched += 6 * size.hidden / tp * _visits(size)
+    if step.fp8:
+        touched += _CAST_ITEMS * (_product_inputs(size) / tp)
     # Gathered before two products, scattered as they are summed behind two others: two of each, as two sums.
-    passed = 2 * _collective(hardware, tp, tokens * size.hidden * _BYTES, is_summed=True)
-    keys = 2 * tokens * layout.cp * size.groups * size.head / tp * _BYTES
+    passed = 2 * _collective(hardware, tp, tokens * size.hidden * size.item_bytes, is_summed=True)
+    keys = 2 * tokens * layout.cp * size.groups * size.head / tp * size.item_bytes
     return {
         "products": products,
         "attention": scores / (hardware.flops * hardware.attention_share),
-        "elementwise": tokens * touched * _BYTES / (hardware.memory_bandwidth * hardware.elementwise_share),
-        "tensor parallel": passed,
+        "elementwise": tokens * touched * size.item_bytes / (hardware.memory_bandwidth * hardware.elementwise_share),
+        "tensor parallel": passed * hardware.exposed_share,
         "context parallel": _collective(hardware, layout.cp, keys, step=tp),
-        "expert parallel": _exchange(hardware, layout, tokens / tp * _visits(size) * size.hidden * _BYTES),
+        "expert parallel": _exchange(hardware, layout, tokens / tp * _visits(size) * size.hidden * size.item_bytes),
+        "launches": hardware.pass_launch + size.mean_layer(0, hardware.route_launch),
     }
 
 
-def _layer_products(size: Size, hardware: Hardware, layout: ParallelLayout, tokens: float) -> float:
+def _layer_products(
+    size: Size, hardware: Hardware, layout: ParallelLayout, tokens: float, *, fp8: bool = False
+) -> float:
     """Return the seconds of a layer's products for a replica's ``tokens``, on average over its layers."""
 
     def cut(matrices: tuple[Matrix, ...], rows: float, ways: int) -> float:
         return sum(
-            _product(hardware, rows, inputs if is_cut else inputs / ways, outputs / ways if is_cut else outputs)
+            _product(
+                size,
+                hardware,
+                rows,
+                inputs if is_cut else inputs / ways,
+                outputs / ways if is_cut else outputs,
+                fp8=fp8,
+            )
             for inputs, outputs, is_cut in matrices
         )
 
@@ -354,9 +411,14 @@ def _layer_products(size: Size, hardware: Hardware, layout: ParallelLayout, toke
     visits = tokens / tp * layout.expert_tp * layout.ep * mixture.per_token
     used = mixture.number * (1 - (1 - 1 / mixture.number) ** visits) / layout.ep
     experts = used * cut(size.block(mixture.ffn), visits / layout.ep / used, layout.expert_tp)
-    router = _product(hardware, tokens / tp, size.hidden, mixture.number)
+    router = _product(size, hardware, tokens / tp, size.hidden, mixture.number)
     shared = cut(size.block(mixture.shared), tokens, tp)
     return attention + size.mean_layer(dense, experts + router + shared)
+
+
+def _product_inputs(size: Size) -> float:
+    """Return how many numbers of a token the four products of a layer take in, on average over the layers."""
+    return 2 * size.hidden + size.heads * size.value_head + _width(size) + _visits(size) * size.hidden
 
 
 def _width(size: Size) -> float:
@@ -378,7 +440,7 @@ def _exchange(hardware: Hardware, layout: ParallelLayout, num_bytes: float) -> f
         return 0.0
     # Each rank of a tensor-parallel expert needs every token of the expert.
     num_bytes *= layout.expert_tp
-    here = min(ranks, RANKS_PER_NODE)
+    here = min(ranks, hardware.ranks_per_node)
     within = num_bytes * (here - 1) / ranks / (hardware.node_bandwidth * hardware.node_share)
     across = num_bytes * (ranks - here) / ranks / (hardware.network_bandwidth * hardware.network_share)
     latency = hardware.node_latency if ranks == here else hardware.network_latency
@@ -405,21 +467,26 @@ def _ends(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, float]:
     """Return the seconds of logits and loss of a micro-batch, forward and backward, on the last stage."""
     tokens = step.micro_batch * step.sequence / step.layout.cp
     columns = size.output_weights / size.hidden / step.layout.tp
-    # Written in bf16, turned to fp32, read for their largest and their sum, and the gradient the same way back.
+    # Written, turned to fp32, read for their largest and their sum, and the gradient the same way back.
     touched = tokens * columns * 6 * _FP32
     return {
-        "products": 3 * _product(hardware, tokens, size.hidden, columns),
+        "products": 3 * _product(size, hardware, tokens, size.hidden, columns),
         "elementwise": touched / (hardware.memory_bandwidth * hardware.elementwise_share),
+        "launches": 3 * hardware.pass_launch,
     }
 
 
-def _product(hardware: Hardware, rows: float, inputs: float, outputs: float) -> float:
+def _product(size: Size, hardware: Hardware, rows: float, inputs: float, outputs: float, *, fp8: bool = False) -> float:
     """Return the seconds of a product of ``[rows, inputs]`` and ``[inputs, outputs]``."""
-    half = hardware.half_size
-    share = hardware.product_share * inputs / (inputs + half) * outputs / (outputs + half)
-    moved = (rows * inputs + inputs * outputs + rows * outputs) * _BYTES
+    flops, half, item_bytes = hardware.flops * hardware.product_share, hardware.half_size, size.item_bytes
+    if fp8:
+        # What starts and ends a product takes as long as in bf16, so that larger ones reach half the share.
+        flops, half = hardware.fp8_flops * hardware.fp8_share, half * hardware.fp8_flops / hardware.flops
+        item_bytes = 1
+    share = inputs / (inputs + half) * outputs / (outputs + half)
+    moved = (rows * inputs + inputs * outputs) * item_bytes + rows * outputs * size.item_bytes
     return max(
-        2 * rows * inputs * outputs / (hardware.flops * share),
+        2 * rows * inputs * outputs / (flops * share),
         moved / (hardware.memory_bandwidth * hardware.memory_share),
     )
 
@@ -438,12 +505,14 @@ def _collective(hardware: Hardware, ranks: int, num_bytes: float, *, step: int =
     """
     if ranks == 1:
         return 0.0
-    here = max(RANKS_PER_NODE // step, 1)
+    here = max(hardware.ranks_per_node // step, 1)
     is_within = ranks <= here
     bandwidth = hardware.node_bandwidth * hardware.node_share
     if not is_within:
         bandwidth = min(bandwidth, here * hardware.network_bandwidth * hardware.network_share)
     latency = hardware.node_latency if is_within else hardware.network_latency * math.log2(ranks / here + 1)
+    if hardware.crowding > 1:
+        latency *= ranks - 1  # Each of them has to be given a core.
     ways = 1 + is_summed
     return ways * (num_bytes * (ranks - 1) / ranks / bandwidth) + latency
 
@@ -453,17 +522,19 @@ def _messages(size: Size, hardware: Hardware, step: TrainStep) -> float:
     layout = step.layout
     if layout.pp == 1:
         return 0.0
-    passed = step.micro_batch * step.sequence / layout.cp * size.hidden / layout.tp * _BYTES
-    is_within = layout.world_size <= RANKS_PER_NODE
+    passed = step.micro_batch * step.sequence / layout.cp * size.hidden / layout.tp * size.item_bytes
+    is_within = layout.world_size <= hardware.ranks_per_node
     bandwidth = hardware.network_bandwidth * hardware.network_share
     if is_within:
         bandwidth = hardware.node_bandwidth * hardware.node_share
     latency = hardware.node_latency if is_within else hardware.network_latency
-    return 2 * layout.vpp * (step.num_micro_batches + layout.pp - 1) * (passed / bandwidth + latency)
+    # Interleaved stages compute another chunk meanwhile, but at the beginning and the end.
+    waited = layout.pp - 1 + (step.num_micro_batches if layout.vpp == 1 else 0)
+    return 2 * waited * (passed / bandwidth + latency)
 
 
 def _data_parallel(
-    hardware: Hardware, layout: ParallelLayout, dense: float, experts: float, a_micro_batch: float
+    size: Size, hardware: Hardware, layout: ParallelLayout, dense: float, experts: float, a_micro_batch: float
 ) -> float:
     """Return the seconds of sums of gradients and gathered weights that the passes do not hide."""
     ranks, step = layout.dp * layout.cp, layout.tp
@@ -471,17 +542,21 @@ def _data_parallel(
     summed, gathered = (
         _collective(hardware, ranks, dense * each, step=step)
         + _collective(hardware, replicas, experts * each, step=apart)
-        for each in (_FP32, _BYTES)
+        for each in (_FP32, size.item_bytes)
     )
-    return max(summed - 2 / 3 * a_micro_batch, 0.1 * summed) + max(gathered - a_micro_batch / 3, 0.1 * gathered)
+    # Interleaved, the gradients of all chunks but one are complete while the last micro-batches are under way.
+    hiding = a_micro_batch * max(1.0, layout.pp * (1 - 1 / layout.vpp))
+    return max(summed - 2 / 3 * hiding, _BARE_SHARE * summed) + max(gathered - hiding / 3, _BARE_SHARE * gathered)
 
 
 def train_bytes(size: Size, step: TrainStep) -> dict[str, dict[str, float]]:
     """Return the bytes of a rank by its stage (``first``, ``middle``, ``last``) and by what they are for.
 
-    bf16 weights, gradients summed in fp32, fp32 master weights and two moments cut over the ranks that have the same
-    weights. Activations as arXiv 2205.05198 counts them, without dropout and with fused attention, cut over tp by
-    sequence parallelism.
+    Weights, gradients summed in fp32, two fp32 moments and, where weights are bf16, fp32 master weights, cut over the
+    ranks that have the same weights. Buffers are the gradients that products return besides, one for each shape of
+    weights: megatron-core and Transformer Engine keep them where sums are fused into products. In FP8 the inputs of
+    products are kept in it; weights and their transposed copies take as much as in bf16. Activations as arXiv
+    2205.05198 counts them, without dropout and with fused attention, cut over tp by sequence parallelism.
     """
     layout = step.layout
     tokens = step.micro_batch * step.sequence / layout.cp
@@ -493,30 +568,37 @@ def train_bytes(size: Size, step: TrainStep) -> dict[str, dict[str, float]]:
         if is_first and is_last and size.tied:
             tables = size.table_weights
         dense = _dense_weights(size, layers, tables, layout.tp)
-        experts = layers * size.expert_weights / (layout.ep * layout.expert_tp)
-        inputs = tokens * size.hidden * _BYTES / layout.tp
-        of_a_layer = tokens * _kept_elements(size) * _BYTES / layout.tp
+        experts = _sparse_of(size, layout, stage) * size.layer_experts / (layout.ep * layout.expert_tp)
+        inputs = tokens * size.hidden * size.item_bytes / layout.tp
+        saved = (size.item_bytes - 1) * _product_inputs(size) if step.fp8 else 0.0
+        of_a_layer = tokens * (_kept_elements(size) * size.item_bytes - saved) / layout.tp
         of_a_stage = layers * (inputs if step.recompute == "full" else of_a_layer)
         working = of_a_layer if step.recompute == "full" else 0.0
-        logits = tokens * size.output_weights / size.hidden / layout.tp * (_BYTES + _FP32) if is_last else 0.0
+        logits = tokens * size.output_weights / size.hidden / layout.tp * (size.item_bytes + _FP32) if is_last else 0.0
         found[name] = {
-            "weights": (dense + experts) * _BYTES,
+            "weights": (dense + experts) * size.item_bytes,
             "gradients": (dense + experts) * _FP32,
-            "optimizer": 3 * _kept_parameters(layout, dense, experts) * _FP32,
+            "optimizer": (3 if size.item_bytes < _FP32 else 2) * _kept_parameters(layout, dense, experts) * _FP32,
             "activations": of_a_stage * _under_way(step, stage) + working + logits,
+            "buffers": (_shapes_weights(size, layout) + is_last * size.output_weights / layout.tp) * size.item_bytes,
         }
     return found
 
 
-def decode_bytes(size: Size, tp: int, concurrent: int, context: int) -> dict[str, float]:
+def _shapes_weights(size: Size, layout: ParallelLayout) -> float:
+    """Return a rank's weights of one layer, and of one of its experts."""
+    expert = 0 if size.experts is None else weights_of(size.block(size.experts.ffn)) / layout.expert_tp
+    return _dense_weights(size, 1, 0, layout.tp) + expert
+
+
+def decode_bytes(size: Size, tp: int, concurrent: int, context: int, *, fp8: bool = False) -> dict[str, float]:
     """Return a rank's bytes by what they are for, of ``concurrent`` texts of up to ``context`` tokens."""
-    weights = (
-        _dense_weights(size, size.layers, (2 - size.tied) * size.table_weights, tp)
-        + size.layers * size.expert_weights / tp
-    )
+    tables = _dense_weights(size, 0, (2 - size.tied) * size.table_weights, tp)
+    layers = _dense_weights(size, size.layers, 0, tp) + size.layers * size.expert_weights / tp
+    kept = size.item_bytes if not fp8 else 1
     return {
-        "weights": weights * _BYTES,
-        "cache": concurrent * context * size.cached_bytes(tp),
+        "weights": tables * size.item_bytes + layers * kept,
+        "cache": concurrent * context * size.cached_bytes(tp) / size.item_bytes * kept,
     }
 
 

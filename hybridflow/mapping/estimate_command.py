@@ -15,8 +15,8 @@ from hybridflow.dataflow.graph import Step
 from hybridflow.errors import ConfigError
 from hybridflow.exit_status import DONE
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.mapping.arguments import count
-from hybridflow.mapping.errors import error_text, published_error
+from hybridflow.mapping.arguments import HARDWARE_HELP, add_like, count
+from hybridflow.mapping.errors import error_text, known_error
 from hybridflow.mapping.estimate import (
     Size,
     TrainStep,
@@ -26,9 +26,13 @@ from hybridflow.mapping.estimate import (
     train_bytes,
     train_seconds,
 )
-from hybridflow.mapping.hardware import RANKS_PER_NODE, Hardware, hardware, hardware_names
+from hybridflow.mapping.hardware import DEFAULT_HARDWARE, Hardware, hardware
 from hybridflow.mapping.sizes import model_size
 from hybridflow.observe.table import format_table
+from hybridflow.reshard.spec import ITEM_BYTES
+
+_PROMPT_TOKENS = 2048
+"""Prompts are read as many at a time as fit this."""
 
 _EXAMPLES = """examples:
   hybridflow plan estimate ppo-llama-3.1-8b model.path=models/Llama-3.1-8B-Instruct --response 400
@@ -49,8 +53,8 @@ def add_estimate(plans: Any, step_of: Callable[[Recipe], Step]) -> None:
     parser = plans.add_parser(
         "estimate",
         help="show the time and memory of one configuration on described hardware",
-        description="Estimate a recipe's whole training step; or, with --phase, training or decoding of one model in "
-        "bf16. Print the time by what takes it, "
+        description="Estimate a recipe's whole training step; or, with --phase, training or decoding of one model. "
+        "Print the time by what takes it, "
         "the memory of a GPU by what it is for, and how far such estimates are from published measurements. The "
         "command starts no process and imports no torch.",
         epilog=_EXAMPLES,
@@ -64,15 +68,30 @@ def add_estimate(plans: Any, step_of: Callable[[Recipe], Step]) -> None:
         metavar="MODEL",
         help="known model, directory or its config.json, or sizes: layers=32,hidden=4096,heads=32,…",
     )
-    parser.add_argument("--hardware", default="h100-sxm", choices=hardware_names(), help="default: h100-sxm")
-    parser.add_argument("--layout", metavar="LAYOUT", help="for instance tp8.pp2.dp4; generate: tp alone")
-    parser.add_argument("--nodes", type=int, metavar="N", help="nodes of 8 GPUs; they decide dp where LAYOUT has none")
+    parser.add_argument("--hardware", metavar="NAME", help=HARDWARE_HELP)
+    add_like(parser)
+    parser.add_argument(
+        "--layout",
+        metavar="LAYOUT",
+        help="for instance tp8.pp2.vpp4.dp4; with pp and no vpp the fastest vpp is assumed; generate: tp alone",
+    )
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        metavar="N",
+        help="nodes of the hardware, which has 8 GPUs in each; they decide dp where LAYOUT has none",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bf16", "fp32", "fp8"),
+        help="with --phase: of products (default: the hardware's). fp8 is for the products of layers, and in decoding "
+        "for weights and cache",
+    )
     training = parser.add_argument_group("train")
     training.add_argument("--sequence", type=count, default=4096, metavar="N", help="tokens (default: 4096)")
     training.add_argument("--batch", type=count, metavar="N", help="sequences of a step (default: one micro-batch)")
     training.add_argument("--micro-batch", type=count, default=1, metavar="N", help="sequences (default: 1)")
     training.add_argument("--recompute", choices=("none", "selective", "full"), default="none", help="default: none")
-    training.add_argument("--dtype", choices=("bf16",), default="bf16", help="default: bf16")
     generating = parser.add_argument_group("generate, and RECIPE")
     generating.add_argument(
         "--prompt",
@@ -101,16 +120,24 @@ def run(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step]) -> int
     given = [name for name in ("phase", "model", "layout") if getattr(arguments, name) is not None]
     if len(given) != (3 if arguments.recipe is None else 0):
         raise ConfigError("plan estimate: give RECIPE, or --phase, --model and --layout; see --help for examples")
-    machine = hardware(arguments.hardware)
     if arguments.recipe is not None:
+        if arguments.dtype is not None:
+            raise ConfigError("plan estimate: --dtype belongs to --phase; RECIPE has model.dtype")
         # Reads far more modules than the rest.
+        from hybridflow.mapping.fit import asked_hardware
         from hybridflow.mapping.step_command import recipe_step, step_text
 
-        found = recipe_step(arguments, machine, step_of)
+        machine, texts = asked_hardware(arguments, lambda recipe: step_of(recipe).flow)
+        found = recipe_step(arguments, machine, texts, step_of)
         print(json.dumps(found, indent=2) if arguments.json else step_text(found, machine))
         return DONE
-    size = model_size(arguments.model)
-    layout = _layout(arguments.layout, arguments.nodes)
+    arguments.hardware = arguments.hardware or DEFAULT_HARDWARE
+    machine = hardware(arguments.hardware)
+    if arguments.like is not None:
+        raise ConfigError("plan estimate: --like belongs to RECIPE; leave it out with --phase")
+    _check_dtype(arguments.dtype, arguments.hardware, machine)
+    size = replace(model_size(arguments.model), item_bytes=ITEM_BYTES[machine.dtype])
+    layout = _layout(arguments.layout, arguments.nodes, machine)
     if size.heads % layout.tp:
         raise ConfigError(f"--layout {layout}: tp={layout.tp} does not divide {size.heads} heads; choose a divisor")
     num_experts = 1 if size.experts is None else size.experts.number
@@ -118,22 +145,37 @@ def run(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step]) -> int
         raise ConfigError(f"--layout {layout}: ep={layout.ep} does not divide {num_experts} experts; choose a divisor")
     estimate = _train if arguments.phase == "train" else _generate
     found = estimate(arguments, size, machine, layout)
-    # What was measured were dense models with plain attention.
-    is_known = size.experts is None and size.latent is None
-    found["error"] = published_error(arguments.phase, arguments.hardware, is_known=is_known)
+    what = f"{arguments.phase} fp8" if arguments.dtype == "fp8" else arguments.phase
+    if size.experts is not None:
+        what += " mixture"
+    # Of latent attention a mixture alone was measured.
+    is_known = size.latent is None or size.experts is not None
+    found["error"] = known_error(what, arguments.hardware, machine, is_known=is_known)
     asked = {name: getattr(arguments, name) for name in ("phase", "model", "hardware")}
-    found = {**asked, "layout": str(layout), "gpus": layout.world_size, **found}
+    found = {**asked, "dtype": arguments.dtype or machine.dtype, "gpus": layout.world_size, **found}
     print(json.dumps(found, indent=2) if arguments.json else _as_text(found, machine))
     return DONE
 
 
-def _layout(text: str, nodes: int | None) -> ParallelLayout:
-    layout = ParallelLayout.parse(text)
+def _check_dtype(dtype: str | None, name: str, machine: Hardware) -> None:
+    if dtype == "fp8":
+        if not machine.fp8_flops:
+            raise ConfigError(f"--dtype fp8: --hardware {name} has no products in FP8; leave it out")
+    elif dtype not in (None, machine.dtype):
+        raise ConfigError(f"--dtype {dtype}: --hardware {name} is described for {machine.dtype}")
+
+
+def _layout(text: str, nodes: int | None, machine: Hardware) -> ParallelLayout:
     if nodes is None:
-        return layout
-    gpus = nodes * RANKS_PER_NODE
-    if not re.search(r"\bdp[0-9]", text) and gpus > 0 and gpus % layout.world_size == 0:
-        layout = replace(layout, dp=gpus // layout.world_size)
+        return ParallelLayout.parse(text)
+    gpus = nodes * machine.ranks_per_node
+    if not re.search(r"\bdp[0-9]", text):
+        # ep adds no ranks, and may need more than those without dp.
+        parts = [part for part in text.split(".") if not re.fullmatch("ep[0-9]+", part)]
+        replica = ParallelLayout.parse(".".join(parts)).world_size if parts else 1
+        if gpus > 0 and gpus % replica == 0:
+            text = f"{text}.dp{gpus // replica}"
+    layout = ParallelLayout.parse(text)
     if layout.world_size != gpus:
         raise ConfigError(
             f"--nodes {nodes}: {gpus} GPUs, and --layout {text} has {layout.world_size}; change one of them"
@@ -149,7 +191,13 @@ def _train(arguments: argparse.Namespace, size: Size, machine: Hardware, layout:
         batch=batch,
         micro_batch=arguments.micro_batch,
         recompute=arguments.recompute,
+        fp8=arguments.dtype == "fp8",
     )
+    assumed = None
+    if layout.pp > 1 and layout.layers is None and not re.search(r"\bvpp[0-9]", arguments.layout):
+        step = _interleaved(size, machine, step)
+        assumed = f"vpp{step.layout.vpp}, for {arguments.layout} names no vpp; add vpp1 for stages of one chunk"
+    layout = step.layout
     if layout.pp * layout.vpp > size.layers:
         raise ConfigError(f"--layout {layout}: pp*vpp={layout.pp * layout.vpp} stages for {size.layers} layers")
     parts = train_seconds(size, machine, step)
@@ -157,6 +205,8 @@ def _train(arguments: argparse.Namespace, size: Size, machine: Hardware, layout:
     flops = size.training_flops(tokens, arguments.sequence)
     memory = train_bytes(size, step)
     return {
+        "layout": str(layout),
+        "assumed": assumed,
         "seconds": seconds,
         "tflops_per_gpu": flops / seconds / layout.world_size / 1e12,
         "tokens_per_s": tokens / seconds,
@@ -165,22 +215,41 @@ def _train(arguments: argparse.Namespace, size: Size, machine: Hardware, layout:
     }
 
 
+def _interleaved(size: Size, machine: Hardware, step: TrainStep) -> TrainStep:
+    """Return the step with the number of virtual chunks that is fastest, as those who publish steps choose it.
+
+    Megatron-core needs equal chunks, where embedding and output layer may count as a layer each, and micro-batches by
+    groups of as many as there are stages.
+    """
+    pp = step.layout.pp
+    layers = next((number // pp for number in (size.layers, size.layers + 2) if number % pp == 0), 0)
+    if step.num_micro_batches % pp:
+        return step
+    chunks = [vpp for vpp in range(1, layers + 1) if layers % vpp == 0 and pp * vpp <= size.layers]
+    steps = [replace(step, layout=replace(step.layout, vpp=vpp)) for vpp in chunks]
+    return min(steps, key=lambda one: sum(train_seconds(size, machine, one).values()), default=step)
+
+
 def _generate(arguments: argparse.Namespace, size: Size, machine: Hardware, layout: ParallelLayout) -> dict[str, Any]:
     if layout.world_size != layout.tp:
         raise ConfigError(f"--layout {layout}: decoding is estimated for one replica cut by tp; leave the others out")
     prompt, response, concurrent = arguments.prompt or 1024, arguments.response or 512, arguments.concurrent
-    parts = decode_seconds(size, machine, layout, concurrent, prompt + response / 2)
+    fp8 = arguments.dtype == "fp8"
+    parts = decode_seconds(size, machine, layout, concurrent, prompt + response / 2, fp8=fp8)
     of_a_token = sum(parts.values())
-    first = prefill_seconds(size, machine, layout, prompt)
-    seconds = concurrent * first + (response - 1) * of_a_token
-    memory = decode_bytes(size, layout.tp, concurrent, prompt + response)
+    first = prefill_seconds(size, machine, layout, prompt, fp8=fp8)
+    together = max(1, min(concurrent, _PROMPT_TOKENS // prompt))
+    reading = concurrent / together * prefill_seconds(size, machine, layout, prompt, together, fp8=fp8)
+    seconds = reading + (response - 1) * of_a_token
+    memory = decode_bytes(size, layout.tp, concurrent, prompt + response, fp8=fp8)
     return {
+        "layout": str(layout),
         "seconds": seconds,
         "seconds_per_token": of_a_token,
         "seconds_to_first_token": first,
         "tokens_per_s": concurrent * response / seconds,
         "breakdown": {
-            "prompts": concurrent * first,
+            "prompts": reading,
             **{name: (response - 1) * value for name, value in parts.items()},
         },
         "memory_bytes": {"every GPU": {**memory, "all": sum(memory.values())}},
@@ -204,4 +273,6 @@ def _as_text(found: dict[str, Any], machine: Hardware) -> str:
         shown = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in parts.items() if name != "all")
         fits = "" if parts["all"] <= machine.memory_bytes else f": more than {machine.memory_bytes / 1e9:.0f} GB"
         lines.append(f"memory, {stage}: {parts['all'] / 1e9:.1f} GB ({shown}){fits}")
+    if found.get("assumed"):
+        lines.append(f"assumed: {found['assumed']}")
     return "\n".join([*lines, error_text(found["error"])])

@@ -3,7 +3,8 @@
 Weights, gradients and optimizer state are counted tensor by tensor and are exact, but for the padding of the buffers
 that gradients are reduced in. Caches and activations are upper bounds from the formulas below. A cache whose budget is
 a share of what is free is counted as large as it would ever be, and what of it can be done without is told beside. What
-is not counted: the CUDA context and the buffers of NCCL, and what the allocator loses between blocks.
+is not counted: the CUDA context and the buffers of NCCL, what the allocator loses between blocks, and that some experts
+get more tokens than others.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import LoRAConfig, OptimizerConfig
 from hybridflow.config.types import Recompute
 from hybridflow.errors import ConfigError
+from hybridflow.families.fp8 import LAYERS
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh, format_ranks
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -33,6 +35,7 @@ from hybridflow.reshard.plan import aliases, held_bytes, shares_storage
 from hybridflow.reshard.report import format_bytes
 from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec, TensorSpec
 from hybridflow.rollout.blocks import BLOCK_TOKENS
+from hybridflow.sections import changed_keys
 
 STEP_TOKENS = 2048
 """As ``rollout.engine`` has it, which a login node cannot import."""
@@ -45,6 +48,7 @@ PANEL = 32
 
 _FP32_BYTES = ITEM_BYTES["fp32"]
 _LARGEST_GROUPS = 12
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,7 @@ class MeshMemory:
     Attributes:
         mesh: Name of the mesh, as in ``plan job``.
         weights: Parameters; of ``actor.rollout`` only those that it does not share with ``actor.update``, and in fp32
-            the copy, in another layout, with which a CPU generates.
+            the copy, in another layout, with which a CPU generates; of ``actor.update`` the copies in FP8, too.
         gradients: Summed in fp32.
         optimizer: Two moments, and fp32 weights where the model's own are not.
         cache: Keys and values of the sequences being decoded.
@@ -169,7 +173,7 @@ class _Placed:
         """Return where megatron-core's distributed optimizer keeps its state, with buckets as on a GPU."""
         return OptimizerHoldings(self.trained, self.mesh, bucket_elements(self.mesh.layout))
 
-    @property
+    @functools.cached_property
     def trained(self) -> ModelSpec:
         """Return the tensors that have gradients, if any has."""
         if self.adapters is not None:
@@ -243,7 +247,7 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int, cached: int | None)
     model, mesh, name = placed.model, placed.mesh, placed.mesh.name
     if name == "actor.rollout":
         is_behind = recipe.actor.reshard_every > 1
-        is_apart = is_behind or recipe.actor.offload == "always"
+        is_apart = is_behind or recipe.actor.offload == "always" or recipe.actor.fp8 != "none"
         copied = _own_bytes(placed.whole, placed.update, mesh, rank, is_apart=is_apart)
         base = 0 if placed.adapters is None else _own_bytes(placed.spec, placed.update, mesh, rank, is_apart=is_apart)
         return MeshMemory(
@@ -251,12 +255,14 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int, cached: int | None)
             weights=copied + packed_bytes(placed.spec, model, mesh, rank),
             lasting=copied if is_behind else base,
             cache=cache_bytes(recipe, model, mesh) if cached is None else cached * _token_bytes(model, mesh),
-            activations=decoding_bytes(model, mesh, rank, recipe.rollout.max_concurrent),
+            activations=decoding_bytes(recipe, model, mesh, rank, recipe.rollout.max_concurrent),
         )
     stage, section = mesh.coordinate(rank).pp, _section(recipe, name.partition(".")[0])
     # What is always in host memory takes none of the accelerator but for what is gathered.
     share = 0 if section.offload == "always" else 1
     weights = share * placed.stage_bytes[stage]
+    if name == "actor.update" and recipe.actor.fp8 != "none":
+        weights += fp8_bytes(placed.spec, mesh, rank)
     activations = activation_bytes(recipe, model, mesh, rank, has_value_head=placed.has_value_head)
     if name in _FROZEN:
         is_base = name == "reference" and reference_is_base(recipe, {name: mesh, "actor.update": placed.update})
@@ -273,8 +279,7 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int, cached: int | None)
         mesh=name,
         weights=weights,
         gradients=share * gradient_bytes(trained, model),
-        optimizer=share
-        * optimizer_bytes(placed.trained, placed.states if is_distributed else None, rank, model, trained),
+        optimizer=share * optimizer_bytes(placed.states if is_distributed else None, rank, model, trained),
         # With its gradients before they are summed.
         activations=activations + placed.gathered_bytes(copies=2),
     )
@@ -300,13 +305,21 @@ def activation_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh, rank:
     passing = training_bytes(
         model, mesh, rank, tokens, lora, recompute=section.recompute, recompute_layers=section.recompute_layers
     )
-    return passing + _stacked_bytes(model, mesh) + _exchanged_bytes(model, mesh, whole, copies=4) + output(copies=2)
+    passing += _stacked_bytes(model, mesh) + _sent_bytes(model, mesh.layout, tokens)
+    return passing + _exchanged_bytes(model, mesh, whole, copies=4) + output(copies=2)
 
 
-def decoding_bytes(model: ModelConfig, mesh: DeviceMesh, rank: int, concurrent: int) -> int:
-    """Return the most that a step of generation keeps beside weights and cache, logits of all texts included."""
-    logits = _output_bytes(model, mesh, rank, concurrent, has_value_head=False, copies=1)
-    return _passing_bytes(model, mesh, STEP_TOKENS) + logits
+def decoding_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh, rank: int, concurrent: int) -> int:
+    """Return the most that a step of generation keeps beside weights and cache.
+
+    That includes logits of all texts and, where the recipe has penalties or a least length, what these depend on.
+    """
+    logits, edits = _output_bytes(model, mesh, rank, concurrent, has_value_head=False, copies=1), 0
+    if recipe.rollout.min_new_tokens > 1 or changed_keys(recipe.rollout, _PENALTIES):
+        # How often each token was seen, the edited logits in fp32, and the tokens of each text.
+        columns = -(-_vocab_size(model) // mesh.layout.tp)
+        edits = concurrent * (2 * columns + model.max_context) * _FP32_BYTES
+    return _passing_bytes(model, mesh, STEP_TOKENS) + logits + edits
 
 
 def rank_memory(parts: tuple[MeshMemory, ...], away: Collection[str], spare: int, *, is_offloaded: bool) -> RankMemory:
@@ -355,14 +368,26 @@ def _own_bytes(spec: ModelSpec, update: DeviceMesh, rollout: DeviceMesh, rank: i
     )
 
 
+def fp8_bytes(spec: ModelSpec, mesh: DeviceMesh, rank: int) -> int:
+    """Return the 8-bit copies of the weights of linear layers: one for forward passes, its transpose for gradients.
+
+    Scales are not counted: at most one byte for 32 numbers.
+    """
+    held = WeightHoldings(spec, mesh)
+    return 2 * sum(
+        math.prod(region.local_shape)
+        for tensor in spec.tensors
+        if tensor.name.endswith(LAYERS)
+        for region in held.regions(tensor, rank)
+    )
+
+
 def gradient_bytes(weight_bytes: int, model: ModelConfig) -> int:
     """Return the bytes of a gradient in fp32 for each weight."""
     return weight_bytes // ITEM_BYTES[model.dtype] * _FP32_BYTES
 
 
-def optimizer_bytes(
-    spec: ModelSpec, states: OptimizerHoldings | None, rank: int, model: ModelConfig, weight_bytes: int
-) -> int:
+def optimizer_bytes(states: OptimizerHoldings | None, rank: int, model: ModelConfig, weight_bytes: int) -> int:
     """Return the bytes of Adam's state on a rank.
 
     It has two fp32 numbers for each element that the rank steps, three where weights are not fp32.
@@ -370,11 +395,7 @@ def optimizer_bytes(
     With ``states`` the optimizer is distributed, and a rank steps its range of the gradient buffer; else it steps all
     that it holds.
     """
-    if states is None:
-        elements = weight_bytes // ITEM_BYTES[model.dtype]
-    else:
-        ranges = (states.flat_range(tensor, rank) for tensor in spec.tensors)
-        elements = sum(dealt.stop - dealt.start for dealt in ranges if dealt is not None)
+    elements = weight_bytes // ITEM_BYTES[model.dtype] if states is None else states.num_elements(rank)
     return (2 if model.dtype == "fp32" else 3) * _FP32_BYTES * elements
 
 
@@ -447,7 +468,8 @@ def training_bytes(
 
     The activations between the layers are cut over the tensor-parallel ranks with sequence parallelism alone. Weights
     below adapters are frozen, and need no input for a gradient; that is not taken off. What is recomputed, one layer at
-    a time has. ``selective`` counts as ``none``: the formula has of the attention what a fused kernel keeps, and
+    a time has, with the gradients of its feed-forward block; the layers behind it that were kept are done with by then.
+    ``selective`` counts as ``none``: the formula has of the attention what a fused kernel keeps, and
     recomputing keeps it too.
 
     Args:
@@ -461,18 +483,20 @@ def training_bytes(
     """
     layout, stage = mesh.layout, mesh.coordinate(rank).pp
     slices = _slices(layout)
-    token_bytes = _layer_bytes(model, layout.tp, slices)
+    token_bytes = _layer_bytes(model, layout, slices)
     token_bytes += 0 if lora is None else _adapter_bytes(model, layout.tp, slices, lora)
     input_bytes = -(-model.hidden_size // slices) * ITEM_BYTES[model.dtype]
     left = 0
     if recompute == "full":
         left = model.num_layers if recompute_layers is None else recompute_layers
-    at_once = token_bytes if left else 0
-    chunks: list[int] = []
+    at_once, chunks = 0, []
     for layers in layout.layer_counts(model.num_layers, f"layout {layout}")[stage :: layout.pp]:
         anew = min(layers, left)
         left -= anew
-        chunks.append(anew * input_bytes + (layers - anew) * token_bytes)
+        kept = (layers - anew) * token_bytes
+        chunks.append(anew * input_bytes + kept)
+        if anew:
+            at_once = max(at_once, token_bytes + _gradient_bytes(model, layout.tp) - kept)
     return tokens * (_most_under_way(chunks, stage, layout.pp) + at_once)
 
 
@@ -526,30 +550,61 @@ def _adapter_bytes(model: ModelConfig, tp: int, slices: int, lora: LoRAConfig) -
     return (lora.rank * len(lora.targets) + masks) * ITEM_BYTES[model.dtype]
 
 
-def _layer_bytes(model: ModelConfig, tp: int, slices: int) -> int:
+def _gradient_bytes(model: ModelConfig, tp: int) -> int:
+    """Return the gradients of each token that a layer's feed-forward block has at one time: gate and up, twice."""
+    return 4 * -(-_inner_width(model) // tp) * ITEM_BYTES[model.dtype]
+
+
+def _inner_width(model: ModelConfig) -> int:
+    """Return the columns of a token inside a feed-forward block: of all its experts, or of a wider dense layer."""
+    experts = 1 if model.num_experts is None else model.experts_per_token
+    width = experts * model.ffn_hidden_size + (model.shared_ffn_hidden_size or 0)
+    return max(width, model.dense_ffn_hidden_size or 0)
+
+
+def _layer_bytes(model: ModelConfig, layout: ParallelLayout, slices: int) -> int:
     """Return what a layer keeps of each token.
 
     In elements: the input of its two blocks and of the norms before the blocks and behind them, ``2 h / slices`` each,
     where a kernel fuses them as on a GPU; sine and cosine of the rotation, ``4 d``; of the attention, with ``q`` and
     ``kv`` columns of query and key, the projections, rotated query and key, what the kernel takes and gives, and the
     context: ``5 (q + kv) / tp``; of the feed-forward block gate and up, the activated gate, up once more, and the
-    product, ``5 f / tp``. In a mixture these are there for each expert that a token goes to and for the shared one, and
-    so is the input, ``h``; or those of a dense layer, where it is wider. Latent attention keeps the compressed vectors
-    too.
+    product, ``5 f / tp``. In a mixture these are there for each expert that a token goes to and for the shared one, or
+    those of a dense layer, where it is wider. Latent attention keeps the compressed vectors too.
+
+    An expert is cut in ``etp`` parts, and tokens go to ranks of their experts. With even loads a rank has ``etp / tp``
+    inputs of an expert, ``h`` each, for each choice of a token of its own. Of these it has ``f / etp`` columns: ``f /
+    tp`` for each choice, whatever ``etp`` is.
     """
     queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
     whole = -(-2 * (1 + model.pre_norms + model.post_norms) * model.hidden_size // slices) + 4 * model.rotary_size
     whole += -(-2 * ((model.q_lora_rank or 0) + (model.kv_lora_rank or 0)) // slices)
-    experts = 1 if model.num_experts is None else model.experts_per_token
-    whole += 0 if model.num_experts is None else experts * model.hidden_size
-    width = experts * model.ffn_hidden_size + (model.shared_ffn_hidden_size or 0)
-    cut = 5 * (queries + keys + max(width, model.dense_ffn_hidden_size or 0))
-    return (whole - (-cut // tp)) * ITEM_BYTES[model.dtype]
+    whole += _input_columns(model, layout)
+    cut = 5 * (queries + keys + _inner_width(model))
+    return (whole - (-cut // layout.tp)) * ITEM_BYTES[model.dtype]
+
+
+def _input_columns(model: ModelConfig, layout: ParallelLayout) -> int:
+    """Return the columns of the inputs of a rank's experts, for each of its tokens, with even loads."""
+    if model.num_experts is None:
+        return 0
+    return -(-model.experts_per_token * model.hidden_size * layout.expert_tp // layout.tp)
+
+
+def _sent_bytes(model: ModelConfig, layout: ParallelLayout, tokens: int) -> int:
+    """Return what a layer has beside what it keeps, where ranks send each other the inputs of experts.
+
+    The inputs as they are sent and as they come, and the outputs as they are made, ordered and filled in.
+    """
+    if layout.ep * layout.expert_tp == 1 or (layout.ep == 1 and not layout.splits_sequences):
+        return 0
+    return 5 * tokens * _input_columns(model, layout) * ITEM_BYTES[model.dtype]
 
 
 def _passing_bytes(model: ModelConfig, mesh: DeviceMesh, tokens: int, *, slices: int = 1) -> int:
     """Return the peak of a forward pass of which nothing is kept: what one layer makes."""
-    return tokens * _layer_bytes(model, mesh.layout.tp, slices) + _stacked_bytes(model, mesh)
+    passing = tokens * _layer_bytes(model, mesh.layout, slices) + _sent_bytes(model, mesh.layout, tokens)
+    return passing + _stacked_bytes(model, mesh)
 
 
 def _stacked_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:

@@ -30,17 +30,22 @@ from hybridflow.mapping.estimate import (
     train_seconds,
 )
 from hybridflow.mapping.hardware import Hardware
-from hybridflow.mapping.memory import with_vocabulary
+from hybridflow.mapping.memory import STEP_TOKENS, with_vocabulary
 from hybridflow.mapping.sizes import size_of
 from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.observe.phases import phase_of
 from hybridflow.recipe.meshes import SAMPLING_MESHES
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.plan import shares_storage
 from hybridflow.reshard.report import Bandwidth
 from hybridflow.reshard.report import reshard_seconds as plan_seconds
+from hybridflow.reshard.spec import ITEM_BYTES
 
-_SPREAD = 0.6
-"""Standard deviation of the logarithm of response lengths where they are not known."""
+_SPREAD = 1.0
+"""Standard deviation of the logarithm of response lengths where they are not known.
+
+With it the longest of 2,048 responses is about 20 times as long as the mean, if the limit allows that.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +145,7 @@ def step_calls(
     Raises:
         ConfigError: The recipe has what is not estimated.
     """
-    check_estimated(recipe)
+    check_estimated(recipe, hardware)
     rollout = meshes["actor.rollout"].layout
     if rollout.pp > 1 and recipe.traits.generates:
         raise ConfigError(f"actor.rollout pp={rollout.pp}: not estimated yet; set it to 1")
@@ -153,7 +158,19 @@ def step_calls(
                 update = meshes["actor.update"]
                 seconds["offload"] = offload_seconds(size, work_of(recipe, update), hardware)
                 seconds["reshard"] = reshard_seconds(recipe, update, meshes[node.mesh], hardware)
-    return timed(flow, {name: mesh.ranks for name, mesh in meshes.items()}, seconds)
+    return timed(flow, busy_ranks({name: mesh.ranks for name, mesh in meshes.items()}, hardware), seconds)
+
+
+def busy_ranks(ranks: Mapping[str, Collection[int]], hardware: Hardware) -> Mapping[str, Collection[int]]:
+    """Return which ranks each mesh keeps busy: where ranks share cores, all of them, so that calls come in turn."""
+    if hardware.crowding == 1:
+        return ranks
+    return dict.fromkeys(ranks, tuple(set().union(*ranks.values())))
+
+
+def steps_ahead(max_staleness: int, hardware: Hardware) -> int:
+    """Return by how many steps samples are made ahead to save time: by none where ranks share cores."""
+    return max_staleness if hardware.crowding == 1 else 0
 
 
 def timed(flow: Flow, ranks: Mapping[str, Collection[int]], seconds: Mapping[str, float]) -> tuple[Call, ...]:
@@ -169,6 +186,16 @@ def timed(flow: Flow, ranks: Mapping[str, Collection[int]], seconds: Mapping[str
         Call(name=turn.name, mesh=turn.mesh, start=start, seconds=end - start)
         for turn, (start, end) in zip(turns, spans(turns, seconds), strict=True)
     )
+
+
+def phase_seconds(calls: Sequence[Call], ranks: Mapping[str, Collection[int]]) -> dict[str, float]:
+    """Return the seconds of each phase, of the rank that takes longest, as a run's metrics have them."""
+    shares: dict[str, dict[int, float]] = {}
+    for call in calls:
+        share = shares.setdefault(phase_of("call", call.name), {})
+        for rank in ranks[call.mesh]:
+            share[rank] = share.get(rank, 0.0) + call.seconds
+    return {phase: max(share.values()) for phase, share in shares.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +281,8 @@ def generation_seconds(
 ) -> float:
     """Return the seconds in which a replica generates its share of the responses, long and short ones alike.
 
-    Each response takes a slot until it ends; the next one waits for the slot. A prompt is read once for its group.
+    Each response takes a slot until it ends; the next one waits for the slot. A prompt is read once for its group, and
+    as many at a time as the engine takes.
 
     Args:
         size: The model.
@@ -266,16 +294,23 @@ def generation_seconds(
         concurrent: Slots of a replica.
     """
     waiting = _shuffled(texts.responses[::num_replicas])
-    seconds = math.ceil(len(waiting) / group_size) * prefill_seconds(size, hardware, layout, texts.prompt)
+    prompts = math.ceil(len(waiting) / group_size)
+    at_once = min(prompts, concurrent, max(1, STEP_TOKENS // texts.prompt))
+    seconds = prompts / at_once * prefill_seconds(size, hardware, layout, texts.prompt, at_once)
     # In tokens since the first: when each response ends, and when it began.
     running = [(length, 0) for length in waiting[:concurrent]]
     heapq.heapify(running)
     rest, now, begun = iter(waiting[concurrent:]), 0, 0
+    a_token: dict[int, tuple[float, float]] = {}
     while running:
-        until = running[0][0]
+        until, number = running[0][0], len(running)
         if until > now:
-            context = texts.prompt + (now + until) / 2 - begun / len(running)
-            seconds += (until - now) * sum(decode_seconds(size, hardware, layout, len(running), context).values())
+            if number not in a_token:
+                # Attention alone depends on the context, and is proportional to it.
+                parts = decode_seconds(size, hardware, layout, number, 1)
+                a_token[number] = sum(parts.values()) - parts["attention"] + hardware.engine_launch, parts["attention"]
+            context = texts.prompt + (now + until) / 2 - begun / number
+            seconds += (until - now) * (a_token[number][0] + a_token[number][1] * context)
         now = until
         begun -= heapq.heappop(running)[1]
         for length in itertools.islice(rest, 1):
@@ -299,18 +334,23 @@ def reshard_seconds(recipe: Recipe, source: DeviceMesh, target: DeviceMesh, hard
     return moved / recipe.actor.reshard_every
 
 
-def check_estimated(recipe: Recipe) -> None:
+def check_estimated(recipe: Recipe, hardware: Hardware) -> None:
     """Refuse a recipe that has what is not estimated, whatever its layouts. Raises ConfigError."""
     refused = {
         "actor.lora": recipe.actor.lora is not None,
+        f"actor.fp8={recipe.actor.fp8}": recipe.actor.fp8 != "none",
         "rollout.environment": recipe.rollout.environment is not None,
         f"rollout.engine.kind={recipe.rollout.engine.kind}": recipe.rollout.engine.is_server,
         f"model.implementation={recipe.model.implementation}": recipe.model.implementation != "megatron",
-        f"model.dtype={recipe.model.dtype}": recipe.model.dtype != "bf16",
     }
     for name, is_there in refused.items():
         if is_there:
-            raise ConfigError(f"{name}: not estimated yet; estimate the recipe in bf16 without it")
+            raise ConfigError(f"{name}: not estimated yet; estimate the recipe without it")
+    if recipe.model.dtype != hardware.dtype:
+        raise ConfigError(
+            f"model.dtype={recipe.model.dtype}: this hardware is described for {hardware.dtype}; change the dtype, or "
+            "name other hardware, such as what `hybridflow doctor --measure` wrote"
+        )
 
 
 def nodes(flow: Flow, *, is_update: bool = False) -> Iterable[tuple[Node, bool]]:
@@ -329,6 +369,7 @@ def role_size(recipe: Recipe, node: Node) -> Size | None:
         return None
     size = size_of(shape_of(model := with_vocabulary(recipe, node.role), model.vocab_size or 0))
     is_scorer = node.role in _SCORERS or (node.role == "actor" and recipe.traits.is_scorer)
+    size = replace(size, item_bytes=ITEM_BYTES[model.dtype])
     return replace(size, columns=1, tied=False) if is_scorer else size
 
 
@@ -347,7 +388,7 @@ def work_of(recipe: Recipe, mesh: DeviceMesh) -> Work:
 def node_seconds(
     recipe: Recipe, node: Node, size: Size, work: Work, hardware: Hardware, texts: Texts, *, is_update: bool
 ) -> float:
-    """Return the seconds of a call, all turns of a repeated one.
+    """Return the seconds of a call while no others compute, all turns of a repeated one.
 
     Args:
         recipe: The recipe, for its batches.
@@ -358,24 +399,58 @@ def node_seconds(
         texts: Of the step.
         is_update: Whether the call learns.
     """
-    if node.source:
-        return generation_seconds(
-            size,
-            hardware,
-            work.layout,
-            texts,
-            num_replicas=work.layout.dp,
-            group_size=recipe.rollout.group_size,
-            concurrent=work.concurrent,
+    computing = computing_seconds(
+        recipe, size, work, hardware, texts, is_update=is_update, is_sampling=bool(node.source)
+    )
+    return computing + moving_seconds(node, size, work, hardware, is_update=is_update)
+
+
+def computing_seconds(
+    recipe: Recipe, size: Size, work: Work, hardware: Hardware, texts: Texts, *, is_update: bool, is_sampling: bool
+) -> float:
+    """Return what ``node_seconds`` does without what is moved to host memory and back.
+
+    Recomputation matters to updates only, and ``work.concurrent`` to sampling.
+    """
+    share, layout = hardware.share_of_time(work.layout.world_size), work.layout
+    batch = recipe.trainer.global_batch_size
+    if is_sampling:
+        group, slots = recipe.rollout.group_size, work.concurrent
+        generated = generation_seconds(
+            *(size, hardware, layout, texts), num_replicas=layout.dp, group_size=group, concurrent=slots
         )
-    samples = recipe.trainer.samples_per_update if is_update else recipe.trainer.global_batch_size
-    step = _step(work, texts, samples)
+        return share * (generated + hardware.call_launch)
     if is_update:
-        updates = recipe.loss.epochs * math.ceil(recipe.trainer.global_batch_size / samples)
-        moved = 0.0 if node.role == "actor" else offload_seconds(size, work, hardware)
-        return updates * sum(train_seconds(size, hardware, step).values()) + moved
-    moved = weight_seconds(size, work, hardware) if node.role in _FROZEN else 0.0
-    return forward_seconds(size, hardware, step) + moved
+        samples = recipe.trainer.samples_per_update
+        updates = recipe.loss.epochs * math.ceil(batch / samples)
+        return share * updates * (update_seconds(size, hardware, work, texts, samples) + hardware.call_launch)
+    return share * (scoring_seconds(size, hardware, work, texts, batch) + hardware.call_launch)
+
+
+def moving_seconds(node: Node, size: Size, work: Work, hardware: Hardware, *, is_update: bool) -> float:
+    """Return the seconds in which a call brings its model's offloaded state from host memory, and back if it learns.
+
+    The actor's is moved before it generates.
+    """
+    if is_update and node.role != "actor":
+        return offload_seconds(size, work, hardware)
+    return weight_seconds(size, work, hardware) if node.role in _FROZEN else 0.0
+
+
+def update_seconds(size: Size, hardware: Hardware, work: Work, texts: Texts, samples: int) -> float:
+    """Return the seconds of one optimizer step with so many of the texts."""
+    parts = train_seconds(size, hardware, _step(work, texts, samples))
+    after = sum(parts.pop(name) for name in ("data parallel", "optimizer"))
+    return sum(parts.values()) / _pass_share(size, hardware) + after
+
+
+def scoring_seconds(size: Size, hardware: Hardware, work: Work, texts: Texts, samples: int) -> float:
+    """Return the seconds of log-probabilities, values or rewards of so many of the texts."""
+    return forward_seconds(size, hardware, _step(work, texts, samples)) / _pass_share(size, hardware)
+
+
+def _pass_share(size: Size, hardware: Hardware) -> float:
+    return hardware.sample_share * (1.0 if size.experts is None else hardware.mixture_share)
 
 
 _SCORERS = ("critic", "cost_critic", "reward", "cost")

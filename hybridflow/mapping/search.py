@@ -25,17 +25,19 @@ from hybridflow.mapping.rl_step import (
     Texts,
     Turn,
     Work,
+    busy_ranks,
     nodes,
     reshard_seconds,
     spans,
     step_seconds,
+    steps_ahead,
     timed,
     turns_of,
 )
 from hybridflow.recipe.meshes import SAMPLING_MESHES, role_meshes
 
-_MOST_BLOCKS = 16
-"""Parts of the job's ranks that a set of models may have or not."""
+BLOCKS = 16
+"""Most parts of the job's ranks that a set of models may have or not."""
 
 _ALIKE = 0.001
 """Share of the time by which a configuration must be faster than the fastest to be looked for."""
@@ -101,6 +103,7 @@ class Request:
         memory_bytes: What a rank may need.
         staleness: Values of ``trainer.max_staleness`` that are tried.
         most: Ways to share ranks that are returned.
+        blocks: Most parts of the ranks that a set of models may have or not.
     """
 
     load: Callable[[Sequence[str]], Recipe]
@@ -112,6 +115,7 @@ class Request:
     memory_bytes: float
     staleness: tuple[int, ...] = (0,)
     most: int = 5
+    blocks: int = BLOCKS
 
 
 def search(request: Request) -> list[Found]:
@@ -123,9 +127,9 @@ def search(request: Request) -> list[Found]:
     return _Search(request).run()
 
 
-def placements(meshes: Sequence[str], num_ranks: int, ranks_per_node: int) -> Iterator[Placement]:
+def placements(meshes: Sequence[str], num_ranks: int, ranks_per_node: int, blocks: int = BLOCKS) -> Iterator[Placement]:
     """Yield the ways to share ranks: sets of models, and consecutive ranks for each set."""
-    bounds = _blocks(num_ranks, ranks_per_node)
+    bounds = _blocks(num_ranks, ranks_per_node, blocks)
     for sets in _partitions(meshes):
         for cuts in itertools.combinations(bounds[1:-1], len(sets) - 1):
             edges = (0, *cuts, num_ranks)
@@ -135,10 +139,10 @@ def placements(meshes: Sequence[str], num_ranks: int, ranks_per_node: int) -> It
             )
 
 
-def _blocks(num_ranks: int, ranks_per_node: int) -> list[int]:
-    """Return where a set of ranks may begin: at most 16 blocks, parts of a node or whole nodes."""
+def _blocks(num_ranks: int, ranks_per_node: int, most: int) -> list[int]:
+    """Return where a set of ranks may begin: at most so many blocks, parts of a node or whole nodes."""
     size = 1
-    while -(-num_ranks // size) > _MOST_BLOCKS or (ranks_per_node % size and size % ranks_per_node):
+    while -(-num_ranks // size) > most or (ranks_per_node % size and size % ranks_per_node):
         size += 1
     return [*range(0, num_ranks, size), num_ranks]
 
@@ -163,6 +167,7 @@ class _Problem:
         key: Of the way.
         placement: The way.
         staleness: Value of ``trainer.max_staleness``.
+        ahead: Steps ahead that save time.
         tokens: Of each micro-batch.
         turns: Of a step, where a set of models is one rank.
         offered: Choices for each model.
@@ -171,13 +176,14 @@ class _Problem:
     key: object
     placement: Placement
     staleness: int
+    ahead: int
     tokens: int
     turns: tuple[Turn, ...]
     offered: dict[str, list[Choice]]
 
     def bound(self, seconds: Mapping[str, float]) -> float:
         """Return the seconds of a step."""
-        return step_seconds(self.turns, spans(self.turns, seconds), max_staleness=self.staleness)
+        return step_seconds(self.turns, spans(self.turns, seconds), max_staleness=self.ahead)
 
     def least_seconds(self, names: Iterable[str]) -> dict[str, float]:
         """Return the least seconds of each call of these models."""
@@ -202,7 +208,11 @@ class _Search:
     def __init__(self, request: Request) -> None:
         self._request, recipe = request, request.load(())
         self._flow = request.flow(recipe)
-        self._choices = Choices(recipe, self._flow, request.hardware, request.texts, request.ranks_per_node)
+        self._choices = Choices(
+            *(recipe, self._flow, request.hardware, request.texts),
+            ranks_per_node=request.ranks_per_node,
+            memory_bytes=request.memory_bytes,
+        )
         self._best: dict[object, Found] = {}
         self._limits: dict[object, float] = {}
         self._last = float("inf")
@@ -210,14 +220,16 @@ class _Search:
         self._resharded: dict[object, float] = {}
         self._conflicts: dict[ModelSet, list[frozenset[tuple[str, Work]]]] = {}
         self._leasts: dict[tuple[str, int], float] = {}
-        self._fitting: dict[tuple[str, int, int], list[Choice]] = {}
         self._refused: list[HybridflowError] = []
 
     def run(self) -> list[Found]:
         request, meshes = self._request, self._choices.meshes
         bounded = []
-        for index, placement in enumerate(placements(meshes, request.num_ranks, request.ranks_per_node)):
-            bound = max(sum(self._least(name, len(one.ranks)) for name in one.meshes) for one in placement)
+        for index, placement in enumerate(
+            placements(meshes, request.num_ranks, request.ranks_per_node, request.blocks)
+        ):
+            bounds = [sum(self._least(name, len(one.ranks)) for name in one.meshes) for one in placement]
+            bound = max(bounds) if request.hardware.crowding == 1 else sum(bounds)
             if bound < float("inf"):
                 bounded.append((bound, index, placement))
         for bound, _, placement in sorted(bounded, key=lambda each: each[:2]):
@@ -234,19 +246,10 @@ class _Search:
         """Return the least seconds of a model's calls on so many ranks, if it fits on them alone."""
         if (mesh, num_ranks) not in self._leasts:
             # Fastest first.
-            first = (self._alone(mesh, num_ranks, tokens)[:1] for tokens in self._choices.micro_batches)
+            first = (self._choices.of(mesh, num_ranks, tokens)[:1] for tokens in self._choices.micro_batches)
             totals = [choice.total for choices in first for choice in choices]
             self._leasts[mesh, num_ranks] = min(totals, default=float("inf"))
         return self._leasts[mesh, num_ranks]
-
-    def _alone(self, mesh: str, num_ranks: int, micro_batch_tokens: int) -> list[Choice]:
-        """Return the choices that fit on their ranks alone, the fastest first."""
-        key = (mesh, num_ranks, micro_batch_tokens)
-        if key not in self._fitting:
-            choices = self._choices.of(*key)
-            most = self._request.memory_bytes
-            self._fitting[key] = [each for each in choices if max(load.peak for load in each.loads) <= most]
-        return self._fitting[key]
 
     def _limit(self, key: object) -> float:
         """Return the seconds that a configuration must stay below to be of interest."""
@@ -267,12 +270,18 @@ class _Search:
         sets = {"actor.update": (owner["actor.update"],)}
         for node, _ in nodes(self._flow):
             sets[node.mesh] = (owner[node.mesh if node.mesh in owner else _host_of(node.mesh, owner)],)
-        turns = turns_of(self._flow, sets)
+        turns = turns_of(self._flow, busy_ranks(sets, self._request.hardware))
         for tokens in self._choices.micro_batches:
             offered = {name: self._offered(name, placement[index], tokens) for name, index in owner.items()}
             if all(offered.values()):
                 problem = _Problem(
-                    key=key, placement=placement, staleness=staleness, tokens=tokens, turns=turns, offered=offered
+                    key=key,
+                    placement=placement,
+                    staleness=staleness,
+                    ahead=steps_ahead(staleness, self._request.hardware),
+                    tokens=tokens,
+                    turns=turns,
+                    offered=offered,
                 )
                 if self._narrow(problem):
                     self._branch(problem, {})
@@ -289,11 +298,13 @@ class _Search:
 
     def _offered(self, name: str, one: ModelSet, tokens: int) -> list[Choice]:
         """Return the choices for a model on its ranks; tensor-parallel groups stay within nodes."""
-        choices = self._alone(name, len(one.ranks), tokens)
-        if name == "actor.update" and "actor.rollout" not in one.meshes:
-            # Offloading would make room for a rollout that is elsewhere.
-            choices = [choice for choice in choices if not choice.work.is_offloaded]
-        return [choice for choice in choices if one.ranks.start % choice.work.layout.tp == 0]
+        # Offloading would make room for a rollout that is elsewhere.
+        is_useless = name == "actor.update" and "actor.rollout" not in one.meshes
+        return [
+            choice
+            for choice in self._choices.of(name, len(one.ranks), tokens)
+            if one.ranks.start % choice.work.layout.tp == 0 and not (is_useless and choice.work.is_offloaded)
+        ]
 
     def _branch(self, problem: _Problem, chosen: dict[str, Choice]) -> None:
         """Try all choices of the next model beside those chosen, and judge where all are."""
@@ -374,7 +385,8 @@ class _Search:
             if len(self._refused) > _MOST_REFUSED and not self._best:
                 raise
             return
-        calls = timed(self._flow, {name: mesh.ranks for name, mesh in meshes.items()}, seconds)
+        ranks = {name: mesh.ranks for name, mesh in meshes.items()}
+        calls = timed(self._flow, busy_ranks(ranks, request.hardware), seconds)
         found = Found(
             recipe=recipe,
             overrides=overrides,

@@ -11,6 +11,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.mapping.estimate import Experts, Latent, Size
 from hybridflow.models.shapes import ModelShape, named_shapes, shape_of
 
+_USUAL_HEAD = 128
 _SIZES = ("layers", "hidden", "heads", "groups", "head", "ffn", "vocab", "gated", "tied")
 
 
@@ -86,10 +87,15 @@ def _given_size(text: str) -> Size:
             raise ConfigError(f"--model {text}: {name}={value}; expected a whole number of 1 or more")
         else:
             given[name] = int(value)
-    missing = [name for name in ("layers", "hidden", "heads", "ffn", "vocab") if name not in given]
+    missing = [name for name in ("layers", "hidden", "ffn", "vocab") if name not in given]
     if missing:
         raise ConfigError(f"--model {text}: {', '.join(missing)} missing; give each as name=number")
+    given.setdefault("heads", max(1, given["hidden"] // given.get("head", _USUAL_HEAD)))
     given.setdefault("groups", given["heads"])
+    if given["heads"] % given["groups"]:
+        raise ConfigError(
+            f"--model {text}: groups={given['groups']} does not divide heads={given['heads']}; choose a divisor"
+        )
     given.setdefault("head", given["hidden"] // given["heads"])
     if given["head"] < 1:
         raise ConfigError(f"--model {text}: fewer than one dim for each of {given['heads']} heads; give head=N")

@@ -9,26 +9,33 @@ from typing import Any
 
 from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.graph import Step
-from hybridflow.mapping.errors import error_text, published_error
+from hybridflow.mapping.errors import error_text, known_error
 from hybridflow.mapping.hardware import Hardware
 from hybridflow.mapping.memory import job_memory
-from hybridflow.mapping.rl_step import Texts, spread_lengths, step_calls, total_seconds
+from hybridflow.mapping.rl_step import Texts, spread_lengths, step_calls, steps_ahead, total_seconds
 from hybridflow.observe.table import format_table
 from hybridflow.recipe.load import load_recipe
 from hybridflow.recipe.meshes import role_meshes
 from hybridflow.reshard.report import format_bytes
 
 
-def recipe_step(arguments: argparse.Namespace, machine: Hardware, step_of: Callable[[Recipe], Step]) -> dict[str, Any]:
-    """Return the estimate of a recipe's step, as JSON has it.
+def recipe_step(
+    arguments: argparse.Namespace, machine: Hardware, like: Texts | None, step_of: Callable[[Recipe], Step]
+) -> dict[str, Any]:
+    """Return the estimate of a recipe's step, as JSON has it; ``like`` are texts of a run.
 
     Raises:
         ConfigError: The recipe is wrong, or cannot be estimated.
     """
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    meshes, samples, texts = role_meshes(recipe), recipe.trainer.global_batch_size, texts_of(arguments, recipe)
+    machine.check_ranks(recipe.cluster.ranks)
+    meshes, samples, texts = (
+        role_meshes(recipe),
+        recipe.trainer.global_batch_size,
+        texts_of(recipe, arguments.prompt, arguments.response, like),
+    )
     calls = step_calls(recipe, step_of(recipe).flow, meshes, machine, texts)
-    seconds = total_seconds(calls, max_staleness=recipe.trainer.max_staleness)
+    seconds = total_seconds(calls, max_staleness=steps_ahead(recipe.trainer.max_staleness, machine))
     memory = max(job_memory(recipe, meshes), key=lambda rank: rank.least)
     return {
         "recipe": recipe.name,
@@ -41,19 +48,26 @@ def recipe_step(arguments: argparse.Namespace, machine: Hardware, step_of: Calla
         "calls": [asdict(call) for call in calls if call.seconds],
         # A cache beyond one sequence's takes what is free.
         "memory_bytes": {"rollout": memory.rollout - memory.spare, "update": memory.update},
-        "error": published_error("step", arguments.hardware, is_known=recipe.model.num_experts is None),
+        "error": known_error(_kind(recipe), arguments.hardware, machine, is_known=True),
     }
 
 
-def texts_of(arguments: argparse.Namespace, recipe: Recipe) -> Texts:
-    """Return the texts of a recipe's step, as ``--prompt`` and ``--response`` have them.
+def _kind(recipe: Recipe) -> str:
+    return "step" if recipe.model.num_experts is None else "step of a mixture"
+
+
+def texts_of(recipe: Recipe, given_prompt: int | None, given_response: int | None, like: Texts | None) -> Texts:
+    """Return the texts of a recipe's step, of given lengths, or those of a run; else half of what there is room for.
 
     Raises:
         ConfigError: The mean response is longer than ``rollout.max_new_tokens``.
     """
     longest, samples = recipe.rollout.max_new_tokens, recipe.trainer.global_batch_size
-    prompt = arguments.prompt or max(1, (recipe.model.max_context - longest) // 2)
-    return Texts(prompt=prompt, responses=spread_lengths(samples, arguments.response or max(1, longest // 2), longest))
+    prompt, response = max(1, (recipe.model.max_context - longest) // 2), float(max(1, longest // 2))
+    if like is not None:
+        prompt, response = like.prompt, min(longest, like.mean_response)
+    lengths = spread_lengths(samples, given_response or response, longest)
+    return Texts(prompt=given_prompt or prompt, responses=lengths)
 
 
 def step_text(found: dict[str, Any], machine: Hardware) -> str:

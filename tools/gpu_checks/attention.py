@@ -108,11 +108,18 @@ def _attend(packed: list[Any], lengths: list[int], places: list[int], scoring: A
         scores = scoring.scale * query[:, num_keys_alone:] @ key.transpose(1, 2)
         if scoring.softcap:
             scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-        behind = torch.arange(length, device=taken.device)
-        behind = behind[num_keys_alone:, None] - behind
+        behind = _behind(length, num_keys_alone).to(taken.device)
         is_hidden = (behind < 0) | (behind >= (scoring.window or length))
         outputs.append((scores.masked_fill(is_hidden, -math.inf).softmax(-1) @ value).transpose(0, 1))
     return torch.cat(outputs)
+
+
+def _behind(num_keys: int, num_keys_alone: int) -> Any:
+    """Return how far each key is behind each query, ``[queries, keys]``: the last query sees the last key."""
+    import torch
+
+    places = torch.arange(num_keys)
+    return places[num_keys_alone:, None] - places
 
 
 if __name__ == "__main__":

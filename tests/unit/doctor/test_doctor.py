@@ -1,6 +1,7 @@
 """The doctor's parsers, on outputs of real programs and on broken ones; its verdicts; the command on this machine."""
 
 import json
+import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
@@ -15,6 +16,7 @@ from hybridflow.doctor.command import nodes_left, srun_command
 from hybridflow.doctor.compare import NodeReport
 from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding, format_bytes, worst
 from hybridflow.doctor.rounds import partner, tournament
+from hybridflow.mapping.hardware import hardware
 from hybridflow.parallel.scontrol import parse_records
 from hybridflow.programs import try_program
 from hybridflow.rewards.sandbox import Bubblewrap
@@ -536,3 +538,36 @@ def test_on_this_machine(tmp_path, capsys, monkeypatch):
 def test_a_directory_that_cannot_be_written_stops_a_run():
     found = by_name(files.check_directory(Path("/proc/self")))
     assert found["writing"].verdict == PROBLEM
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks", "2"], "belong to --measure"),
+        (["--measure", "--json"], "leave --nodes and --json out"),
+        (["--measure", "--out", "mine.txt"], "expected a file NAME.yaml"),
+        (["--measure", "--out", f"{__file__}/mine.yaml"], "cannot be written"),
+    ],
+)
+def test_a_wrong_request_to_measure_is_refused_at_once(capsys, words, message):
+    assert cli.main(["doctor", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_this_machine_is_measured_and_plans_read_it(tmp_path):
+    path = tmp_path / "new" / "measured.yaml"
+    done = subprocess.run(
+        [sys.executable, "-m", "hybridflow", "doctor", "--measure", "--ranks", "1", "--out", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"plan auto RECIPE --hardware {path}" in done.stdout and "wider, update" in done.stdout
+    found = hardware(str(path))
+    assert found.dtype == "fp32" and found.ranks_per_node == 1 and found.crowding == 1
+    # One core, old or new.
+    assert 1e9 < found.flops < 1e12 and 1e9 < found.memory_bandwidth < 1e12
+    assert found.error_percent is not None

@@ -14,6 +14,7 @@ import pytest
 import hybridflow
 from hybridflow.launch.local import run_local
 from hybridflow.parallel.process import find_process, is_running
+from tests.support.machines import write_machine
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -289,9 +290,10 @@ def test_tests_install_their_tools_and_leave_the_long_ones_out(clone):
     assert clone("tests/run.sh", "-k", "layout")[1] == [
         f"{PIP} torch==2.13.0",
         editable,
-        f"{pytest_call} not slow and not slurm and not vllm and not cuda_build -k layout",
+        f"{pytest_call} not slow and not slurm and not vllm and not cuda_build and not long -k layout",
     ]
-    assert clone("tests/run.sh", "--all", "-x")[1] == [f"{pytest_call}  -x"]
+    assert clone("tests/run.sh", "--all", "-x")[1] == [f"{pytest_call} not long -x"]
+    assert clone("tests/run.sh", "--long", "-x")[1] == [f"{pytest_call}  -x"]
     assert clone("launch/quickstart.sh")[1] == ["hybridflow train quickstart --resume"]
 
 
@@ -315,6 +317,22 @@ def test_forked_ranks_run_hybridflow_and_their_status_is_that_of_all(argv, statu
     assert done.returncode == status, done.stderr
     assert done.stdout.splitlines() == [f"hybridflow {hybridflow.__version__}"] * (2 if status == 0 else 0)
     assert ("recipe absent.yaml: no such file" in done.stderr) == (status == 2)
+
+
+@pytest.mark.parametrize("settings", [[], ["layout=auto", "cluster.hardware={folder}/cpu.yaml"]])
+def test_the_launcher_begins_no_thread_before_it_forks_the_ranks(tmp_path, settings):
+    """numpy begins one for each core where OMP_NUM_THREADS is not set; ranks would then start anew, for seconds."""
+    program = (
+        "import os, sys, hybridflow.launch.command as launch\n"
+        "from hybridflow import cli\n"
+        "launch.run_local = lambda *_, **__: print(*os.listdir('/proc/self/task'), 'numpy' in sys.modules) or 0\n"
+        "cli.main(sys.argv[1:])\n"
+    )
+    write_machine(tmp_path / "cpu.yaml")
+    argv = ["train", "quickstart", f"run_dir={tmp_path}", *(each.format(folder=tmp_path) for each in settings)]
+    done = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, text=True, check=False)
+    thread, has_numpy = done.stdout.splitlines()[-1].split()
+    assert has_numpy == "False", done.stderr
 
 
 @pytest.mark.slow

@@ -49,6 +49,16 @@ def test_70b_on_a_stage_without_embeddings():
     assert actor.activations == critic.activations == 7 * 4096 * 10 * 28_288 * 2
 
 
+def test_fp8_takes_two_more_copies_of_one_byte_and_a_rollout_with_weights_of_its_own():
+    plain, rounded = (by_mesh(memory_of("ppo-70b", *more)[100]) for more in ((), ("actor.fp8=blockwise",)))
+    # Rows and columns of ten layers' matrices; norms and embeddings have none.
+    assert rounded["actor.update"].weights == plain["actor.update"].weights + 2 * 10 * (855_638_016 // 8)
+    assert rounded["actor.update"].gradients == plain["actor.update"].gradients
+    # Ten layers that it could have shared.
+    assert rounded["actor.rollout"].weights == (80 * LAYER + 2 * EMBEDDING + 8192) * 2
+    assert rounded["critic"] == plain["critic"] and rounded["reference"] == plain["reference"]
+
+
 def test_70b_first_and_last_stage_have_the_embeddings():
     memory = memory_of("ppo-70b")
     first, last = by_mesh(memory[0]), by_mesh(memory[511])
@@ -71,6 +81,17 @@ def test_sequence_parallelism_cuts_what_is_between_matrices_and_context_parallel
     shared = by_mesh(memory_of("ppo-70b", "actor.update={tp: 8, pp: 8, cp: 2, dp: 4}")[100])["actor.update"]
     assert shared.activations == split.activations // 2 + 4 * 4096 * 2 * 128 * 2
     assert (shared.weights, shared.optimizer) == (split.weights, split.optimizer)
+
+
+@pytest.mark.parametrize("asked", ["presence_penalty=0.5", "repetition_penalty=1.1", "min_new_tokens=4"])
+def test_penalties_need_a_table_of_tokens_seen(asked):
+    few = "rollout.max_concurrent=32"
+    plain, edited = (
+        by_mesh(memory_of("ppo-70b", few, *more)[100])["actor.rollout"].activations
+        for more in ((), (f"rollout.{asked}",))
+    )
+    # 128,256 columns over tp8: counts and edited logits of four bytes, and a context of 4,096 tokens.
+    assert edited - plain == 32 * 4 * (2 * 16_032 + 4096)
 
 
 def test_phases_add_up_what_is_there_in_them():
@@ -130,11 +151,23 @@ def test_a_mixture_needs_the_inputs_of_its_experts_and_their_weights_side_by_sid
         )
     )
     # Of each token a layer keeps the inputs of two experts, and what the second makes of them. Logits: 32 columns.
-    kept = dense + 2 * 4096 * (2 * 128 + 5 * 256) * 2
+    # Both ranks have slices of the tokens and halves of the experts, so inputs and outputs are there five times more.
+    kept = dense + 2 * 4096 * (2 * 128 + 5 * 256) * 2 + 5 * 4096 * 2 * 128 * 2
     # Gate and up of eight experts, for their product.
     assert stacked == kept + 8 * 2 * 256 * 128 * 2
     # In fp32 they are multiplied one after the other. Chunks of logits are in fp32 anyway.
     assert sparse == 2 * (kept - 4 * 1024 * 32 * 4) + 4 * 1024 * 32 * 4
+
+
+def test_whole_experts_have_fewer_inputs_of_the_same_width():
+    # Two layers, 4096 tokens, hidden 128, tp2, fp32. With etp2 a rank has half of each expert, and the inputs of all
+    # tokens; with etp1 whole experts, and half of the inputs. What an expert makes of an input is as wide as its part.
+    halves, whole = (
+        by_mesh(memory_of("grpo", "model.num_experts=4", f"actor.update={layout}", "critic=null")[0])["actor.update"]
+        for layout in ("{tp: 2, dp: 2, ep: 2}", "{tp: 2, dp: 2, ep: 2, etp: 1}")
+    )
+    inputs = 4096 * 2 * 128 * 4
+    assert halves.activations - whole.activations == (2 + 5) * inputs // 2
 
 
 def test_the_cache_keeps_to_its_budget():
@@ -266,11 +299,14 @@ def activations(stage, axes="", *more):
 
 
 def test_recomputed_layers_keep_their_input_and_one_layer_at_a_time_the_rest():
-    share = 1024 / 28_288
-    assert activations(1, "", "actor.recompute=full") == pytest.approx(7 * 10 * share + 1)
-    assert activations(1, "", "actor.recompute=full", "actor.recompute_layers=4") == pytest.approx(
-        7 * (4 * share + 6) + 1
+    # With the gradients of gate and up, twice: 4 · 28672 / 8 numbers.
+    share, gradients = 1024 / 28_288, 14_336 / 28_288
+    assert activations(1, "", "actor.recompute=full") == pytest.approx(7 * 10 * share + 1 + gradients)
+    # Of the ten layers nine are recomputed: when the first of these is, the tenth is done with.
+    assert activations(1, "", "actor.recompute=full", "actor.recompute_layers=9") == pytest.approx(
+        7 * (9 * share + 1) + gradients
     )
+    assert activations(1, "", "actor.recompute=full", "actor.recompute_layers=4") == pytest.approx(7 * (4 * share + 6))
     assert activations(1, "", "actor.recompute=selective") == activations(1) == 70
     assert activations(1, ", sequence_parallel: false") == pytest.approx(70 * 56_960 / 28_288)
 

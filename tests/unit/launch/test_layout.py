@@ -1,0 +1,62 @@
+"""``layout: auto``: what a recipe becomes before it is trained or submitted."""
+
+import pytest
+
+from hybridflow import cli
+from hybridflow.errors import ConfigError
+from hybridflow.launch.layout import with_layouts
+from hybridflow.recipe.load import load_recipe
+from hybridflow.trainer.plan import plan_job
+from tests.support.machines import write_machine
+
+
+@pytest.fixture
+def asked(tmp_path):
+    return ["layout=auto", f"cluster.hardware={write_machine(tmp_path / 'machine.yaml')}"]
+
+
+def test_a_recipe_with_layouts_stays_as_it_is():
+    recipe = load_recipe("quickstart")
+    assert with_layouts(recipe, "quickstart", ["seed=2"], 4) == (recipe, ["seed=2"], None)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_recipe_has_the_layouts_for_the_ranks_that_are_there(asked, num_ranks, capsys):
+    found, overrides, line = with_layouts(load_recipe("quickstart", asked), "quickstart", asked, num_ranks)
+    assert found.layout is None and found.cluster.ranks == num_ranks
+    assert found == load_recipe("quickstart", overrides)
+    assert {mesh.layout.world_size for mesh in plan_job(found).meshes.values()} <= {1, 2, 3, num_ranks}
+    assert line.startswith("layout: auto: ") and "responses of 2" in line
+    machine = asked[1].partition("=")[2]
+    assert cli.main(["plan", "auto", "quickstart", "--hardware", machine, "--gpus", str(num_ranks)]) == 0
+    # What the command would choose, and no other.
+    told = capsys.readouterr().out
+    assert all(f"  {override}\n" in told for override in overrides[3:] if not override.endswith("=null"))
+
+
+def test_what_cannot_be_searched_is_refused(asked, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    recipe = load_recipe("quickstart", ["layout=auto"])
+    with pytest.raises(ConfigError, match="doctor --measure"):
+        with_layouts(recipe, "quickstart", ["layout=auto"], 4)
+    with pytest.raises(ConfigError, match="8 ranks need more than one node of 4"):
+        with_layouts(load_recipe("quickstart", asked), "quickstart", asked, 8)
+    with pytest.raises(ConfigError, match="layout: auto: is for `hybridflow train`"):
+        plan_job(recipe)
+
+
+def test_a_job_is_searched_for_the_nodes_that_are_asked_for(asked, capsys):
+    # The recipe itself has four ranks.
+    words = ["launch", "slurm", "quickstart", *asked, "cluster.ranks_per_node=2", "--time", "1:00:00", "--print"]
+    assert cli.main([*words, "--nodes", "3"]) == 2
+    assert "6 ranks are no whole nodes of 4" in capsys.readouterr().err
+    assert cli.main([*words, "--nodes", "1"]) == 0
+    printed = capsys.readouterr()
+    assert "1 node × 2 = 2 ranks: layout: auto: " in printed.err
+    assert "#SBATCH --nodes=1" in printed.out
+
+
+def test_a_plan_shows_what_was_chosen(asked, capsys):
+    assert cli.main(["plan", "job", "quickstart", *asked]) == 0
+    printed = capsys.readouterr()
+    assert "layout: auto: " in printed.err and "actor.update tp" in printed.out

@@ -32,14 +32,15 @@ from hybridflow.launch.command import (
     try_here,
 )
 from hybridflow.launch.init import add_init
+from hybridflow.launch.layout import with_layouts
 from hybridflow.mapping.auto_command import add_auto
 from hybridflow.mapping.estimate_command import add_estimate
 from hybridflow.observe.console import complain, ensure_streams, flushed, print_out
 from hybridflow.observe.rank_log import LOG_VARIABLE, say_event
 from hybridflow.observe.status_command import add_status
 from hybridflow.parallel.rank import MEETING_VARIABLE, run_rank
-from hybridflow.parallel.signals import CaughtSignals
-from hybridflow.parallel.start import find_start, is_launched, rank_hint
+from hybridflow.parallel.signals import COPIES_S, CaughtSignals
+from hybridflow.parallel.start import find_start, is_launched, passes_interrupts, rank_hint
 from hybridflow.recipe.defaults import defaults_text
 from hybridflow.recipe.inputs import check_inputs
 from hybridflow.recipe.load import find_recipe, load_recipe, recipe_for_ranks
@@ -51,6 +52,7 @@ from hybridflow.serving.command import add_serving
 if TYPE_CHECKING:
     from hybridflow.dataflow.graph import Step
     from hybridflow.layout.mesh import DeviceMesh
+    from hybridflow.mapping.planned import Planned
     from hybridflow.parallel.start import Start
     from hybridflow.parallel.world import World
     from hybridflow.reshard.report import Bandwidth
@@ -214,10 +216,10 @@ def _parser() -> argparse.ArgumentParser:
     add_launch(commands)
     add_convert(commands)
     add_commands(commands)
-    add_status(commands)
+    add_status(commands, _planned_of)
     add_rollouts(commands)
-    add_report(commands)
-    add_doctor(commands)
+    add_report(commands, _planned_of)
+    add_doctor(commands, _step_of)
     return parser
 
 
@@ -256,8 +258,16 @@ def _add_reshard(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draw", metavar="FILE.png", help="draw what each rank holds, and what moves")
 
 
+def _settled(recipe: Recipe, arguments: argparse.Namespace, num_ranks: int = 0, *, is_told: bool = True) -> Recipe:
+    num_ranks = num_ranks or recipe.cluster.ranks
+    recipe, _, line = with_layouts(recipe, arguments.recipe, arguments.overrides, num_ranks)
+    if line is not None and is_told:
+        complain(line)
+    return recipe
+
+
 def _plan_job(arguments: argparse.Namespace) -> int:
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    recipe = _settled(load_recipe(arguments.recipe, arguments.overrides), arguments)
     if arguments.mermaid:
         from hybridflow.dataflow.render import mermaid
         from hybridflow.trainer.plan import plan_job
@@ -270,6 +280,12 @@ def _plan_job(arguments: argparse.Namespace) -> int:
         # Last, so that what does not fit can be looked up above.
         print(f"\nbatch file\n{batch_file(arguments)}", end="")
     return 0
+
+
+def _planned_of(run_dir: Path) -> Planned | None:
+    from hybridflow.mapping.planned import planned_run
+
+    return planned_run(run_dir, lambda recipe: _step_of(recipe).flow)
 
 
 def _step_of(recipe: Recipe) -> Step:
@@ -395,18 +411,20 @@ def _reshard_header(name: str, model: ModelSpec, source: DeviceMesh, target: Dev
 
 def _train(arguments: argparse.Namespace) -> int:
     # As early as can be: a signal that comes before ends the rank, and with it the job.
-    signals = CaughtSignals() if is_launched() and not arguments.dry_run else None
+    signals = _signals_of_rank() if is_launched() and not arguments.dry_run else None
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     check_inputs(recipe, find_recipe(arguments.recipe).parent)
     if arguments.dry_run:
-        _print_plan(recipe)
-        print_out("\ninputs\n" + "\n".join(try_here(recipe)))
+        _print_plan(_settled(recipe, arguments))
+        print_out("\ninputs\n" + "\n".join(try_here(recipe, resume=arguments.resume)))
         return 0
     os.environ[LOG_VARIABLE] = arguments.log
     start = find_start()
     if start.launcher == "alone" and recipe.cluster.ranks > 1:
         return train_here(recipe, arguments)
-    if start.launcher != "alone":
+    if recipe.layout is not None:
+        recipe = _settled(recipe, arguments, start.size, is_told=start.rank == 0)
+    elif start.launcher != "alone":
         recipe = recipe_for_ranks(recipe, arguments.recipe, arguments.overrides, start.size)
         if start.rank >= recipe.cluster.ranks:
             from hybridflow.parallel.world import stand_by
@@ -416,6 +434,14 @@ def _train(arguments: argparse.Namespace) -> int:
         start = start.first(recipe.cluster.ranks)
     signals = CaughtSignals(asks_at_interrupt=True) if signals is None else signals
     return _train_rank(recipe, start, signals, resume=arguments.resume)
+
+
+def _signals_of_rank() -> CaughtSignals:
+    """Return the signals that a rank catches; the launcher is known by its variables alone."""
+    if MEETING_VARIABLE in os.environ or not passes_interrupts():
+        # hybridflow's own launcher and srun, which Ctrl-C reaches too, act for their ranks.
+        return CaughtSignals()
+    return CaughtSignals(asks_at_interrupt=True, speaks=rank_hint() == 0, copies_s=COPIES_S)
 
 
 def _train_rank(recipe: Recipe, start: Start, signals: CaughtSignals, *, resume: bool) -> int:

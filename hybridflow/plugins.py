@@ -14,7 +14,7 @@ def find_plugin(name: str, built_in: Mapping[str, Any], *, key: str, kind: str) 
     """Return the object that a name stands for: a built-in one, or ``package.module:name`` by import.
 
     Args:
-        name: What the recipe says.
+        name: What the recipe says. ``folder/file.py:name`` means ``folder.file:name``.
         built_in: Ours, by name.
         key: Where the recipe says it, for the message.
         kind: What is wanted, for the message: ``function`` or ``Class``.
@@ -28,6 +28,8 @@ def find_plugin(name: str, built_in: Mapping[str, Any], *, key: str, kind: str) 
     if not built_in:
         expected = f"give 'package.module:{kind}'"
     module, _, attribute = name.partition(":")
+    if module.endswith(".py"):
+        module = module.removesuffix(".py").removeprefix("./").replace("/", ".")
     try:
         return getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import json
 import math
 import re
 import types
@@ -52,6 +53,9 @@ _MISREAD = re.compile(r".*:.*|[-+]?0[0-9_]+")
 
 LARGEST_INTEGER = 1 << 24
 """Largest integer of a key that has no other bound."""
+
+_INTEGERS = re.compile(r"\[(?:0|[1-9][0-9]{0,17})(?:, ?(?:0|[1-9][0-9]{0,17}))*\]")
+"""A list that YAML and JSON read alike."""
 
 _MOST_CHARACTERS = 1 << 19
 """Longest YAML in characters, with its aliases written out."""
@@ -131,6 +135,8 @@ def parse_yaml(text: str, source: str) -> object:
     """
     if len(text) > _MOST_CHARACTERS:
         raise ConfigError(f"{source}: is longer than {_MOST_CHARACTERS} characters; write less")
+    if _INTEGERS.fullmatch(text):
+        return json.loads(text)  # JSON reads the ranks of a large job a hundred times as fast.
     try:
         loader = _Loader(text)
         node = loader.get_single_node()

@@ -13,6 +13,7 @@ from hybridflow.checkpoint.manifest import read_manifest
 from hybridflow.checkpoint.store import load_latest
 from hybridflow.errors import CheckpointError, WriteError
 from hybridflow.models.user_model import FAMILY
+from hybridflow.observe.files import write_remedy
 from hybridflow.parallel.world import World
 
 
@@ -73,6 +74,7 @@ def _on_the_first(write: Callable[[], None], path: Path, world: World) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write()
         except OSError as error:
-            raise WriteError(f"{path}: cannot be written: {error}; make room there, or choose another place") from error
+            remedy = write_remedy(error, "choose another place")
+            raise WriteError(f"{path}: cannot be written: {error}; {remedy}") from error
 
     world.everyone().on_lead("the checkpoint", work)

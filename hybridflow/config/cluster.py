@@ -22,6 +22,8 @@ class ClusterConfig:
         threads_per_rank: CPU threads of each rank.
         memory_budget_gb: Accelerator memory of each rank, in 1e9 bytes. A job that needs more by our estimate
             (``hybridflow plan job``) is refused before it starts. None means no limit.
+        hardware: Hardware for which ``layout: auto`` searches: a name or file of ``hybridflow plan auto --hardware``.
+            None means what ``hybridflow doctor --measure`` has measured.
     """
 
     ranks: ListedCount = 1
@@ -31,6 +33,7 @@ class ClusterConfig:
     dead_after_s: Seconds = 20.0
     threads_per_rank: ListedCount = 1
     memory_budget_gb: Positive | None = None
+    hardware: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

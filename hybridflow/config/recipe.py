@@ -44,6 +44,8 @@ class Recipe:
         seed: Seed of initial weights, data order and sampling.
         run_dir: Directory of the run's files. Left out, it is ``runs/<name>`` or ``runs/<namespace>/<name>``.
         cluster: Ranks of the job.
+        layout: ``auto`` has ``hybridflow train`` and ``hybridflow launch`` search ranks, layouts and memory settings of
+            all models for ``cluster.hardware``, as ``hybridflow plan auto`` does. They replace the recipe's.
         model: Language model of the actor and the reference. A critic without its own model uses it too.
         data: Source of prompts.
         tokenizer: Conversion of text to token ids.
@@ -78,6 +80,7 @@ class Recipe:
     seed: Seed = 1
     run_dir: str = field(default="", metadata=MAY_CHANGE)
     cluster: ClusterConfig = field(default=ClusterConfig(), metadata=MAY_CHANGE)
+    layout: Literal["auto"] | None = field(default=None, metadata=MAY_CHANGE)
     model: ModelConfig = field(metadata=may_change_below("path"))
     data: DataConfig
     tokenizer: TokenizerConfig = TokenizerConfig()

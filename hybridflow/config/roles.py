@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from hybridflow.config.types import Offload, Recompute
+from hybridflow.config.types import Fp8, Offload, Recompute
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.sections import (
@@ -155,6 +155,9 @@ class ActorConfig:
             inside the core attention, ``full`` all but the input of each layer. See docs/layouts.md.
         recompute_layers: Layers of each pipeline stage that ``recompute: full`` holds for, from the first. None means
             all.
+        fp8: Scaling of the 8-bit numbers with which the linear layers of the update compute. ``blockwise`` is for GPUs
+            of the Hopper generation, ``mxfp8`` for Blackwell. Both need Transformer Engine and ``model.dtype: bf16``.
+            The rollout samples with weights that were rounded alike. ``none`` means no such numbers. See docs/gpu.md.
         lora: Train adapters instead of the weights. None trains the weights.
         moe: Experts of the actor's model.
     """
@@ -169,6 +172,7 @@ class ActorConfig:
     offload: Offload = field(default=False, metadata=MAY_CHANGE)
     recompute: Recompute = field(default="none", metadata=MAY_CHANGE)
     recompute_layers: Count | None = field(default=None, metadata=MAY_CHANGE)
+    fp8: Fp8 = "none"
     lora: LoRAConfig | None = None
     moe: MoEConfig = field(default_factory=MoEConfig)
 

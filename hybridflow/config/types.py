@@ -28,4 +28,7 @@ Offload = Literal[True, False, "always"]
 Recompute = Literal["none", "selective", "full"]
 
 
+Fp8 = Literal["none", "blockwise", "mxfp8"]
+
+
 StopText = Annotated[str, re.compile(r"[^\ufffd]{1,1024}", re.DOTALL)]

@@ -91,7 +91,7 @@ def ensure_files(
         WriteError: The file system refuses.
     """
     for path, content in _absent(spec, train, held_out, has_preferences=has_preferences):
-        with writing(path, "make room there, or choose another place"):
+        with writing(path, "choose another place"):
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, content)
 

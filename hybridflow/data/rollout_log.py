@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridflow.errors import WriteError
-from hybridflow.observe.files import sync_path
+from hybridflow.observe.files import sync_path, write_remedy
 
 MAGIC = b"hybridflow-log-2"
 FINISHES = ("stop", "length", "paused")
@@ -205,7 +205,7 @@ class LogWriter:
         self._num_synced = num_bytes
 
     def _refused(self, error: OSError) -> WriteError:
-        return WriteError(f"{self._path}: cannot be written: {error}; make room there, or set another run_dir")
+        return WriteError(f"{self._path}: cannot be written: {error}; {write_remedy(error)}")
 
 
 def read_log(path: Path) -> Log | None:

@@ -18,9 +18,9 @@ class Role:
     Attributes:
         call_names: Methods that nodes may name.
         metrics: Measurements of the last calls, over the global batch; the trainer empties them at each step.
-        sample_stats: Numbers of single samples that this rank reports, see ``step_metrics.DISTRIBUTIONS``; emptied
-            alike.
-        shown: Samples of the last validation for a person, see ``sampling.validation``; emptied alike.
+        sample_stats: Numbers of single samples that this rank reports, see ``step_metrics.DISTRIBUTIONS``, and of
+            single experts, see ``observe.expert_loads``; emptied alike.
+        shown: Samples for a person, of the last validation or of the step, see ``sampling.validation``; emptied alike.
     """
 
     call_names: tuple[str, ...] = ()

@@ -6,6 +6,7 @@ Nothing here writes through a link that another user has put under a name that c
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import tempfile
@@ -15,14 +16,17 @@ from typing import Any
 
 from hybridflow.errors import WriteError
 
+_NO_ROOM = (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Libraries do not always tell the number."""
+
 
 @contextlib.contextmanager
-def writing(path: Path, remedy: str = "make room there, or set another run_dir") -> Iterator[None]:
+def writing(path: Path, otherwise: str = "set another run_dir") -> Iterator[None]:
     """Turn an OSError into a WriteError.
 
     Args:
         path: What is written; named where the system names no file.
-        remedy: What to do.
+        otherwise: What helps besides making room.
 
     Raises:
         WriteError: The file system refuses.
@@ -31,7 +35,13 @@ def writing(path: Path, remedy: str = "make room there, or set another run_dir")
         yield
     except OSError as error:
         reason = error.strerror or error
+        remedy = write_remedy(error, otherwise)
         raise WriteError(f"{error.filename or path}: cannot be written: {reason}; {remedy}") from error
+
+
+def write_remedy(error: OSError, otherwise: str = "set another run_dir") -> str:
+    """Return what to do about what could not be written: to make room helps only where there is none."""
+    return f"make room there, or {otherwise}" if error.errno in _NO_ROOM else otherwise
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import re
 import socket
 import time
 from collections import deque
@@ -36,6 +37,7 @@ _PROGRESS = {
     "time/step_s": "{:.2f} s",
     "throughput/tokens_per_s": "{:,.0f} tokens/s",
 }
+_MINUS_ZERO = re.compile(r"-(0\.?0*)(?![0-9.])")
 _RECENT_STEPS = 20
 _MOST_LETTERS = 100
 _UNNEEDED = ("throughput/tokens_per_s", "response/length_mean")
@@ -220,7 +222,8 @@ def progress_line(step: int, num_steps: int | None, metrics: Mapping[str, float]
     if "reward/mean" in shown:
         shown.pop("actor/loss", None)
     parts = [f"step {step}" if num_steps is None else f"step {step:>{len(str(num_steps))}}/{num_steps}"]
-    parts += [text.format(metrics[name]) for name, text in shown.items()]
+    # A small negative number is no "-0.0000".
+    parts += [_MINUS_ZERO.sub(r"\1", text.format(metrics[name])) for name, text in shown.items()]
     if left_s:
         parts.append(f"{rough_duration(left_s)} left")
     line = " | ".join(parts)

@@ -15,7 +15,7 @@ from hybridflow.observe.metrics import METRICS_FILE, phase_seconds, read_metrics
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SUMMARY_FILE = "summary.json"
+SUMMARY_FILE, REPORT_FILE = "summary.json", "report.html"
 
 Rows = list[dict[str, float]]
 

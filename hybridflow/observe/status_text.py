@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from hybridflow.observe.console import duration
 from hybridflow.observe.metrics import held_out_text
@@ -15,13 +16,22 @@ _NUM_HOSTS = 4
 _NUM_PHASES = 4
 
 
-def as_text(status: RunStatus) -> str:
-    """Format one run, one line for each known fact."""
+class Plan(Protocol):
+    """What a step of a run was estimated to take."""
+
+    hardware: str
+    step_s: float
+    phases_s: dict[str, float]
+
+
+def as_text(status: RunStatus, planned: Plan | None = None) -> str:
+    """Format one run, one line for each known fact, with the estimate beside the measured times."""
     lines = [f"{status.run}: {_headline(status)}"]
     for name, value in (
         ("step", _step_line(status)),
         ("reward", _reward_line(status)),
         ("speed", _speed_line(status)),
+        ("planned", None if planned is None else _planned_line(status, planned)),
         ("left", _left_line(status)),
         ("saved", _saved_line(status)),
         ("starts", _starts_line(status)),
@@ -78,6 +88,13 @@ def _speed_line(status: RunStatus) -> str | None:
     return f"{rate}{status.step_s:.2f} s a step" + (f": {phases}" if phases else "")
 
 
+def _planned_line(status: RunStatus, planned: Plan) -> str:
+    longest_first = sorted(status.phases_s, key=lambda name: -status.phases_s[name])
+    known = [name for name in longest_first if name in planned.phases_s][:_NUM_PHASES]
+    phases = ", ".join(f"{_printable(name)} {planned.phases_s[name]:.2f}" for name in known)
+    return f"{planned.step_s:.2f} s a step: {phases} (on {_printable(planned.hardware)})"
+
+
 def _left_line(status: RunStatus) -> str | None:
     parts = [] if status.left_s is None else [f"{duration(status.left_s)} at this pace"]
     parts += [] if status.job_left_s is None else [f"{duration(status.job_left_s)} of the job's time"]
@@ -98,7 +115,7 @@ def _starts_line(status: RunStatus) -> str | None:
     words = [f"{status.restarts + 1}, the last"]
     words += [] if status.start_age_s is None else [f"{duration(status.start_age_s)} ago"]
     words += ["from the beginning" if status.start_step is None else f"from step {status.start_step}"]
-    words += [] if status.ranks is None else [f"on {status.ranks} ranks"]
+    words += [] if status.ranks is None else [f"on {status.ranks} rank{'s' if status.ranks > 1 else ''}"]
     hosts = [_printable(host) for host in status.hosts[:_NUM_HOSTS]]
     words += [] if not hosts else [f"of {', '.join(hosts)}" + (", …" if len(status.hosts) > _NUM_HOSTS else "")]
     job = "" if status.job_id is None else f"; job {_printable(status.job_id)}"

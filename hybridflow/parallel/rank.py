@@ -50,7 +50,7 @@ def run_rank(
         cluster: Deadlines of the job.
     """
     if not signals.asks_at_interrupt:
-        # The launcher, which Ctrl-C reaches too, speaks for its ranks.
+        # The launcher, which Ctrl-C reaches too, acts for its ranks.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     silence_libraries()
     from hybridflow.parallel.failure import lost_contact, tell_once

@@ -9,10 +9,15 @@ from __future__ import annotations
 import os
 import select
 import signal
+import time
+from collections.abc import Iterable
 
 from hybridflow.observe.console import complain
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+
+COPIES_S = 2.0
+"""For so long after a Ctrl-C, a launcher may pass its own on to ranks that have got it from the terminal."""
 
 AT_INTERRUPT = "Ctrl-C: the job saves and stops; press Ctrl-C again to end it at once"
 
@@ -24,19 +29,28 @@ class CaughtSignals:
 
     Args:
         asks_at_interrupt: Whether a first Ctrl-C is a stop signal, too; a second one ends the process.
+        speaks: Whether this process says so at the first Ctrl-C; of several ranks one does.
+        copies_s: Further SIGINTs within so many seconds are the first Ctrl-C again: the terminal sends it to all
+            processes, and a launcher passes on its own. Above 0, a SIGTERM after these seconds counts as the second
+            Ctrl-C, which torchrun passes on as SIGTERM.
 
     Attributes:
         asks_at_interrupt: Likewise.
     """
 
-    def __init__(self, *, asks_at_interrupt: bool = False) -> None:
+    def __init__(self, *, asks_at_interrupt: bool = False, speaks: bool = True, copies_s: float = 0.0) -> None:
         self.asks_at_interrupt = asks_at_interrupt
-        self._reader, writer = os.pipe()
+        self._speaks, self._copies_s = speaks, copies_s
+        # The handler of the main thread may run long after the pipe has told of a signal: each has its own clock.
+        self._handled_s: float | None = None
+        self._read_s: float | None = None
+        self._kept: list[signal.Signals] = []
+        self._reader, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        os.set_blocking(self._writer, False)
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for each in STOP_SIGNALS:
-            signal.signal(each, lambda number, frame: None)
+            signal.signal(each, self._stop)
             # Libraries in the middle of a call need not know.
             signal.siginterrupt(each, False)
         if asks_at_interrupt:
@@ -47,11 +61,28 @@ class CaughtSignals:
         return self._reader
 
     def wait(self, timeout_s: float) -> tuple[signal.Signals, ...]:
-        """Return the stop signals that have come, at once if any, after ``timeout_s`` if none comes. Any thread."""
+        """Return the stop signals that have come, at once if any, after ``timeout_s`` if none comes. Any thread.
+
+        A second Ctrl-C ends the process here if the main thread is in a collective.
+        """
         ready, _, _ = select.select([self._reader], [], [], timeout_s)
         numbers = os.read(self._reader, 4096) if ready else b""
         asked = (*STOP_SIGNALS, signal.SIGINT) if self.asks_at_interrupt else STOP_SIGNALS
-        return tuple(signal.Signals(number) for number in numbers if number in asked)
+        came = [signal.Signals(number) for number in numbers if number in asked]
+        if self._copies_s:
+            for each in came:
+                if self._is_second(each, self._read_s):
+                    os._exit(128 + signal.SIGINT)
+                if each == signal.SIGINT and self._read_s is None:
+                    self._read_s = time.monotonic()
+        kept, self._kept = self._kept, []
+        return (*kept, *came)
+
+    def put_back(self, came: Iterable[signal.Signals]) -> None:
+        """Let the next ``wait`` tell of signals that an earlier one has told of."""
+        self._kept += came
+        # No signal has this number.
+        os.write(self._writer, b"\0")
 
     def ignore(self) -> None:
         """Make the stop signals do nothing from now on.
@@ -61,6 +92,28 @@ class CaughtSignals:
         for each in (*STOP_SIGNALS, signal.SIGINT) if self.asks_at_interrupt else STOP_SIGNALS:
             signal.signal(each, signal.SIG_IGN)
 
+    def _is_second(self, number: int, first_s: float | None) -> bool:
+        """Return whether a signal is a second Ctrl-C, and not a copy of the first, which came at ``first_s``."""
+        is_end = number in (signal.SIGINT, signal.SIGTERM)
+        return is_end and first_s is not None and time.monotonic() - first_s > self._copies_s
+
+    def _stop(self, number: int, frame: object) -> None:
+        if self._copies_s and self._is_second(number, self._handled_s):
+            _end()
+
     def _interrupt(self, number: int, frame: object) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        complain(AT_INTERRUPT)
+        if self._is_second(number, self._handled_s):
+            _end()
+        if self._handled_s is not None:
+            return
+        self._handled_s = time.monotonic()
+        if not self._copies_s:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if self._speaks:
+            complain(AT_INTERRUPT)
+
+
+def _end() -> None:
+    """End this process as an uncaught Ctrl-C does."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)

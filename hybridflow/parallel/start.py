@@ -131,6 +131,14 @@ def is_launched() -> bool:
     return any(name in os.environ for name in ("RANK", *MPI_RANK_VARIABLES, "SLURM_STEP_ID"))
 
 
+def passes_interrupts() -> bool:
+    """Return whether torchrun or mpirun started this process, according to variables: they pass Ctrl-C on to ranks.
+
+    Slurm's srun keeps it for itself; hybridflow's own launcher asks its ranks by SIGTERM.
+    """
+    return any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", *_MPIRUN_VARIABLES))
+
+
 def rank_hint(environ: Mapping[str, str] | None = None) -> int:
     """Return this process's rank according to variables, without asking MPI; 0 when alone."""
     env = os.environ if environ is None else environ

@@ -450,8 +450,8 @@ def wait_for_all(
             f"{len(missing)} of {start.size} ranks did not come within {start_deadline_s:g} s: {start.where(missing)}; "
             "look for what kept them from starting, or raise cluster.start_deadline_s if they are only slow"
         )
-    for each in came:  # too late to stop here: it is the trainer's matter
-        os.kill(os.getpid(), each)
+    if signals is not None and came:  # too late to stop here: it is the trainer's matter
+        signals.put_back(came)
     return tuple(Signature(*each) for each in signatures)
 
 

@@ -9,9 +9,9 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from hybridflow.checkpoint.formats.sharded import ShardedSource
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.config.roles import LoRAConfig
+from hybridflow.config.types import Fp8
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import CheckpointError
 from hybridflow.families.model import ModelConfig
@@ -27,7 +27,7 @@ from hybridflow.parallel.world import World
 from hybridflow.reshard.execute import Resharder
 from hybridflow.reshard.fsdp import weight_holdings
 from hybridflow.reshard.memory import HostOffload
-from hybridflow.reshard.spec import Box, ModelSpec, Shard
+from hybridflow.reshard.spec import ModelSpec, Shard
 from hybridflow.rollout.engine import MegatronEngine
 
 
@@ -60,6 +60,7 @@ class ModelOnMesh:
         self.transformer = None
         self._world, self._seed = world, seed
         self._is_in_host_memory = False
+        self._fp8: Fp8 = "none"
         self._offload: HostOffload | None = None
         self._trainable: Trainable | None = None
 
@@ -82,6 +83,7 @@ class ModelOnMesh:
             lora=lora,
             seed=self._seed,
             is_empty=layout.fsdp > 1,
+            fp8=self._fp8,
         )
         if layout.fsdp > 1:
             assert isinstance(self.transformer, Transformer), "FSDP goes with no other axis"
@@ -192,7 +194,7 @@ class ModelOnMesh:
             for region in regions if name in source.tensors else ():
                 inside = region.cleared()
                 if inside.numel() > 0:
-                    inside.copy_(_read(source, name, region.part.box))
+                    inside.copy_(source.read_box(name, region.part.box, inside.dtype))
                 source.release()
         if missing := held.keys() - source.tensors.keys():
             self.initialize(missing)
@@ -247,10 +249,3 @@ def _check_tensors(source: Source, spec: ModelSpec) -> None:
                 f"{list(expected[name]) if name in expected else 'no such tensor'}; give the directory of a model of "
                 "these settings"
             )
-
-
-def _read(source: Source, name: str, box: Box) -> Tensor:
-    if isinstance(source, ShardedSource):
-        # Only the pieces that the box lies in are read, and their hashes checked.
-        return source.read_box(name, box)
-    return source.read(name)[tuple(slice(start, stop) for start, stop in box)]

@@ -75,6 +75,8 @@ class PlacedModel(ModelOnMesh):
         self.temperature = recipe.rollout.temperature
         self._norm_tokens = recipe.loss.norm_tokens or recipe.rollout.max_new_tokens
         self._is_in_host_memory = mesh.layout.fsdp > 1 and getattr(recipe, self._role).offload == "always"
+        if mesh.name == "actor.update":
+            self._fp8 = recipe.actor.fp8
         self.build(has_value_head=has_value_head, lora=recipe.actor.lora if self._role == "actor" else None)
         section = getattr(recipe, self._role)
         if mesh.name != "actor.rollout" and isinstance(section, ActorConfig | CriticConfig):

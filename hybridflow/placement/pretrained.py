@@ -18,6 +18,7 @@ from hybridflow.data.tokenizer import JSON, PIECES, Tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.families.assets import ASSETS, CONFIG, GENERATION, ends_in, parse_json, read_assets
 from hybridflow.families.model import ModelConfig
+from hybridflow.families.quantization import plain_assets
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.parallel.megatron import rank_sets
@@ -143,4 +144,4 @@ def _in_directory(model: ModelConfig) -> tuple[str | None, dict[str, bytes]]:
         return None, {}
     # Without its code nobody could load it again.
     code = sorted(each.name for each in settings.assets.glob("*.py")) if model.trust_remote_code else []
-    return settings.family, read_assets(settings.assets, (*ASSETS, *code))
+    return settings.family, plain_assets(read_assets(settings.assets, (*ASSETS, *code)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from hybridflow.models.adapters import base_spec, factor_spec, is_factor
+from hybridflow.models.fp8 import is_rounded, rounded
 from hybridflow.models.fsdp import local_part
 from hybridflow.models.specs import logical_tensors
 from hybridflow.placement.job import Job
@@ -28,6 +30,9 @@ class RolloutWeights:
 
     Tensors of which a rank holds the same in both layouts have one storage and are never copied. The base weights of a
     model with adapters are moved once and stay; only the adapters are moved each time.
+
+    With ``actor.fp8`` each rank rounds its weights of the update as its forward pass does, and these are moved. No
+    storage is shared then.
 
     Collective: all ranks of either mesh make it together.
 
@@ -54,7 +59,8 @@ class RolloutWeights:
         self._own_bytes = 0
         if rollout is not None:
             # Weights that stay behind cannot be those that learn, nor can those that are elsewhere.
-            is_apart = job.recipe.actor.reshard_every > 1 or job.recipe.actor.offload == "always"
+            actor = job.recipe.actor
+            is_apart = actor.reshard_every > 1 or actor.offload == "always" or actor.fp8 != "none"
             shared = frozenset[str]() if is_apart else aliases(spec, *self._holdings(spec), job.world.rank)
             if update is not None:
                 mine, theirs = logical_tensors(rollout.transformer), logical_tensors(update.transformer)
@@ -65,16 +71,23 @@ class RolloutWeights:
             self._own_bytes = sum(tensor.nbytes for tensor in own.values())
             self._own = [tensor for name, tensor in own.items() if is_factor(name) or not self._has_adapters]
         self._adapter_bytes = held_bytes(moved, target, job.world.rank)
+        sources = None if update is None else update.tensors(moved)
+        self._rounded: dict[str, Tensor] = {}
+        if sources is not None and job.recipe.actor.fp8 != "none":
+            self._rounded = {name: torch.empty_like(each) for name, each in sources.items() if is_rounded(name)}
+            sources = {**sources, **self._rounded}
+        # Memory that others read in place cannot be freed during a rollout, nor behind it.
+        is_freed = offloads_shards(job) or job.recipe.actor.fp8 != "none"
         self._resharder = Resharder(
             job.world,
             moved,
             source,
             target,
-            source_tensors=None if update is None else update.tensors(moved),
+            source_tensors=sources,
             target_tensors=None if rollout is None else rollout.tensors(moved),
-            # Memory that others read in place cannot be freed during a rollout.
-            transport="torch" if offloads_shards(job) else job.recipe.actor.reshard,
+            transport="torch" if is_freed else job.recipe.actor.reshard,
         )
+        release(self._rounded.values())
 
     def base_changed(self) -> None:
         """Mark the base weights below the adapters to be moved with the next ``refresh``."""
@@ -98,7 +111,9 @@ class RolloutWeights:
             found["reshard/adapter_bytes"] = self._adapter_bytes
             if not self._is_base_current:
                 found["reshard/base_bytes"] = self._bring_base()
+        self._round()
         stats = self._resharder.run()
+        release(self._rounded.values())
         return {
             **found,
             "reshard/time_s": stats.time_s,
@@ -106,6 +121,18 @@ class RolloutWeights:
             "reshard/limit_bytes": stats.limit_bytes,
             "reshard/extra_bytes": self._own_bytes + stats.extra_bytes,
         }
+
+    def _round(self) -> None:
+        """Fill the rounded copies of the update's weights."""
+        if not self._rounded:
+            return
+        assert self._update is not None, "rounded on a rank of the update"
+        restore(self._rounded.values(), f"rank {self._job.world.rank}: rounded weights of actor.update")
+        weights = self._update.tensors()
+        for name, target in self._rounded.items():
+            # The tensor may tell gate from up, or one group of heads from the next: the layer has rows and columns.
+            rows = weights[name].flatten(0, -2)
+            target.copy_(rounded(rows, self._job.recipe.actor.fp8).view(target.shape))
 
     def release(self) -> None:
         """Free what the update layout does not share, until ``refresh``; what lies below adapters stays."""

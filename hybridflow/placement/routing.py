@@ -16,6 +16,7 @@ from hybridflow.models.gpt import Transformer
 from hybridflow.models.layers import Chunks, chunks_of
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.routing import NUM_SUMS, PackedRouting, pack_choices
+from hybridflow.observe.expert_loads import Loads
 
 ROUTER_CHOICES = "router_choices"
 """Column of the rollout's choices, ragged ``[tokens, layers, experts_per_token]``."""
@@ -75,8 +76,12 @@ class RouterWatch:
             routing.weights = settings.aux_loss / num_samples, settings.z_loss / num_tokens
             self._routings.append(routing)
 
-    def finish(self) -> dict[str, float]:
-        """Let the biases follow the loads, after the optimizer's step; return metrics. Collective: dp, pp."""
+    def finish(self) -> tuple[dict[str, float], Loads]:
+        """Let the biases follow the loads, after the optimizer's step. Collective: dp, pp.
+
+        Returns:
+            Metrics, and the load of every expert. Both are empty where no token came to an expert.
+        """
         config, groups = chunks_of(self._model)[0].config, self._groups
         num_experts = config.num_moe_experts
         sums = torch.zeros(config.num_layers, num_experts + NUM_SUMS, dtype=torch.float64, device=self._totals.device)
@@ -88,7 +93,12 @@ class RouterWatch:
         self._follow_loads(sums[:, :num_experts])
         # Each stage has its own layers.
         dist.all_reduce(sums, group=groups.pp)
-        return self._metrics(sums, num_experts)
+        # Layers without experts tell nothing.
+        loads = {layer: row / row.mean() for layer, row in enumerate(sums[:, :num_experts].cpu()) if row.sum() > 0}
+        if not loads:
+            return {}, {}
+        metrics = self._metrics(torch.stack([*loads.values()]), sums[:, num_experts:].sum(0).tolist())
+        return metrics, {layer: shares.tolist() for layer, shares in loads.items()}
 
     def _follow_loads(self, loads: Tensor) -> None:
         """Raise the biases of experts with less than the mean load, and lower those of the others."""
@@ -98,20 +108,15 @@ class RouterWatch:
                 own = loads[router.layer]
                 router.expert_bias += rate * (own.mean() - own).sign().float()
 
-    def _metrics(self, sums: Tensor, num_experts: int) -> dict[str, float]:
-        loads, (aux, z, agreed, compared) = sums[:, :num_experts], sums[:, num_experts:].sum(0).tolist()
-        # Layers without experts tell nothing.
-        loads = loads[loads.sum(1) > 0]
-        if not len(loads):
-            return {}
-        shares = loads / loads.mean(1, keepdim=True)
+    def _metrics(self, shares: Tensor, totals: list[float]) -> dict[str, float]:
+        aux, z, agreed, compared = totals
         num_samples, num_tokens = self._totals.tolist()
         found = {
             "actor/expert_load_max": float(shares.max()),
             "actor/expert_load_max_mean": float(shares.amax(1).mean()),
             "actor/expert_load_min": float(shares.min()),
-            "actor/router_aux_loss": aux / (num_samples * len(loads)),
-            "actor/router_z_loss": z / (num_tokens * len(loads)),
+            "actor/router_aux_loss": aux / (num_samples * len(shares)),
+            "actor/router_z_loss": z / (num_tokens * len(shares)),
         }
         return found | ({"rollout/router_agreement": agreed / compared} if compared else {})
 

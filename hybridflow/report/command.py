@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,8 @@ exit status: 0 written; 2 a directory holds no run; 3 a file is damaged; 4 the f
 """
 
 
-def add_report(commands: Any) -> None:
-    """Add it to the sub-commands of a parser."""
+def add_report(commands: Any, planned_of: Callable[[Path], Any]) -> None:
+    """Add it to the sub-commands of a parser; ``planned_of`` returns the estimate for a run's directory, or None."""
     report = commands.add_parser(
         "report",
         help="write runs as one HTML page: curves, samples, timeline, recipe",
@@ -33,10 +35,10 @@ def add_report(commands: Any) -> None:
         metavar="FILE",
         help="file to write (default: report.html in the directory of a single run, else in the current one)",
     )
-    report.set_defaults(run=run)
+    report.set_defaults(run=functools.partial(run, planned_of=planned_of))
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, planned_of: Callable[[Path], Any]) -> int:
     """Run the command and return the exit status.
 
     Raises:
@@ -45,9 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
         WriteError: The file cannot be written.
     """
     from hybridflow.observe.console import print_out
-    from hybridflow.report.page import REPORT_FILE, write_report
+    from hybridflow.observe.report import REPORT_FILE
+    from hybridflow.report.page import write_report
 
     folder = arguments.runs[0] if len(arguments.runs) == 1 else Path()
-    path = write_report(arguments.runs, folder / REPORT_FILE if arguments.out is None else arguments.out)
+    out = folder / REPORT_FILE if arguments.out is None else arguments.out
+    path = write_report(arguments.runs, out, planned_of)
     print_out(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser")
     return 0

@@ -5,17 +5,17 @@ from __future__ import annotations
 import html
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hybridflow import __version__
 from hybridflow.observe.files import replace_file, writing
 from hybridflow.observe.rank_log import say
+from hybridflow.observe.report import REPORT_FILE
 from hybridflow.report.panels import choose_panels
 from hybridflow.report.run import Budget, describe_run, flat
-
-REPORT_FILE = "report.html"
 
 LARGEST_BYTES = 5_000_000
 """No page is larger."""
@@ -26,8 +26,17 @@ _POINT_BYTES, _NUM_METRICS = 9, 100
 _CURVE_BYTES, _SAMPLE_BYTES, _TIMELINE_BYTES = 1_400_000, 2_200_000, 900_000
 
 
-def write_report(run_dirs: Sequence[Path], path: Path) -> Path:
+PlannedOf = Callable[[Path], Any]
+"""Returns the estimate of a run's step as a dataclass, with ``hardware``, ``step_s`` and ``phases_s``; or None."""
+
+
+def write_report(run_dirs: Sequence[Path], path: Path, planned_of: PlannedOf) -> Path:
     """Write the page of one or several runs.
+
+    Args:
+        run_dirs: Their directories.
+        path: Of the page.
+        planned_of: Returns the estimates that stand beside measured times.
 
     Returns:
         Its path.
@@ -39,24 +48,25 @@ def write_report(run_dirs: Sequence[Path], path: Path) -> Path:
         OSError: A file cannot be read.
     """
     share = 1.0
-    page = _page(run_dirs, share)
+    plans = [planned_of(run_dir) for run_dir in run_dirs]
+    page = _page(run_dirs, plans, share)
     while len(page) > LARGEST_BYTES:
         share /= 2
-        page = _page(run_dirs, share)
-    with writing(path, "make room there, or give another file with --out"):
+        page = _page(run_dirs, plans, share)
+    with writing(path, "give another file with --out"):
         replace_file(path, page)
     return path
 
 
-def try_report(run_dir: Path) -> None:
+def try_report(run_dir: Path, planned_of: PlannedOf) -> None:
     """Write the page of a run that ends, or say why it is not there: the run is done all the same."""
     try:
-        write_report([run_dir], run_dir / REPORT_FILE)
+        write_report([run_dir], run_dir / REPORT_FILE, planned_of)
     except Exception as error:  # Whatever it is, it must not make a failure of a run that has succeeded.
         say(f"{run_dir / REPORT_FILE} was not written: {type(error).__name__}: {error}")
 
 
-def _page(run_dirs: Sequence[Path], share: float) -> bytes:
+def _page(run_dirs: Sequence[Path], plans: Sequence[Any], share: float) -> bytes:
     """Return the page, with this share of what there is room for."""
     part = share / len(run_dirs)
     budget = Budget(
@@ -65,8 +75,8 @@ def _page(run_dirs: Sequence[Path], share: float) -> bytes:
         timeline_bytes=int(_TIMELINE_BYTES * part),
     )
     runs = [describe_run(run_dir, budget) for run_dir in run_dirs]
-    for run, label in zip(runs, _labels(runs, run_dirs), strict=True):
-        run["label"] = label
+    for run, label, plan in zip(runs, _labels(runs, run_dirs), plans, strict=True):
+        run |= {"label": label, "planned": plan and asdict(plan)}
     metrics = {name for run in runs for kind in ("metrics", "sparse") for name in run["curves"][kind]}
     data = {
         "runs": runs,

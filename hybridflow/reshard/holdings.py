@@ -78,6 +78,7 @@ class WeightHoldings:
         self._num_layers = model.num_layers
         self._stages: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._ranks: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._regions: dict[tuple[int, Hashable], tuple[Shard, ...]] = {}
 
     def stages(self, tensor: TensorSpec) -> tuple[int, ...]:
         """See ``Holdings.stages``."""
@@ -109,8 +110,11 @@ class WeightHoldings:
 
     def regions(self, tensor: TensorSpec, rank: int) -> tuple[Shard, ...]:
         """See ``Holdings.regions``."""
-        held = shard(tensor, self.mesh.layout, self.mesh.coordinate(rank), self._num_layers)
-        return () if held is None else (held,)
+        key = rank, self.key(tensor)
+        if key not in self._regions:
+            held = shard(tensor, self.mesh.layout, self.mesh.coordinate(rank), self._num_layers)
+            self._regions[key] = () if held is None else (held,)
+        return self._regions[key]
 
     def num_shares(self, tensor: TensorSpec) -> int:
         """See ``Holdings.num_shares``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from hybridflow.reshard.spec import (
     TensorSpec,
     cut,
     expert_block,
+    expert_place,
     flat_boxes,
     num_elements,
     stage_of,
@@ -108,6 +110,24 @@ class OptimizerHoldings:
         if tensor.expert is not None:
             replica = (place.tp + layout.tp * replica) // (layout.expert_tp * layout.ep)
         return self._by_replica[tensor.name].get(replica)
+
+    def num_elements(self, rank: int) -> int:
+        """Return how many elements of all tensors a rank of the mesh steps: the sum of its flat ranges."""
+        layout, place = self.mesh.layout, self.mesh.coordinate(rank)
+        replica, (_, block) = place.cp + layout.cp * place.dp, expert_place(layout, place)
+        of_block = (place.tp + layout.tp * replica) // (layout.expert_tp * layout.ep)
+        return self._stepped[place.pp, None, replica] + self._stepped[place.pp, block, of_block]
+
+    @functools.cached_property
+    def _stepped(self) -> Counter[tuple[int, int | None, int]]:
+        """Return the elements by stage, block of experts (None: in no expert) and replica."""
+        found = Counter[tuple[int, int | None, int]]()
+        for tensor in self._model.tensors:
+            block = None if tensor.expert is None else expert_block(tensor, self.mesh.layout)
+            for stage in self.stages(tensor):
+                for dealt in self._ranges[tensor.name]:
+                    found[stage, block, dealt.replica] += dealt.stop - dealt.start
+        return found
 
     def num_shares(self, tensor: TensorSpec) -> int:
         """See ``Holdings.num_shares``."""

@@ -19,6 +19,7 @@ from hybridflow.models.lora import merge
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import LossFunction, Trainable, sum_over
 from hybridflow.models.user_model import Uncut
+from hybridflow.observe.expert_loads import Loads, as_statistics
 from hybridflow.placement.job import Job
 from hybridflow.placement.loss_mask import is_last_mini_batch, mini_batch
 from hybridflow.placement.peft import check_targets
@@ -76,7 +77,8 @@ class Actor(Role):
         self._rollout_weights: RolloutWeights | None = None
         generates = job.recipe.traits.generates
         self._reshard_every = job.recipe.actor.reshard_every
-        is_one = shares_storage(update, rollout) and self._reshard_every == 1
+        is_rounded = job.recipe.actor.fp8 != "none"
+        is_one = shares_storage(update, rollout) and self._reshard_every == 1 and not is_rounded
         is_apart = generates and not engine.is_server and not is_one
         if is_apart and (rank in update or rank in rollout):
             self._rollout = place_model(job, rollout, self.spec, is_filled_later=True)
@@ -349,13 +351,22 @@ class Actor(Role):
             watch = RouterWatch(model.megatron_model, model.groups, self._job.recipe.actor.moe, micro_batches)
         results = self.trainable.accumulate(micro_batches, loss)
         grad_norm = self.trainable.step(is_followed=is_followed)
-        if watch is not None and (found := watch.finish()) and model.is_output_rank:
-            # Weights are those of the rollout in the first mini-batch alone.
-            first = self.metrics.get("rollout/router_agreement", found.get("rollout/router_agreement"))
-            self.metrics |= found if first is None else {**found, "rollout/router_agreement": first}
+        if watch is not None:
+            self._note_routers(*watch.finish())
         # Weights that may stay behind do so until the step says otherwise.
         self._rollout_is_current = self._rollout_is_current and self._reshard_every > 1
         return results, grad_norm
+
+    def _note_routers(self, found: dict[str, float], loads: Loads) -> None:
+        """Keep what the routers did in a mini-batch; the last one's loads stay."""
+        model = self._placed
+        if not model.is_output_rank:
+            return
+        # Weights are those of the rollout in the first mini-batch alone.
+        first = self.metrics.get("rollout/router_agreement", found.get("rollout/router_agreement"))
+        self.metrics |= found if first is None else {**found, "rollout/router_agreement": first}
+        if model.groups.dp.rank() == 0:
+            self.sample_stats |= as_statistics(loads)
 
     def end_warm_start(self) -> None:
         """Forget the moments of the supervised phase.

@@ -21,7 +21,7 @@ from hybridflow.rewards.runners import InPlace
 from hybridflow.rewards.sample import Sample
 from hybridflow.rewards.scorer import Counts, Scorer
 from hybridflow.rollout.environment import text_of
-from hybridflow.sampling.validation import measure, shown_samples
+from hybridflow.sampling.validation import measure, shown_samples, shown_training_samples
 from hybridflow.sections import changed_keys
 
 SCORES = {"reward": "scores", "cost": "costs"}
@@ -72,6 +72,8 @@ class Reward(Role):
         scores = self._scores(batch, self._job.train.example)
         if self._scorer is not None and self._tells:
             self._report(self._scorer.counts)
+        if self._role == "reward" and not self.shown:
+            self.shown = shown_training_samples(self._job, batch, scores, decided)
         return Batch(batch.ids, {SCORES[self._role]: scores})
 
     def score_validation(self, batch: Batch, decided: Mapping[str, Any]) -> None:

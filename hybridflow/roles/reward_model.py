@@ -19,7 +19,7 @@ from hybridflow.placement.place import place_frozen
 from hybridflow.placement.placed_model import role_spec
 from hybridflow.placement.pretrained import given_assets
 from hybridflow.roles.reward import SCORES
-from hybridflow.sampling.validation import measure, shown_samples
+from hybridflow.sampling.validation import measure, shown_samples, shown_training_samples
 
 
 class RewardModel(Role):
@@ -47,6 +47,10 @@ class RewardModel(Role):
     def score(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Compute ``scores``, or ``costs``, of responses to training problems."""
         scores = self._scores(batch)
+        # The ranks of a stage all have the replica's scores: one of them speaks for it.
+        speaks = self._role == "reward" and self._job.meshes[self._role].speaks(self._job.world.rank)
+        if scores is not None and speaks and not self.shown:
+            self.shown = shown_training_samples(self._job, batch, scores, decided)
         return None if scores is None else Batch(batch.ids, {SCORES[self._role]: scores})
 
     def score_validation(self, batch: Batch, decided: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 from hybridflow.data.arrays import join_arrays, lengths_of_arrays, read_arrays, read_slices, write_arrays
 from hybridflow.data.rollout_log import FINISHES, Sampled
 from hybridflow.errors import CheckpointError, WriteError
+from hybridflow.observe.files import write_remedy
 
 ALL = "all.h5"
 FORMAT = "hybridflow-rollouts-3"
@@ -261,4 +262,4 @@ def drop_segments(folder: Path, *, after: int | None) -> None:
 
 
 def _refused(path: Path, error: OSError) -> WriteError:
-    return WriteError(f"{path}: cannot be written: {error}; make room there, or set another run_dir")
+    return WriteError(f"{path}: cannot be written: {error}; {write_remedy(error)}")

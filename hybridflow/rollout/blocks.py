@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 BLOCK_TOKENS = 16
 """Tokens of a block; ``BLOCK`` of kernels.c."""

@@ -1,4 +1,4 @@
-"""What scores of responses to held-out problems tell."""
+"""What scores of responses to held-out problems tell, and which responses a person is shown."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.pass_at_k import pass_at_k
+from hybridflow.data.prompts import Example
 from hybridflow.dataflow.batch import Batch
 from hybridflow.errors import RewardError
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.placement.job import Job
 from hybridflow.rollout.environment import text_of
+from hybridflow.sampling.rollout_buffer import ASKED_BY, asked
 
 RIGHT = 1.0
 """A sample is right if its score is at least this."""
 
 NUM_SHOWN = 3
 """Held-out problems whose responses a person is shown."""
+
+NUM_TRAINING_SHOWN = 2
+"""Prompts of the first and of the last step whose responses a person is shown where no data is held out."""
 
 _MOST_LETTERS = 80
 
@@ -94,13 +99,45 @@ def shown_samples(job: Job, batch: Batch, scores: Tensor) -> list[dict[str, Any]
     size = 1 + job.recipe.trainer.validation_samples
     rows = {place: number // size for place, number in enumerate(batch.ids.tolist()) if number % size == 0}
     places = [place for place, row in rows.items() if row < NUM_SHOWN]
-    sequences = batch.ragged("tokens").select(torch.tensor(places, dtype=torch.long)).to_list()
+    return _told(job, batch, scores, {place: (rows[place], job.held_out[rows[place]][0]) for place in places})
+
+
+def shown_training_samples(job: Job, batch: Batch, scores: Tensor, decided: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return one response here to each of the first prompts of the run's first and last step, for a person.
+
+    Where data is held out, responses to that are shown instead.
+
+    Args:
+        job: The job.
+        batch: Responses to training problems.
+        scores: Theirs, ``[samples]``; NaN: it has none.
+        decided: Decisions that led to the batch.
+
+    Returns:
+        As ``shown_samples``, where ``row`` is the prompt index, and in addition the ``step``.
+    """
+    if job.recipe.data.held_out is not None or not any(name in decided for name in ASKED_BY):
+        return []
+    about = asked(decided)
+    if about["step"] not in (1, job.recipe.trainer.known_steps) or about.get("is_greedy", False):
+        return []
+    prompt_indices = batch.dense("prompt_indices").tolist()
+    # The last of a reversed list is the first.
+    first = {row: place for place, row in reversed(list(enumerate(prompt_indices)))}
+    rows = sorted(first)[:NUM_TRAINING_SHOWN]
+    told = _told(job, batch, scores, {first[row]: (row, job.train.example(row)) for row in rows})
+    return [{**each, "step": about["step"]} for each in told]
+
+
+def _told(job: Job, batch: Batch, scores: Tensor, chosen: Mapping[int, tuple[int, Example]]) -> list[dict[str, Any]]:
+    """Return samples for a person: those at these places of the batch, each with its row and its problem."""
+    sequences = batch.ragged("tokens").select(torch.tensor(list(chosen), dtype=torch.long)).to_list()
     lengths = batch.dense("prompt_lengths")
     shown = []
-    for place, tokens in zip(places, sequences, strict=True):
-        example, score = job.held_out[rows[place]][0], float(scores[place])
+    for (place, (row, example)), tokens in zip(chosen.items(), sequences, strict=True):
+        score = float(scores[place])
         response = text_of(job.tokenizer, tokens[int(lengths[place]) :].tolist())
-        told = {"row": rows[place], "prompt": example.prompt, "response": response, "answer": example.answer}
+        told = {"row": row, "prompt": example.prompt, "response": response, "answer": example.answer}
         shown.append({**told, "score": None if math.isnan(score) else score})
     return shown
 

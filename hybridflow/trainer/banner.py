@@ -11,7 +11,7 @@ from typing import Any
 from hybridflow.config.recipe import Recipe
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.observe.console import duration
-from hybridflow.report.page import REPORT_FILE
+from hybridflow.observe.report import REPORT_FILE
 from hybridflow.reshard.spec import ModelSpec
 
 _MODEL_MESHES = ("actor.update", "actor.rollout", "critic", "cost_critic", "reference", "reward", "cost", "teacher")
@@ -65,7 +65,8 @@ def farewell(recipe: Recipe, summary: Mapping[str, Any], *, saved_step: int | No
         seconds: Length of its steps together.
     """
     run_dir = Path(recipe.run_dir)
-    parts = [f"done: {summary['steps']:,} steps in {duration(seconds)}"]
+    steps = summary["steps"]
+    parts = [f"done: {steps:,} step{'' if steps == 1 else 's'} in {duration(seconds)}"]
     for name, text in (("accuracy", "{:.1%}"), ("score", "{:.3f}")):
         if f"{name}_after_rl" in summary:
             before, after = summary.get(f"{name}_before_rl"), text.format(summary[f"{name}_after_rl"])

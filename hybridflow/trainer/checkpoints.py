@@ -16,19 +16,17 @@ from hybridflow.checkpoint.store import (
     BASE,
     Checkpoint,
     clear_leftovers,
-    latest_step,
     load_latest,
     open_role,
     reading_state,
 )
 from hybridflow.checkpoint.training_state import Shares, load_model, load_training
-from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.errors import CheckpointError
 from hybridflow.families.assets import ADAPTER_CONFIG
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.adapters import base_spec, factor_spec
 from hybridflow.models.training import Trainable
 from hybridflow.observe.rank_log import say
-from hybridflow.observe.starts import STARTS_FILE
 from hybridflow.placement.job import Job
 from hybridflow.placement.peft import adapter_config
 from hybridflow.placement.placed_model import PlacedModel
@@ -41,30 +39,6 @@ from hybridflow.sections import to_dict
 
 MESHES = {"actor": "actor.update", "critic": "critic", "cost_critic": "cost_critic", "reference": "reference"}
 """Roles that are saved -> the mesh that holds their weights."""
-
-
-def check_new(run_dir: Path) -> None:
-    """Refuse to begin a run anew where an earlier one has checkpoints, or within another run's directory or around it.
-
-    Its own first save would be refused too, when the training is done. Two runs of which one is within the other are
-    mostly one without a namespace, and one of a namespace of that name.
-
-    Raises:
-        ConfigError: There is a checkpoint, or another run.
-    """
-    step = latest_step(run_dir)
-    if step is not None:
-        raise ConfigError(
-            f"{run_dir}: holds a run with a checkpoint of step {step}; add --resume to go on from it, set run_dir to "
-            f"another directory, or remove {run_dir / 'checkpoints'} to begin anew"
-        )
-    places = (run_dir.parent / STARTS_FILE, *run_dir.glob(f"*/{STARTS_FILE}"))
-    others = [path.parent for path in places if path.is_file()]
-    if others:
-        raise ConfigError(
-            f"{run_dir}: {others[0]} is another run's directory, and one would be within the other; set name, "
-            "namespace or run_dir to another"
-        )
 
 
 class ResumePoint(NamedTuple):

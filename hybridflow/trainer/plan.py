@@ -9,6 +9,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.compiler import compile_flow
 from hybridflow.dataflow.graph import Flow, Step
 from hybridflow.dataflow.schedule import Program, project, rank_sets, role_ranks
+from hybridflow.errors import ConfigError
 from hybridflow.flows.nodes import (
     VALIDATION,
     VALIDATION_OF_PAIRS,
@@ -148,7 +149,13 @@ def plan_job(recipe: Recipe, step: Step | None = None) -> JobPlan:
     Raises:
         LayoutError: A layout does not fit its ranks.
         GraphError: The step's columns do not fit together.
+        ConfigError: ``layout: auto`` was not settled.
     """
+    if recipe.layout is not None:
+        raise ConfigError(
+            "layout: auto: is for `hybridflow train` and `hybridflow launch`; elsewhere take the layouts that "
+            "`hybridflow plan auto` prints"
+        )
     meshes = role_meshes(recipe)
     everyone = tuple(range(recipe.cluster.ranks))
     per_node = meshes["actor.rollout"].ranks_per_node

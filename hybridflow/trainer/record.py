@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.recipe import Recipe
+from hybridflow.mapping.planned import planned_run
 from hybridflow.models.gpt import DTYPES
+from hybridflow.observe.expert_loads import ExpertLoadsFile, from_statistics
 from hybridflow.observe.exporters import Exporter, Outlet, close_outlets, open_outlets
 from hybridflow.observe.live_line import LiveLine
 from hybridflow.observe.metrics import MetricsLog, held_out_text
@@ -20,10 +22,11 @@ from hybridflow.observe.timeline import Timeline
 from hybridflow.observe.timeline_file import TimelineFile
 from hybridflow.parallel.world import World
 from hybridflow.report.page import try_report
-from hybridflow.sampling.validation import NUM_SHOWN, samples_markdown, samples_text
+from hybridflow.sampling.validation import NUM_SHOWN, NUM_TRAINING_SHOWN, samples_markdown, samples_text
 from hybridflow.sections import to_dict
 from hybridflow.trainer.banner import farewell
 from hybridflow.trainer.meter import RankMeter, peak_flops
+from hybridflow.trainer.plan import training_step
 from hybridflow.trainer.profiling import Profiler
 from hybridflow.trainer.step_metrics import Share, step_metrics
 
@@ -72,6 +75,7 @@ class Record:
                 prefix=self._prefix,
                 resumed_step=resumed_step,
             )
+            self._expert_loads = ExpertLoadsFile(self._run_dir, resumed_step)
             self._outlets = open_outlets(self._recipe, self._run_dir, is_resumed=resumed_step is not None)
             self._timeline_file = TimelineFile(
                 self._run_dir, num_ranks=self._world.size, ranks_per_node=self._world.ranks_per_node
@@ -113,6 +117,18 @@ class Record:
         if self._log is not None and chosen:
             self._log.write_texts(step, {"samples": samples_markdown(chosen)})
 
+    def show_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Show a person a few samples of a step, where no data is held out; on the lowest rank.
+
+        Args:
+            samples: See ``sampling.validation.shown_training_samples``.
+        """
+        chosen = sorted(samples, key=lambda each: (each["step"], each["row"]))[:NUM_TRAINING_SHOWN]
+        if chosen:
+            step = chosen[0]["step"]
+            text = f"samples of step {step}\n{samples_text(chosen)}"
+            say_event("samples", text, step=step, samples=chosen)
+
     def begin_step(self, steps_done: int, job_end_s: float | None) -> None:
         """Start the next step's clocks, and its trace, if it is to be traced."""
         self._began_s, self._began_perf_s = time.time(), time.perf_counter()
@@ -142,6 +158,7 @@ class Record:
         if self._log is not None:
             written = metrics | {"run/restarts": self._number - 1}
             self._log.write(step, written)
+            self._expert_loads.write(step, from_statistics(share.sample_stats for share in shares))
             named = {self._prefix + name: value for name, value in written.items()}
             for outlet in self._outlets:
                 outlet.send(step, named)
@@ -188,4 +205,4 @@ class Record:
         """
         if self._world.rank == 0:
             add_end(self._run_dir, self._number, "finished" if stopped is None else "requeue", stopped or "", save_s)
-            try_report(self._run_dir)
+            try_report(self._run_dir, lambda run_dir: planned_run(run_dir, lambda recipe: training_step(recipe).flow))

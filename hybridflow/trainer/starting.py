@@ -18,8 +18,8 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.observe.files import check_own
 from hybridflow.observe.rank_log import say
 from hybridflow.observe.starts import StartRecord, add_end, add_start, idle_starts, read_starts
-from hybridflow.observe.status_file import living_writer
 from hybridflow.parallel.coordinator import Coordinator
+from hybridflow.recipe.run_dir import check_alone
 from hybridflow.trainer.ahead import WORKING_AHEAD
 
 _NO_MODELS = ("job", "reward", WORKING_AHEAD)
@@ -54,7 +54,7 @@ def note_start(recipe: Recipe, meshes: Mapping[str, DeviceMesh], everyone: Coord
         run_dir = Path(recipe.run_dir)
         check_own(run_dir)
         earlier.extend(read_starts(run_dir))
-        _check_alone(run_dir, earlier)
+        check_alone(run_dir, earlier)
         count, job_id = os.environ.get("SLURM_RESTART_COUNT", "0"), os.environ.get("SLURM_JOB_ID")
         record = StartRecord(
             number=max((record.number for record in earlier), default=0) + 1,
@@ -86,18 +86,6 @@ def note_failure(run_dir: Path, number: int, rank: int, cause: str, save_s: floa
             add_end(run_dir, number, "failed", cause, save_s)
 
 
-def _check_alone(run_dir: Path, earlier: list[StartRecord]) -> None:
-    """Refuse a second job on a run: each would write over the other's checkpoints."""
-    if not earlier or earlier[-1].outcome is not None:
-        return
-    other = living_writer(run_dir, earlier[-1].began_s)
-    if other is not None:
-        raise ConfigError(
-            f"{run_dir}: start {earlier[-1].number} of this run is still at work, {other}; wait for its end or end it "
-            "(scancel), or give this job another run_dir"
-        )
-
-
 def _check_progress(recipe: Recipe, record: StartRecord, earlier: list[StartRecord]) -> None:
     """Refuse to go on with what fails each time; nobody is watching a job that begins itself again."""
     if record.job_id is None:
@@ -119,4 +107,5 @@ def _describe(record: StartRecord) -> str:
     restarts = f", Slurm's restart {record.restart_count}" if record.restart_count else ""
     place = "from the beginning" if record.step is None else f"from step {record.step}"
     hosts = ", ".join(record.hosts[:8]) + (", …" if len(record.hosts) > 8 else "")
-    return f"start {record.number}{restarts}, {moment}: {record.ranks} ranks on {hosts}, {place}"
+    ranks = f"{record.ranks} rank{'s' if record.ranks > 1 else ''}"
+    return f"start {record.number}{restarts}, {moment}: {ranks} on {hosts}, {place}"

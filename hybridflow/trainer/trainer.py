@@ -31,6 +31,7 @@ from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
 from hybridflow.placement.library_models import with_library_models
+from hybridflow.recipe.run_dir import check_new
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.critic import Critic
@@ -100,7 +101,7 @@ def make_trainer(
     if recipe.trainer.deterministic:
         add_in_fixed_order(world.device)
     if not resume:
-        checkpoints.check_new(Path(recipe.run_dir))
+        check_new(Path(recipe.run_dir))
     recipe = _with_nodes(recipe, world)
     plan = plan_job(recipe, step)
     check_memory(recipe, plan.meshes)
@@ -293,12 +294,15 @@ class Trainer(Role):
         self._stopping.learn(metrics)
         self._steps_here += 1
         if self._steps_here == 1:
-            self._tell_once(reward_warning(metrics, progress.step))
+            self._tell_once(reward_warning(metrics, progress.step, self.job.recipe.run_dir))
         self._tell_once(duration_warning(self.job.recipe, self._steps_here, progress.step, metrics["time/step_s"]))
         self._stopping.settle(reason for *_, reason, _ in gathered)
         for *_, scores in gathered:
             self._rollouts.add_scores(progress.step, scores)
-        self._take_validation(metrics, [shown for _, shown, *_ in gathered])
+        shown = [each for _, each, *_ in gathered]
+        self._take_validation(metrics, shown)
+        if self.job.recipe.data.held_out is None and self.job.world.rank == 0:
+            self._record.show_samples([each for rank in shown for each in rank])
         self.roles.actor.end_step(progress.step)
         self._adapt(metrics)
         self._set_learning_rates()
@@ -472,7 +476,7 @@ class Trainer(Role):
             self._record.show_validation(self.progress.step, metrics, [each for rank in shown for each in rank])
 
     def _take_shown(self) -> list[dict[str, Any]]:
-        """Return the samples of a validation that the roles of this rank show, since the last call."""
+        """Return the samples that the roles of this rank show, since the last call."""
         shown = []
         for role in self.roles.by_name.values():
             shown += role.shown

@@ -70,18 +70,19 @@ def duration_warning(recipe: Recipe, steps_here: int, step: int, step_s: float) 
     )
 
 
-def reward_warning(metrics: Mapping[str, float], step: int) -> str | None:
+def reward_warning(metrics: Mapping[str, float], step: int, run_dir: str) -> str | None:
     """Describe in words that the scores of a step teach nothing; None: they do, or there are none.
 
     Args:
         metrics: Of the step.
         step: Its number.
+        run_dir: Directory of the run.
     """
     low, high = metrics.get("reward/min"), metrics.get("reward/max")
     if low is None or low != high:
         return None
     return (
         f"step {step}: every sample scored {low:g}, so that the reward teaches nothing; look at samples "
-        "(rollout.archive=true, then `hybridflow rollouts`), at what the reward expects, and at "
+        f"(`hybridflow rollouts {run_dir}`), at what the reward expects, and at "
         "rollout.max_new_tokens, which may cut the answer off"
     )

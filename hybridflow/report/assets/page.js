@@ -52,21 +52,24 @@
     starting: ["soft", "starting"], running: ["good", "running"], finished: ["good", "done"], failed: ["bad", "failed"],
     silent: ["bad", "no sign of life"], requeue: ["warn", "saved and stopped"],
   };
+  // As the console has it: an accuracy in percent where each validation is one, else a score.
   function heldOut(run) {
-    const found = ["accuracy", "score"].map((name) => (run.curves.sparse[`validation/${name}`] || []).filter((point) => point[1] !== null));
-    return found[0].length >= found[1].length ? found[0] : found[1];
+    const [accuracies, scores] = ["accuracy", "score"].map((name) => (run.curves.sparse[`validation/${name}`] || []).filter((point) => point[1] !== null));
+    return accuracies.length >= scores.length
+      ? { name: "held-out accuracy", points: accuracies, text: (value) => `${(100 * value).toFixed(1)}%` }
+      : { name: "held-out score", points: scores, text: (value) => number(value, 3) };
   }
   function showRuns() {
     const cards = runs.map((run, place) => {
       const facts = run.facts, [kind, state] = STATES[facts.state] || ["soft", facts.state];
-      const points = heldOut(run), rows = [];
+      const { name: heldOutName, points, text } = heldOut(run), rows = [];
       const add = (name, value) => { if (value !== null && value !== undefined && value !== "") rows.push(make("div", {}, make("dt", {}, name), make("dd", {}, value))); };
       add("algorithm", run.algorithm);
       add("model", run.model);
       add("steps", facts.step === null ? null : `${number(facts.step)}${facts.steps === null ? "" : ` of ${number(facts.steps)}`}`);
       if (points.length) {
         const [first, last] = [points[0], points[points.length - 1]];
-        add("held-out score", points.length > 1 ? `${number(first[1], 3)} → ${number(last[1], 3)}` : number(last[1], 3));
+        add(heldOutName, points.length > 1 ? `${text(first[1])} → ${text(last[1])}` : text(last[1]));
       }
       add("ranks", facts.ranks === null ? null : `${facts.ranks}${facts.hosts > 1 ? ` on ${facts.hosts} nodes` : ""}`);
       add("time in steps", facts.steps_s ? duration(facts.steps_s) : null);
@@ -281,7 +284,7 @@
       : `Step ${shown.step}: no samples on this page.`);
     charts.forEach(({ plot }) => plot.redraw(false));
     showGroups(run, samples);
-    showTimeline(step);
+    showTimeline(step, run.planned);
   }
   function move(by) {
     const steps = stepsOf(shown.run), place = steps.indexOf(shown.step) + by;
@@ -319,7 +322,7 @@
     if (!samples) {
       const why = run.archive ? make("p.empty", {}, "This page has no samples of this step: the archive lacks it, or there was no room. A sample enters the archive when the next checkpoint is complete.")
         : NO_SAMPLES.includes(run.algorithm) ? make("p.empty", {}, `${run.algorithm} learns from given responses and samples none.`)
-          : make("p.empty", {}, "This run has no archive of samples. With ", make("code", {}, "rollout.archive=true"), " this part shows prompts, responses, rewards and advantages.");
+          : make("p.empty", {}, "This run has no archive of samples: it has no checkpoint yet, or ", make("code", {}, "rollout.archive"), " is false.");
       fill(place, why);
       return;
     }
@@ -428,7 +431,8 @@
     if (text !== undefined) node.textContent = text;
     return node;
   }
-  function showTimeline(step) {
+  const plannedText = (planned, name) => planned && planned.phases_s[name] ? ` · planned ${number(planned.phases_s[name], 3)} s` : "";
+  function showTimeline(step, planned) {
     const parts = [];
     if (step.timeline) parts.push(...lanesOf(step.timeline));
     else parts.push(make("p.empty", {}, "This page has no timeline of this step."));
@@ -439,7 +443,8 @@
       parts.push(make("div.phases", {}, seconds.flatMap(([name, value]) => [
         make("span", {}, name),
         make("span.measure", { "aria-hidden": "true" }, make("i", { style: `width: ${Math.min(100, 100 * value / whole)}%; background: var(--phase-${phasePlace(name)})` })),
-        make("span.seconds", {}, `${number(value, 3)} s · ${Math.round(100 * value / whole)} %`)])));
+        make("span.seconds", {}, `${number(value, 3)} s · ${Math.round(100 * value / whole)} %${plannedText(planned, name)}`)])));
+      if (planned) parts.push(make("p.hint", {}, `Planned: a step of ${duration(planned.step_s)} on ${planned.hardware}, estimated for the mean lengths of the latest steps.`));
     }
     fill(byId("timeline-body"), parts);
   }

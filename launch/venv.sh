@@ -8,7 +8,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 extras=${1:-}
 venv=$root/.venv
 # What was installed holds as long as these files and the place of the clone stay as they are.
-mark="$(cat "$root/setup.py" "$root/hybridflow/rollout/cpu/kernels.c" | cksum) $root"
+mark="$(cat "$root/setup.py" "$root"/hybridflow/rollout/cpu/*.[ch] | cksum) $root"
 installed=$venv/.installed
 candidates=(python3 python3.13 python3.12 python3.11 python3.10)
 [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")

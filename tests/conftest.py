@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 
 import pytest
 from hypothesis import settings
@@ -20,6 +21,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 settings.register_profile("hybridflow", deadline=None, derandomize=True)
 settings.load_profile("hybridflow")
 
+# Seconds from which on a test is named as it ends, so that a run that is cut off tells where its time went.
+LONG_S = 60.0
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
@@ -31,6 +35,32 @@ def pytest_xdist_make_scheduler(config, log):
             return "tests/slurm" if nodeid.startswith("tests/slurm/") else super()._split_scope(nodeid)
 
     return Scheduling(config, log)
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with Slurm's tests, which one process has and which wait much: the other processes use the cores then."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/slurm/"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    """Name long tests where there is a terminal, which the processes that run the tests do not have."""
+    if terminal := config.pluginmanager.get_plugin("terminalreporter"):
+        config.pluginmanager.register(LongTests(terminal))
+
+
+class LongTests:
+    """Writes a line for each test, or set-up of a fixture, that took long."""
+
+    def __init__(self, terminal):
+        self.terminal = terminal
+        self.begun = time.monotonic()
+
+    def pytest_runtest_logreport(self, report):
+        if report.duration >= LONG_S:
+            after = (time.monotonic() - self.begun) / 60
+            words = f"{after:.1f} min: {report.nodeid} ({report.when}) took {report.duration:.0f} s"
+            self.terminal.write(f"\n{words}\n")
 
 
 @pytest.fixture

@@ -1,28 +1,32 @@
 #!/usr/bin/env bash
 # Makes .venv, installs what the tests need, and runs them. Quick the second time.
-#   tests/run.sh [--all] [pytest arguments]      for instance: tests/run.sh tests/unit -k layout
+#   tests/run.sh [--all | --long] [pytest arguments]      for instance: tests/run.sh tests/unit -k layout
 #   --all: with the tests marked slow, slurm, vllm and cuda_build; installs what these need: packages of the system (Slurm,
 #          bubblewrap, a Pushgateway, Chromium, Java, npm), Kafka into .kafka, vLLM into .venv-vllm, and torch's CUDA build into .venv-cuda,
 #          environments of some GB
+#   --long: as --all, and with the tests marked long, which take minutes each: every case of what --all tries some cases of
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-marks="not slow and not slurm and not vllm and not cuda_build"
+marks="not slow and not slurm and not vllm and not cuda_build and not long"
 support=$root/tests/support
 
 install() { "$@" || echo "${1##*/} ${*:2}: failed, see above; the tests that need it are skipped" >&2; }
 
-if [ "${1:-}" = --all ]; then
-    marks=""
-    shift
-fi
+is_whole=""
+case "${1:-}" in
+    --all) is_whole=yes marks="not long"; shift ;;
+    --long) is_whole=yes marks=""; shift ;;
+esac
 "$root/launch/venv.sh" dev
-if [ -z "$marks" ]; then
+if [ -n "$is_whole" ]; then
+    # Environments of Python beside packages of the system, since each takes minutes.
+    install "$support/vllm.sh" &
+    install "$support/cuda.sh" &
     install "$support/slurm.sh"
     install "$support/apt.sh" prometheus-pushgateway=prometheus-pushgateway bwrap=bubblewrap chromium=chromium
     install "$support/kafka.sh"
-    install "$support/vllm.sh"
-    install "$support/cuda.sh"
+    wait
 fi
 cd "$root"
 export PATH="$root/.venv/bin:$PATH"

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.vllm_environment import NEEDED, ROOT, printed_by
 
-pytestmark = NEEDED
+pytestmark = [*NEEDED, pytest.mark.long]
 
 
 def measured(folder: Path, script: str, *arguments: str) -> tuple[dict[str, Any], str]:
@@ -21,7 +23,7 @@ def measured(folder: Path, script: str, *arguments: str) -> tuple[dict[str, Any]
 
 
 def test_all_engines_are_measured_on_the_same_weights(tmp_path):
-    arguments = ["--models", "2m", "--cases", "equal", "prefix", "--alone", "2m", "--batches", "64"]
+    arguments = ["--models", "2m", "--cases", "equal", "prefix", "--alone", "2m", "--batches", "64", "--threads", "1"]
     found, printed = measured(tmp_path, "bench_rollout.py", *arguments)
     assert {"vllm", "transformers", "torch", "megatron-core"} <= found["versions"].keys()
     model = found["models"]["2m"]
@@ -39,7 +41,8 @@ def test_all_engines_are_measured_on_the_same_weights(tmp_path):
 
 
 def test_both_trainers_are_measured_on_the_same_samples(tmp_path):
-    found, printed = measured(tmp_path, "bench_step.py", "--cases", "equal")
+    # One thread each: two that wait for one another take many times as long where other programs run.
+    found, printed = measured(tmp_path, "bench_step.py", "--cases", "equal", "--threads", "1", "--ranks", "1")
     assert {"trl", "transformers", "torch", "megatron-core"} <= found["versions"].keys()
     case = found["cases"]["equal"]
     for name in ("ours", "trl"):

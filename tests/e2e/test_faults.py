@@ -67,7 +67,7 @@ def test_a_disk_that_is_full_at_the_start(folder):
 def test_a_place_that_takes_nothing_at_the_start_or_on_resume(folder):
     (folder / "file").write_text("")
     done = fork_ranks([*RUN, "run_dir=file"], folder)
-    done.complains_once("file: cannot be written: File exists; make room there, or set another run_dir")
+    done.complains_once("file: cannot be written: File exists; set another run_dir")
     assert done.codes == (TARGET, TARGET)
     with mounted(folder / "run", 32 << 20) as disk:
         for _ in range(2):

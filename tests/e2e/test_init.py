@@ -6,7 +6,7 @@ import pytest
 
 from hybridflow import cli
 from hybridflow.flows.registry import ALGORITHMS
-from tests.e2e.commands import run_command, run_well
+from tests.e2e.commands import fork_ranks, run_command, run_well
 from tests.support.hf_models import write_model, write_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -60,3 +60,17 @@ def test_four_keys_run_alone_and_on_the_ranks_of_a_launcher(folder):
     assert [recipe["cluster"]["ranks"] for recipe in kept] == [1, 2]
     first = [json.loads((folder / f"runs/{name}/metrics.jsonl").read_text()) for name in ("alone", "two")]
     assert first[0]["reward/mean"] == pytest.approx(first[1]["reward/mean"], abs=1e-6)
+
+
+def test_prompts_a_reward_and_a_model_of_ones_own_need_four_words(tmp_path):
+    """No answers, no held-out rows, no recipe; the reward is named by its file."""
+    write_model(tmp_path / "model", "Qwen2")
+    write_tokenizer(tmp_path / "model")
+    prompts = [{"prompt": f"{number}+{number}="} for number in range(64)]
+    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in prompts))
+    (tmp_path / "rewards.py").write_text("def short(prompt, response):\n    return -float(len(response))\n")
+    words = ["train", "grpo", "model=model", "data=prompts.jsonl", "reward=rewards.py:short"]
+    done = fork_ranks([*words, "trainer.steps=2"], tmp_path, num_ranks=1)
+    assert done.codes == (0,) and done.err.startswith("hybridflow: data.held_out is missing: there is no validation;")
+    rows = [json.loads(line) for line in (tmp_path / "runs/grpo/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2] and all(row["reward/mean"] < 0 for row in rows)

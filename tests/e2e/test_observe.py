@@ -202,3 +202,20 @@ def test_the_chosen_step_of_the_chosen_rank_is_traced(seen: Any):
     inside = [event["name"] for event in events if begin <= event["ts"] <= end]
     assert any("backward" in name.lower() for name in inside) and any(name.startswith("aten::") for name in inside)
     assert "profiler_start" not in err
+
+
+def test_the_load_of_each_expert_is_written_down_once_for_each_step(tmp_path: Path) -> None:
+    write_recipe(tmp_path)
+    run, run_dir = [*RUN, "model.num_experts=4", "model.experts_per_token=2"], tmp_path / "run"
+    run += ["actor.update={dp: 2, ep: 2}", "actor.rollout={dp: 2}"]
+    assert fork_ranks(run, tmp_path, hook=lambda rank: kill_in_step(4)).codes == (-9, -9)
+    with (run_dir / "expert_loads.jsonl").open("a") as file:
+        file.write('{"step":4,"lo')
+    run_well([*run, "--resume"], tmp_path)
+    written = [json.loads(line) for line in (run_dir / "expert_loads.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in written] == [1, 2, 3, 4]
+    for row, metrics in zip(written, read_metrics(run_dir), strict=True):
+        loads = row["loads"].values()
+        assert row["loads"].keys() == {"0", "1"} and all(sum(shares) == pytest.approx(4, abs=1e-3) for shares in loads)
+        assert max(map(max, loads)) == pytest.approx(metrics["actor/expert_load_max"], abs=1e-4)
+        assert min(map(min, loads)) == pytest.approx(metrics["actor/expert_load_min"], abs=1e-4)

@@ -4,9 +4,12 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -21,7 +24,7 @@ from hybridflow.rollout.engine import MegatronEngine, Session
 from hybridflow.trainer import stopping
 from hybridflow.trainer.stopping import Stopping
 from hybridflow.trainer.trainer import Trainer
-from tests.e2e.commands import RECIPE, fork_ranks, lasting_metrics, run_well, write_recipe
+from tests.e2e.commands import RECIPE, fork_ranks, lasting_metrics, run_command, run_well, write_recipe
 from tests.support.waiting import wait_until
 
 RUN = ["train", "tiny.yaml", "trainer.steps=4"]
@@ -94,6 +97,40 @@ def test_asked_in_the_warm_start_it_ends_with_nothing_saved(tmp_path):
     stopped = fork_ranks([*RUN, "warm_start.steps=100000"], tmp_path, hook=asking("imitate", 3, signal.SIGTERM))
     assert stopped.codes == (REQUEUE, REQUEUE), stopped.err
     assert latest_step(tmp_path / "run") is None and "nothing was saved" in stopped.out
+
+
+@pytest.mark.slow
+def test_ctrl_c_under_torchrun_saves_and_stops(tmp_path):
+    write_recipe(tmp_path)
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program += ["-m", "hybridflow", "train", "tiny.yaml", "trainer.steps=100000"]
+    err = tmp_path / "err"
+    with (tmp_path / "out").open("w") as out, err.open("w") as told:
+        launcher = subprocess.Popen(program, cwd=tmp_path, stdout=out, stderr=told, start_new_session=True)
+    ranks = []
+    try:
+        metrics = tmp_path / "run/metrics.jsonl"
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n"), what="a step", within_s=120.0)
+        ranks = [child for child in psutil.Process(launcher.pid).children() if "hybridflow" in child.cmdline()]
+        assert len(ranks) == 2
+        # As releases of torchrun have it whose ranks share its process group, so that each gets Ctrl-C twice.
+        for rank in ranks:
+            rank.send_signal(signal.SIGINT)
+        os.killpg(launcher.pid, signal.SIGINT)
+        assert launcher.wait(60) != 0
+    finally:
+        launcher.kill()
+        for rank in ranks:
+            if rank.is_running():
+                rank.kill()
+    assert err.read_text().count("Ctrl-C: the job saves and stops") == 1, err.read_text()
+    saved = latest_step(tmp_path / "run")
+    assert saved is not None and f"saved after step {saved}" in (tmp_path / "out").read_text()
+    (start,) = read_starts(tmp_path / "run")
+    assert start.outcome == "requeue"
+    assert "saved and stopped" in run_command(["status", "run"], tmp_path).out
+    run_well(["train", "tiny.yaml", f"trainer.steps={saved + 1}", "--resume"], tmp_path)
+    assert len(read_metrics(tmp_path / "run")) == saved + 1
 
 
 def test_out_of_time_it_stops_by_itself(tmp_path):

@@ -207,8 +207,10 @@ def both_environments(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "trained",
-    [(), ("actor.lora.rank=4",), ("actor.update={fsdp: 2}", "actor.offload=always")],
-    ids=["weights", "adapters", "fsdp"],
+    [
+        pytest.param(("actor.lora.rank=4",), id="adapters"),
+        pytest.param(("actor.update={fsdp: 2}", "actor.offload=always"), id="fsdp", marks=pytest.mark.long),
+    ],
 )
 def test_the_actor_and_vllm_in_one_process(trained, tmp_path):
     """What vLLM samples has the log-probabilities of weights that have just been trained in another layout."""
@@ -224,23 +226,15 @@ def test_the_actor_and_vllm_in_one_process(trained, tmp_path):
     assert any(step["actor/kl_to_old"] > 1e-3 for step in steps), "the weights are to move"
 
 
-@pytest.mark.parametrize(
-    ("family", "lr", "trained"),
-    [
-        ("StableLm", 1e-3, {}),
-        ("Granite", 1e-2, {"lora": {"rank": 4}}),
-        ("StableLm", 1e-3, {"update": {"fsdp": 2}, "rollout": {"dp": 2}}),
-    ],
-    ids=["weights", "adapters", "fsdp"],
-)
-def test_a_model_without_a_table_is_sampled_from_by_vllm(family, lr, trained, tmp_path):
+@pytest.mark.long
+def test_a_model_without_a_table_is_sampled_from_by_vllm(tmp_path):
     """What vLLM samples has the log-probabilities of a module of ``transformers`` that has just been trained."""
     extra = both_environments(tmp_path)
-    write_model(tmp_path / "model", family, seed=4, hidden_size=128, intermediate_size=96)
+    write_model(tmp_path / "model", "StableLm", seed=4, hidden_size=128, intermediate_size=96)
     write_tokenizer(tmp_path / "model")
     recipe = yaml.safe_load(RECIPE)
     recipe["model"] = {"path": "model", "max_context": 64, "dtype": "fp32"}
-    recipe["actor"] = {"update": {"dp": 2}, "optimizer": {"lr": lr}, **trained}
+    recipe["actor"] = {"update": {"fsdp": 2}, "rollout": {"dp": 2}, "optimizer": {"lr": 1e-3}}
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     (tmp_path / "rewards.py").write_text(REWARDS)
     printed_by([PYTHON, "-m", "hybridflow", "train", "recipe.yaml"], extra, folder=tmp_path)
@@ -288,17 +282,21 @@ FAMILIES = {"Llama": SHAPE, "Qwen2": {**SHAPE, "tie_word_embeddings": True}, "Qw
 NUM_TOKENS = 16
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_vllm_generates_from_an_export(tmp_path, family):
-    model = write_model(tmp_path / "first", family, seed=4, **FAMILIES[family])
-    write_tokenizer(tmp_path / "first")
-    convert(tmp_path / "first", "megatron", tmp_path / "ours", layout=ParallelLayout(tp=2, pp=2))
-    convert(tmp_path / "ours", "hf", tmp_path / "export", max_shard_bytes=100_000)
-    assert len(list((tmp_path / "export").glob("model-*.safetensors"))) > 2
-    command = [PYTHON, ROOT / "tests/e2e/vllm_generate.py", tmp_path / "export", str(NUM_TOKENS), json.dumps(PROMPTS)]
-    found = json.loads(printed_by(command, folder=tmp_path).splitlines()[-1])
-    expected = [greedy(lambda ids: model(ids).logits, prompt, NUM_TOKENS, None)[0] for prompt in PROMPTS]
-    assert sum(map(len, expected)) >= NUM_TOKENS, "too many near ties to tell anything"
-    for tokens, right in zip(found["tokens"], expected, strict=True):
-        assert len(tokens) == NUM_TOKENS and tokens[: len(right)] == right
-    assert any(found["texts"]), "the tokenizer travelled along"
+def test_vllm_generates_from_exports(tmp_path):
+    models, exports = [], []
+    for family, shape in FAMILIES.items():
+        folder = tmp_path / family
+        models.append(write_model(folder / "first", family, seed=4, **shape))
+        write_tokenizer(folder / "first")
+        convert(folder / "first", "megatron", folder / "ours", layout=ParallelLayout(tp=2, pp=2))
+        convert(folder / "ours", "hf", folder / "export", max_shard_bytes=100_000)
+        assert len(list((folder / "export").glob("model-*.safetensors"))) > 2
+        exports.append(folder / "export")
+    command = [PYTHON, ROOT / "tests/e2e/vllm_generate.py", str(NUM_TOKENS), json.dumps(PROMPTS), *exports]
+    every = json.loads(printed_by(command, folder=tmp_path).splitlines()[-1])
+    for model, found in zip(models, every, strict=True):
+        expected = [greedy(lambda ids: model(ids).logits, prompt, NUM_TOKENS, None)[0] for prompt in PROMPTS]  # noqa: B023
+        assert sum(map(len, expected)) >= NUM_TOKENS, "too many near ties to tell anything"
+        for tokens, right in zip(found["tokens"], expected, strict=True):
+            assert len(tokens) == NUM_TOKENS and tokens[: len(right)] == right
+        assert any(found["texts"]), "the tokenizer travelled along"

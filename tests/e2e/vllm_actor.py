@@ -54,7 +54,7 @@ if __name__ == "__main__":
         "trainer": of_a_trainer(vLLMActor(path)),
         "in_memory": of_a_trainer(vLLMActor(in_memory, path)),
         "adapters": of_a_flow(vLLMActor(path, lora=LoraConfig(r=4))),
-        "without_table": of_a_flow(vLLMActor(without_table, other), lr=1e-3),
+        "without_table": of_a_flow(vLLMActor(without_table, other, lora=LoraConfig(r=4)), lr=1e-3),
         "refusal": refusal(path),
     }
     print(json.dumps(told))

@@ -71,6 +71,7 @@ SOURCES = {
     "value": ("value", side("pp2.dp2")),
     "chunks": ("mixed", side("pp2.vpp2.dp2", bucket_size=1000)),
     "uneven": ("bf16", side("pp2.dp2.layers1-3")),
+    "sequences": ("mixed", side("tp2.cp2", bucket_size=1000)),
 }
 """Name -> model, and where it is saved: by four ranks."""
 
@@ -80,7 +81,7 @@ GOALS = [
         Goal(source=name, side=side(layout))
         for name, layouts in {
             "plain": "dp4 tp2 tp2.pp2.dp2",
-            "mixed": "tp4.dp2 pp2",
+            "mixed": "tp4.dp2 pp2 cp2.dp2",
             "replicas": "tp4 dp8",
             "stages": "tp2.pp2.dp2 dp2",
             "undistributed": "tp2.dp2 tp1",
@@ -89,6 +90,7 @@ GOALS = [
             "value": "tp4 tp2",
             "chunks": "pp2.layers3-1 tp2.pp2.vpp2.dp2 dp4",
             "uneven": "tp2.pp2.vpp2 pp2.layers2-2",
+            "sequences": "dp4 pp2.cp2 tp2.cp2.dp2",
         }.items()
         for layout in layouts.split()
     ),
@@ -114,13 +116,14 @@ class Kept(Run):
 
         def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, float]:
             if self._is_value:
-                share = (output[:, 0].float() - batch.targets / VOCAB).square().sum() / count
+                share = batch.gathered(output[:, 0].float() - batch.targets / VOCAB).square().sum() / count
             else:
                 share = -vocab_parallel_log_probs(output, batch.targets, group=self._groups.tp, vocab_size=VOCAB)[0]
-                share = share.sum() / count
+                share = batch.gathered(share).sum() / count
             return share, float(share.detach())
 
-        self.loss_sum = sum(self.trainable.accumulate([pack(mine, sequences, prompts, self._device)], loss))
+        parts = [pack(mine, sequences, prompts, self._device, self._groups.cp)]
+        self.loss_sum = sum(self.trainable.accumulate(parts, loss))
 
     def go_on(self, steps: int) -> tuple[list[float], Snapshot]:
         """Losses of some further steps, and what is held after them."""
@@ -185,7 +188,7 @@ def load_all(world: World, folder: Path, goals: list[Goal], steps: int) -> list[
     return found
 
 
-STEPS = 10
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -213,8 +216,8 @@ def loaded(saved: Any) -> dict[Goal, list[Any]]:
 def losses(where: Side, ranks: list[list[float]]) -> np.ndarray:
     """Of each step: the shares of all replicas, from the first rank of each that knows."""
     layout = ParallelLayout.parse(where.layout)
-    grid = np.array(where.ranks).reshape(layout.pp, layout.dp, layout.tp)
-    return np.sum([ranks[rank] for rank in grid[-1, :, 0]], axis=0)
+    grid = np.array(where.ranks).reshape(layout.pp, layout.dp, layout.cp, layout.tp)
+    return np.sum([ranks[rank] for rank in grid[-1, :, 0, 0]], axis=0)
 
 
 @pytest.mark.slow
@@ -400,9 +403,15 @@ def loaded_own_mixture(world: World, folder: Path, text: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["tp2.dp2.ep2", "tp2.dp2.ep2.etp1", "pp2.dp2.ep2", "dp1"])
-def test_state_of_experts_changes_its_layout_bit_by_bit(target: str, tmp_path: Path) -> None:
-    run_ranks(saved_own_mixture, 4, tmp_path, "dp4.ep4")
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        *(("dp4.ep4", target) for target in ("tp2.dp2.ep2", "tp2.dp2.ep2.etp1", "pp2.dp2.ep2", "dp1")),
+        *(("tp2.dp2.ep2.etp1", "cp2.dp2.ep2"), ("tp2.dp2.etp1", "dp2"), ("pp2.dp2.ep2", "tp2.dp2.ep4.etp1")),
+    ],
+)
+def test_state_of_experts_changes_its_layout_bit_by_bit(source: str, target: str, tmp_path: Path) -> None:
+    run_ranks(saved_own_mixture, 4, tmp_path, source)
     run_ranks(loaded_own_mixture, ParallelLayout.parse(target).world_size, tmp_path, target)
     kinds = [*ModelDir(tmp_path / "checkpoints/step_000002/actor").manifest.tensors]
     assert len(kinds) == 4, f"weights, masters and two moments: {kinds}"

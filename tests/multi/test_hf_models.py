@@ -374,7 +374,10 @@ def test_other_kinds_of_models_train_and_are_exported(tmp_path, case):
     run_ranks(run, 2, made)
     rows = lines(tmp_path)
     assert len(rows) == 2 and abs(rows[1]["kl/ref"]) > 1e-6 and rows[0]["critic/grad_norm"] > 0
-    assert all(row["rollout/logprob_abs_diff_max"] < 1e-4 for row in rows)
+    # Some processors round bf16 products of one token and of many differently, by up to 2^-8 of each.
+    limit = 0.1 if case == "bf16" else 1e-4
+    assert all(row["rollout/logprob_abs_diff_max"] < limit for row in rows)
+    assert all(row["rollout/logprob_abs_diff"] < limit / 10 for row in rows)
     convert(tmp_path / "run/checkpoints/step_000002/actor", "hf", tmp_path / "out")
     theirs, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not told["missing_keys"] and not told["unexpected_keys"] and next(theirs.parameters()).dtype == theirs.dtype

@@ -128,6 +128,34 @@ def test_says_what_transformers_says(folder: Path, name: str) -> None:
         assert {key: str(value) for key, value in found.items()} == {key: str(value) for key, value in ranks[0].items()}
 
 
+MIXTURE = {
+    "experts dealt": {"dp_size": 2, "ep_size": 2},
+    "whole experts beside tensors": {"tp_size": 2, "ep_size": 2, "etp_size": 1, "rollout_dp_size": 2},
+    "stages of two chunks": {"pp_size": 2, "vpp_size": 2, "rollout_tp_size": 2},
+}
+
+
+def mixture_says(folder: Path, layout: dict[str, Any]):
+    actor = HybridActor.from_pretrained(folder / "mixture", hybrid_config={"lr": LR, **layout})
+    said, tokens = actor(IDS, LABELS, MASK), actor.generate(*left_padded(), max_new_tokens=8)
+    return float(said.loss), tokens.tolist(), actor.train().training_step(IDS, LABELS, MASK).grad_norm
+
+
+@pytest.mark.parametrize("name", MIXTURE)
+def test_a_mixture_says_what_transformers_says(folder: Path, name: str) -> None:
+    if not (folder / "mixture").exists():
+        write_model(folder / "mixture", "Mixtral", seed=4, num_hidden_layers=4, num_local_experts=4)
+    model, (ids, mask) = theirs(folder / "mixture"), left_padded()
+    loss = model(input_ids=IDS, attention_mask=MASK, labels=LABELS).loss
+    loss.backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+    with torch.no_grad():
+        greedy = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    for found in run(mixture_says, 2, folder, MIXTURE[name]):
+        assert found[0] == pytest.approx(loss.item(), abs=1e-5) and found[1] == greedy.tolist()
+        assert found[2] == pytest.approx(norm, rel=1e-4)
+
+
 def gradients(folder: Path, layout: dict[str, Any]):
     """Two backward passes and a step: what transformers does in one pass of a loss that is their mean."""
     actor = make(folder, layout)

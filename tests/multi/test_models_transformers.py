@@ -35,6 +35,7 @@ from hybridflow.rollout.request import Request, SamplingParams
 from tests.multi.jobs import inner_of, outer_of
 from tests.multi.models import place
 from tests.support.described import describe_model
+from tests.support.float64 import exact_log_probs
 from tests.support.plain_models import token_log_probs
 from tests.support.ranks import run_ranks
 
@@ -150,6 +151,17 @@ CASES = {
         },
         is_fast=False,
     ),
+    "gemma3, no window": Case(
+        config="Gemma3Text",
+        given={
+            **{"head_dim": 32, "layer_types": ["full_attention"] * 4, "query_pre_attn_scalar": 20},
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+        is_fast=False,
+    ),
     "glm": Case(
         config="Glm",
         given={"head_dim": 32, "attention_bias": False, **rope("default", partial_rotary_factor=0.25)},
@@ -196,8 +208,8 @@ CASES = {
     ),
 }
 ALONE = "tp1.pp1.dp1"
-DENSE = ["tp2.pp1.dp1", "tp1.pp2.dp1", "tp2.pp2.dp1", "cp2", "tp2.cp2"]
-EXPERTS = ["tp1.pp1.dp2.ep2", "tp2.pp1.dp2.ep2", "tp1.pp2.dp2.ep2", "tp2.pp1.dp2.ep2.etp1"]
+DENSE = ["tp2.pp2.dp1", "cp2", "tp2.cp2"]
+EXPERTS = ["tp1.pp1.dp2.ep2", "tp1.pp2.dp2.ep2", "tp2.pp1.dp2.ep2.etp1"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +226,7 @@ class Theirs:
         values: For each sequence, ``[tokens]``, of a head whose weight is ``head``.
         head: ``[1, hidden]``.
         text: What it generates greedily after the first tokens of the first sequence.
+        exact: For each sequence, the log-probabilities of its tokens but the first, in float64.
     """
 
     described: Described
@@ -225,6 +238,7 @@ class Theirs:
     values: list[Tensor]
     head: Tensor
     text: list[int]
+    exact: list[Tensor]
 
 
 def loss_weight(index: int, length: int) -> Tensor:
@@ -287,6 +301,7 @@ def their_answers(case: Case, folder: Path) -> Theirs:
         values=values,
         head=head,
         text=generated[0, NUM_GIVEN:].tolist(),
+        exact=exact_log_probs(folder / "weights", sequences),
     )
 
 
@@ -344,7 +359,7 @@ def compare(world, theirs: Theirs, layouts: list[str]) -> dict[str, dict[str, fl
         if groups is None:
             continue
         ours = load(world, theirs, layout, mesh, groups)
-        found[text] = {"log_probs": log_probs_differ(world, ours, theirs)}
+        found[text] = log_probs_differ(world, ours, theirs)
         if layout.cp > 1:
             # A rank that generates has whole sequences.
             found[text] |= step_differs(world, ours, theirs)
@@ -399,13 +414,26 @@ def logits_differ(world, ours: Ours, theirs: Theirs) -> float:
     return worst
 
 
-def log_probs_differ(world, ours: Ours, theirs: Theirs) -> float:
-    """Of every token but the first of each sequence; 0 but on the last stage."""
+def log_probs_differ(world, ours: Ours, theirs: Theirs) -> dict[str, float]:
+    """Of every token but the first of each sequence; 0 but on the last stage.
+
+    ``log_probs`` is the distance from theirs, ``nearest`` the distance from theirs or float64, whichever is nearer to
+    a token's. ``error`` is our distance from float64 over their distance from it, each as the root of the mean square.
+    """
     samples = chosen(ours, theirs, world.rank)
     batch = pack(samples, theirs.sequences, [1] * len(theirs.sequences), world.device, ours.groups.cp)
     expected = torch.cat([token_log_probs(theirs.logits[index], theirs.sequences[index]) for index in samples])
     found = forward_only(ours.model, ours.groups, [batch], lambda output, part: log_probs_of(ours, output, part))
-    return max((float((each - expected).abs().max()) for each in found), default=0.0)
+    if not found:
+        return {"log_probs": 0.0, "nearest": 0.0, "error": 0.0}
+    exact = torch.cat([theirs.exact[index] for index in samples])
+    ours_off, theirs_off = found[0].double() - exact, expected.double() - exact
+    distance = (found[0] - expected).abs().double()
+    return {
+        "log_probs": float(distance.max()),
+        "nearest": float(distance.minimum(ours_off.abs()).max()),
+        "error": float(ours_off.norm() / theirs_off.norm()),
+    }
 
 
 def log_probs_of(ours: Ours, output: Tensor, batch: Any) -> Tensor:
@@ -477,7 +505,7 @@ def trainable_with_gradients(world, ours: Ours, theirs: Theirs, *, distributed: 
 
 
 def step_differs(world, ours: Ours, theirs: Theirs) -> dict[str, float]:
-    """Gradients, relative to the largest of each tensor, and their norm as an optimizer's step reports it."""
+    """Gradients, relative to the norm of each tensor's, and their norm as an optimizer's step reports it."""
     trainable = trainable_with_gradients(world, ours, theirs, distributed=False)
     expected = by_our_names(theirs.described, theirs.gradients)
     parameters = logical_parameters(ours.model)
@@ -486,10 +514,9 @@ def step_differs(world, ours: Ours, theirs: Theirs) -> dict[str, float]:
         if name not in parameters:
             continue  # a router's bias, which no gradient changes
         gradient = parameters[name].main_grad.view(part.local_shape)[inner_of(part)]
-        scale = float(expected[name].abs().max())
+        scale = float(expected[name].norm())
         assert scale > 1e-4, f"{name}: its gradient is too small to tell anything"
-        if gradient.numel():
-            worst = max(worst, float((gradient - expected[name][outer_of(part)]).abs().max()) / scale)
+        worst = max(worst, float((gradient - expected[name][outer_of(part)]).norm()) / scale)
     return {"gradients": worst, "norm": abs(trainable.step() / theirs.grad_norm - 1)}
 
 
@@ -529,13 +556,18 @@ def worst_differences(size: int, answers: dict[str, Theirs], layouts: dict[str, 
     return worst
 
 
+BOUNDS = {"log_probs": 1.5e-5, "nearest": 1e-5, "error": 2.0, "gradients": 1.5e-5}
+"""Two fp32 computations may differ by the errors of both, each up to 1e-5 here: transformers' own of Mixtral is 8.6e-6,
+of Mistral 1.25e-5. So within 1e-5 of transformers or of float64 is right. Ours is off 0.8 to 1.5 times as far as it."""
+
+
 def too_far(worst: dict[str, dict[str, float]]) -> dict[tuple[str, str], float]:
     return {
         (name, what): difference
         for name, found in worst.items()
         for what, difference in found.items()
         # Logits are about ten, and rounded to 1e-6 of that in every layer.
-        if not difference <= (1.5e-5 if what == "log_probs" else 1e-4)
+        if not difference <= BOUNDS.get(what, 1e-4)
     }
 
 
@@ -545,6 +577,8 @@ def test_every_family_computes_what_transformers_computes(answers):
         is_fast = CASES[name].is_fast and not CASES[name].is_mixture and load_kernels() is not None
         assert set(found) == {
             "log_probs",
+            "nearest",
+            "error",
             "logits",
             "paged",
             "text",
@@ -554,11 +588,17 @@ def test_every_family_computes_what_transformers_computes(answers):
             *(["fast"] if is_fast else []),
         }, name
     assert not too_far(worst)
+    assert sum(found["error"] for found in worst.values()) / len(worst) < 1.1, "transformers is nearer to float64"
 
 
 @pytest.mark.slow
-def test_every_family_computes_what_transformers_computes_in_all_layouts(answers):
-    worst = worst_differences(
-        4, answers, {name: DENSE + (EXPERTS if case.is_mixture else []) for name, case in CASES.items()}
-    )
-    assert not too_far(worst)
+@pytest.mark.parametrize(
+    ("dense", "experts"),
+    [
+        pytest.param(DENSE[:1], EXPERTS[-1:], id="tp2.pp2 or ep2"),
+        pytest.param(DENSE[1:], EXPERTS[:-1], id="others", marks=pytest.mark.long),
+    ],
+)
+def test_every_family_computes_what_transformers_computes_in_layouts(answers, dense, experts):
+    layouts = {name: [*dense, *(experts if case.is_mixture else [])] for name, case in CASES.items()}
+    assert not too_far(worst_differences(4, answers, layouts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hybridflow.cli import main
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -29,9 +31,11 @@ from hybridflow.models.weights import local_shards
 from hybridflow.parallel.world import World
 from hybridflow.placement.pretrained import from_pretrained
 from hybridflow.roles.reward_model import last_tokens
+from tests.support.checkpoint_cases import make_model, save
 from tests.support.complaints import complains
 from tests.support.conversions import convert
 from tests.support.hf_models import write_model
+from tests.support.quantized import write_fp8, write_mxfp4
 from tests.support.ranks import run_ranks
 
 VOCAB = 45
@@ -133,6 +137,36 @@ def test_padding_of_the_vocabulary_is_zero(tmp_path):
     tables = numpy.concatenate([tensors["embedding.word_embeddings.weight"] for tensors, _, _ in ranks])
     assert tables.shape[0] == VOCAB + 1 and not tables[VOCAB:].any()
     assert (tables[:VOCAB] == theirs.get_input_embeddings().weight.detach().numpy()).all()
+
+
+def coded_and_plain(world: World, folder: Path, layouts: list[str], dtype: Any) -> list[bool]:
+    """Whether this rank's part of each model is the same bits, from codes and from the directory that convert made."""
+    same = []
+    for family, text in itertools.product(("deepseek_v3", "gpt_oss"), layouts):
+        layout, held = ParallelLayout.parse(text), []
+        mesh = DeviceMesh(name="actor", layout=layout, ranks=tuple(range(world.size)), ranks_per_node=world.size)
+        for kind in ("coded", "plain"):
+            made = from_pretrained(folder / family / kind, world, mesh, dtype=dtype)
+            held.append(local_shards(made.transformer, made.spec, mesh, world.rank))
+        one, other = held
+        assert one.keys() == other.keys() and len(one) > 10
+        same.append(all(torch.equal(one[name][0], other[name][0]) for name in one))
+    return same
+
+
+def test_a_rank_starts_from_weights_in_codes_in_every_layout(tmp_path):
+    write_fp8(save(make_model("deepseek_v3"), tmp_path / "deepseek_v3/coded"), (5, 7))
+    write_mxfp4(save(make_model("gpt_oss", intermediate_size=64), tmp_path / "gpt_oss/coded"))
+    layouts = ["tp4", "tp2.pp2", "ep2.dp4", "tp2.dp2.ep2"]
+    for dtype in ("bf16", "fp32"):
+        for name in ("deepseek_v3", "gpt_oss"):
+            shutil.rmtree(tmp_path / name / "plain", ignore_errors=True)
+            arguments = [str(tmp_path / name / kind) for kind in ("coded", "plain")]
+            # Left out, the dtype of DeepSeek's fp32 tensors stays, as a run has it.
+            asked = ["--dtype", dtype] if dtype == "fp32" else []
+            assert main(["convert", *arguments, "--to", "hf", *asked, "--quiet"]) == 0
+        ranks = run_ranks(coded_and_plain, 4, tmp_path, layouts, dtype)
+        assert ranks == [[True] * 2 * len(layouts)] * 4
 
 
 def refused(world: World, cases: list[tuple[Path, str, type[Exception], str]]) -> None:

@@ -84,7 +84,7 @@ def losses_of_routers(world, config):
     assert max(float(each.abs().max()) for each in expected if each is not None) > 1e-2, "gradients tell nothing"
     biases = [layer.mlp.router.expert_bias for layer in model.decoder.layers]
     before = [None if bias is None else bias.clone() for bias in biases]
-    found = watch.finish()
+    found, told = watch.finish()
     for layer, bias in enumerate(biases):
         if bias is not None:
             mean = float(loads[layer].mean())
@@ -92,6 +92,7 @@ def losses_of_routers(world, config):
             assert torch.equal(bias, before[layer] + torch.tensor(steps)), layer
     layers = config.num_layers
     ratios = loads / loads.mean(1, keepdim=True)
+    assert told == {layer: pytest.approx(shares) for layer, shares in enumerate(ratios.tolist())}
     wanted = {
         "actor/router_aux_loss": float(aux) / (3 * layers),
         "actor/router_z_loss": float(z) / (13 * layers),
@@ -157,7 +158,7 @@ def replayed(world, texts):
             with mock.patch.object(ExpertRouter, "choose", noisy):
                 watch = RouterWatch(model, groups, MoEConfig(), [part])
                 rows = forward_only(model, groups, [part], computed)
-                return rows, watch.finish()
+                return rows, watch.finish()[0]
 
         (with_replay, _), (without, told) = log_probs(is_replayed=True), log_probs(is_replayed=False)
         if with_replay:

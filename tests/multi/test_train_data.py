@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,10 @@ def test_prompts_alone_and_a_reward_that_asks_for_a_field(tmp_path, rows):
     done = fork_ranks(["train", "tiny.yaml", *SETTINGS, f"data.train={path}", "warm_start=null"], tmp_path)
     assert set(done.codes) == {0}, done.err
     assert done.err.count("data.held_out is missing: there is no validation") == 1
+    # Two samples of each step, the first and the last, after its line.
+    two = r"(  prompt    .*\n  response  .*  \(score .*\)\n){2}(?!  prompt)"
+    for step in (1, 2):
+        assert re.search(rf"step {step}/2 \|.*\n(warning.*\n)*samples of step {step}\n{two}", done.out), done.out
     assert "accuracy" not in done.out and len(lasting_metrics(tmp_path / "run")) == 2
     assert "accuracy_before_rl" not in json.loads((tmp_path / "run" / "summary.json").read_text())
 

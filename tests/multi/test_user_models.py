@@ -253,6 +253,7 @@ def test_a_generate_that_gives_what_cannot_be_right_is_told_of():
 
 REFUSED: dict[str, tuple[type[Exception], Any, dict[str, Any]]] = {
     "actor.update.tp=2: a class of your own is not cut": (LayoutError, GRPOTrainer, {"actor": {"tp_size": 2}}),
+    "actor.update.cp=2: a class of your own is not cut": (LayoutError, GRPOTrainer, {"actor": {"cp_size": 2}}),
     "actor.lora: cannot be had": (ConfigError, GRPOTrainer, {"lora_rank": 4}),
     "rollout.stop: cannot be had": (ConfigError, GRPOTrainer, {"rollout": {"stop": ["x"]}}),
     "actor.reshard_every: cannot be had": (ConfigError, GRPOTrainer, {"hybrid_engine": {"resharding_interval": 2}}),

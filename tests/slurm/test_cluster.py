@@ -75,8 +75,11 @@ def test_node_dies_and_boots(isolation, tmp_path):
         state = cluster.wait_for_end(again, within_s=60)["JobState"]
         assert state == "COMPLETED", (tmp_path / "again.out").read_text()
         cluster.sbatch("--wrap", "trap '' TERM; while :; do sleep 1; done", cwd=tmp_path)
+        # As the controller does with a node whose tasks do not end in time.
+        cluster.run("scontrol", "update", "nodename=node1", "state=drain", "reason=Kill task failed")
         cluster.restore()
         assert cluster.run("squeue", "--noheader") == ""
+        assert cluster.run("sinfo", "--noheader", "--partition=low", "--format=%T") == "idle"
 
 
 def test_higher_partition_sends_a_job_back_into_the_queue(cluster, tmp_path):
@@ -90,7 +93,7 @@ def test_higher_partition_sends_a_job_back_into_the_queue(cluster, tmp_path):
 def test_training_where_nodes_share_everything(folder):
     """As in a container without privileges."""
     with SlurmCluster(num_nodes=2, isolation="plain") as cluster:
-        options = ["--nodes=2", "--ntasks-per-node=2", str(SCRIPTS / "train.sbatch")]
+        options = ["--nodes=2", "--ntasks-per-node=1", str(SCRIPTS / "train.sbatch")]
         job = cluster.sbatch(*options, "tiny.yaml", cwd=folder)
         assert cluster.wait_for_end(job, within_s=300)["JobState"] == "COMPLETED", output(cluster, job)
         assert steps(folder) == [1, 2, 3]

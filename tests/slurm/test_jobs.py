@@ -36,11 +36,15 @@ def score(prompt, response, answer):
 """
 
 
+# Now and then pmi2 of Slurm misreads how MPICH 5.0.2 exchanges addresses ("value not properly terminated in client
+# request"). Ranks then wait for one another in MPI_Init until their deadline, again and again: not for every run.
+@pytest.mark.long
 def test_srun_with_mpi_speaks_over_mpi(cluster, folder):
     (folder / "rewards.py").write_text(NOTING)
     options = ["--nodes=2", "--ntasks-per-node=2", str(SCRIPTS / "train.sbatch")]
     job = cluster.sbatch(*options, "tiny.yaml", cwd=folder, env={"SLURM_MPI_TYPE": "pmi2"})
-    finish(cluster, job)
+    # MPI's ranks wait with their cores busy, so that other programs beside them make this many times slower.
+    finish(cluster, job, within_s=900)
     assert steps(folder) == [1, 2, 3]
     for rank in range(4):
         assert json.loads((folder / f"mpi-{rank}").read_text()) == [rank, 4, ["MpiMessenger"]]
@@ -53,12 +57,12 @@ def test_ranks_run_in_the_image_that_the_environment_names(cluster, folder):
     put_program(folder / "bin/apptainer", noting)
     env = {"CONTAINER": str(image), "PATH": f"{folder / 'bin'}:{cluster.env['PATH']}", "HF_HOME": str(folder / "cache")}
     env["PYTHONPATH"] = str(SCRIPTS.parent)
-    argv = ["--ntasks-per-node=4", str(SCRIPTS / "train.sbatch"), "tiny.yaml", "trainer.steps=2"]
+    argv = ["--ntasks-per-node=2", str(SCRIPTS / "train.sbatch"), "tiny.yaml", "trainer.steps=2"]
     finish(cluster, cluster.sbatch(*argv, cwd=folder, env=env))
     assert steps(folder) == [1, 2]
     binds = [f"--bind={path}" for path in sorted({str(folder), str(folder / "cache"), str(SCRIPTS.parent)})]
     words = ["exec", "--nv", *binds, "--pwd", str(folder), str(image), "hybridflow", "train", "tiny.yaml"]
-    for rank in range(4):
+    for rank in range(2):
         assert Path(f"{noted}.{rank}").read_text().splitlines() == [*words, "trainer.steps=2", "--resume"]
 
 

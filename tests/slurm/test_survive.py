@@ -1,10 +1,12 @@
 """What a run survives on a real Slurm: signals, time limits, preemption, the death of a rank or a node, scancel.
 
-All go on from the checkpoint of step 1, and end with the curve of a run that nothing has interrupted.
+All go on from the checkpoint of step 1, a rank on each of two nodes, and end with the curve of a run that nothing has
+interrupted.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 
 from hybridflow.observe.starts import StartRecord, read_starts
 from hybridflow.parallel.process import is_running, kill
-from tests.e2e.commands import lasting_metrics, run_well
+from tests.e2e.commands import fork_ranks, lasting_metrics
 from tests.slurm.jobs import SCRIPTS, output, rank_processes, steps
 from tests.support.slurm_cluster import SlurmCluster
 
@@ -32,13 +34,23 @@ def curve(first_step: Path, tmp_path_factory: pytest.TempPathFactory) -> list[di
 def uninterrupted(first_step: Path, empty: Path, arguments: Sequence[str]) -> list[dict[str, float]]:
     """The metrics of a run that goes on from the checkpoint of step 1, to its end."""
     folder = Path(shutil.copytree(first_step, empty / "job"))
-    run_well(["train", *arguments, "--resume"], folder, num_ranks=4)
+    go_on(folder, arguments)
     return lasting_metrics(folder / "run")
+
+
+def go_on(folder: Path, arguments: Sequence[str]) -> None:
+    """Run the job to its end without Slurm, with the nodes of the jobs here: the way of resharding depends on these."""
+
+    def be_alone_on_a_node(rank: int) -> None:
+        os.environ.update({"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+
+    done = fork_ranks(["train", *arguments, "--resume"], folder, num_ranks=2, hook=be_alone_on_a_node)
+    assert set(done.codes) == {0}, done.err
 
 
 def test_a_signal_saves_and_requeues(cluster, folder, curve):
     # The script holds the signal back while ranks start, for up to 15 s.
-    job = begin(cluster, folder, reward_s=2)
+    job = begin(cluster, folder, reward_s=1)
     cluster.run("scancel", "--signal=USR1", "--batch", job)
     finish(cluster, folder, job, restarts=1)
     assert lasting_metrics(folder / "run") == curve
@@ -51,8 +63,8 @@ def test_a_signal_saves_and_requeues(cluster, folder, curve):
 def test_the_time_limit_saves_and_requeues(cluster, folder, first_step, tmp_path):
     # 19 steps of 6 s, and two minutes. Steps are short, so that also on a slow machine each turn makes some.
     arguments = ("tiny.yaml", "trainer.steps=20")
-    options = ("--nodes=2", "--ntasks-per-node=2", "--time=2", "--signal=B:USR1@20", str(SCRIPTS / "train.sbatch"))
-    job = cluster.sbatch(*options, *arguments, cwd=folder, env={"REWARD_S": "3"})
+    options = ("--nodes=2", "--ntasks-per-node=1", "--time=2", "--signal=B:USR1@20", str(SCRIPTS / "train.sbatch"))
+    job = cluster.sbatch(*options, *arguments, cwd=folder, env={"REWARD_S": "1.5"})
     ended = cluster.wait_for_end(job, within_s=900)
     assert ended["JobState"] == "COMPLETED" and int(ended["Restarts"]) >= 1, output(cluster, job)
     *stopped, last = [start.outcome for start in starts(folder)]
@@ -85,7 +97,8 @@ def test_a_killed_rank_begins_again_in_the_allocation(cluster, folder, curve):
 
 
 def test_a_dead_node_leaves_a_smaller_job(cluster, folder):
-    job = begin(cluster, folder)
+    # A single task would start the recipe's four ranks by itself.
+    job = begin(cluster, folder, ranks_per_node=2)
     first, last = cluster.run("scontrol", "show", "hostnames", cluster.job(job)["NodeList"]).split()
     cluster.kill_node(last)
     finish(cluster, folder, job, restarts=0)
@@ -109,16 +122,21 @@ def test_scancel_leaves_a_checkpoint_and_no_job(cluster, folder, curve):
     ended = cluster.wait_for_end(job, within_s=60)
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), output(cluster, job)
     assert starts(folder)[0].outcome == "requeue"
-    run_well(["train", *ARGUMENTS, "--resume"], folder, num_ranks=4)
+    go_on(folder, ARGUMENTS)
     assert lasting_metrics(folder / "run") == curve
     assert cluster.job(job)["JobState"] == "CANCELLED"
 
 
 def begin(
-    cluster: SlurmCluster, folder: Path, *options: str, script: str = "train.sbatch", reward_s: float = 0.25
+    cluster: SlurmCluster,
+    folder: Path,
+    *options: str,
+    script: str = "train.sbatch",
+    ranks_per_node: int = 1,
+    reward_s: float = 0.125,
 ) -> str:
     """Submit the job on two nodes; it has done step 2, and is within another, when this returns."""
-    size = ("--nodes=2", "--ntasks-per-node=2")
+    size = ("--nodes=2", f"--ntasks-per-node={ranks_per_node}")
     environ = {"REWARD_S": str(reward_s)}
     job = cluster.sbatch(*size, *options, str(SCRIPTS / script), *ARGUMENTS, cwd=folder, env=environ)
     cluster.wait_for(lambda: steps(folder)[1:], within_s=120, what="step 2")

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from hybridflow.checkpoint.convert.engine import Place, convert
 from hybridflow.checkpoint.convert.ranks import PeerError
+from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_bytes
 from hybridflow.checkpoint.tensor_file import TensorFile, TensorFileWriter
@@ -35,7 +36,7 @@ def make_tensors(path: Path, num_tensors: int = 12, rows: int = 8, columns: int 
     return tensors
 
 
-class PlainSource:
+class PlainSource(Source):
     """Each tensor of a safetensors file is a logical one."""
 
     format, family, has_value_head, layout = "plain", None, False, None

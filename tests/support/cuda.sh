@@ -12,8 +12,8 @@ if [ -f "$venv/.installed" ] && grep -qxF "$mark" "$venv/.installed"; then
 fi
 rm -rf "$venv"
 "${PYTHON:-$root/.venv/bin/python}" -m venv "$venv"
-# Three times =, or pip takes a build for CPUs where its index has one.
-"$venv/bin/python" -m pip install --disable-pip-version-check torch===2.13.0 megatron-core==0.16.1 einops psutil h5py \
+# Three times =, or pip takes a build for CPUs where its index has one. Few of the modules are ever imported: Python compiles these itself.
+"$venv/bin/python" -m pip install --disable-pip-version-check --no-compile torch===2.13.0 megatron-core==0.16.1 einops psutil h5py \
     hypothesis jinja2 mpi4py numpy pytest pyyaml safetensors sentencepiece tensorboard tokenizers transformers
 "$venv/bin/python" -c 'import torch, triton; assert torch.version.cuda'
 echo "$mark" > "$venv/.installed"

@@ -240,9 +240,7 @@ class SlurmCluster:
         end = time.monotonic() + within_s
         while not (found := predicate()):
             if time.monotonic() > end:
-                queue = self.run("squeue", "--states=all", "--format=%i %j %T %r %N")
-                nodes = self.run("sinfo", "--Node", "--format=%N %P %T")
-                raise TimeoutError(f"not within {within_s:g} s: {what}\n{queue}\n{nodes}")
+                raise TimeoutError(f"not within {within_s:g} s: {what}\n{self._states()}")
             time.sleep(0.1)
         return found
 
@@ -293,9 +291,8 @@ class SlurmCluster:
         while not is_ready():
             ended = self._daemons[name].poll() is not None
             if ended or time.monotonic() > end:
-                raise RuntimeError(
-                    f"{name} {'ended' if ended else f'is not ready within {within_s:g} s'}\n{self._tail(name)}"
-                )
+                what = "ended" if ended else f"is not ready within {within_s:g} s"
+                raise RuntimeError(f"{name} {what}\n{self._states()}\n{self._tail(name)}")
             time.sleep(0.03)
 
     def _await_idle(self, nodes: Sequence[str]) -> None:
@@ -303,8 +300,8 @@ class SlurmCluster:
 
         def is_idle(node: str) -> bool:
             state = self.run("sinfo", "--noheader", "--Node", "--partition=low", f"--nodes={node}", "--format=%T")
-            # A node that was declared down stays so until somebody says otherwise.
-            if state.startswith("down") and node not in resumed:
+            # A node that is down, or drained because a task could not be killed, stays so until it is resumed.
+            if state.startswith(("down", "drain")) and node not in resumed:
                 resumed.add(node)
                 self.run("scontrol", "update", f"nodename={node}", "state=resume")
             return state == "idle"
@@ -317,6 +314,14 @@ class SlurmCluster:
             self.run(*argv)
             return True
         return False
+
+    def _states(self) -> str:
+        """All jobs and nodes, for errors; why not, where the controller does not answer."""
+        try:
+            queue = self.run("squeue", "--states=all", "--format=%i %j %T %r %N")
+            return f"{queue}\n{self.run('sinfo', '--Node', '--format=%N %P %T %E')}"
+        except (RuntimeError, subprocess.TimeoutExpired) as problem:
+            return str(problem)
 
     def _tail(self, name: str) -> str:
         logs = [path for path in (self.folder / f"{name}.out", self.folder / f"{name}.log") if path.exists()]

@@ -58,7 +58,7 @@ LIGHT = [
     *("dataflow.graph", "dataflow.schedule", "dataflow.compiler", "reshard.plan", "reshard.optimizer"),
     *("reshard.report", "reshard.diagram"),
     *("observe.metrics", "observe.report", "observe.starts", "observe.timeline", "observe.timeline_file"),
-    *("observe.distribution", "observe.work", "models.flops", "metrics"),
+    *("observe.distribution", "observe.expert_loads", "observe.work", "models.flops", "metrics"),
     *("observe.table", "observe.status", "observe.status_command", "observe.status_file", "observe.status_text"),
     *(
         "data.order",
@@ -120,6 +120,7 @@ LIGHT = [
         "rewards.kinds",
         "recipe.inputs",
         "recipe.dry_run",
+        "recipe.run_dir",
         "trainer.warnings",
         "mapping.memory",
         "mapping.estimate_command",

@@ -12,9 +12,9 @@ from hybridflow.models.scoring import Scoring
 CPU = torch.device("cpu")
 SCORINGS = [
     pytest.param(Scoring(scale=0.3), id="plain"),
-    pytest.param(Scoring(scale=0.7, softcap=1.2), id="cap"),
-    pytest.param(Scoring(scale=0.4, window=3), id="window 3"),
-    pytest.param(Scoring(scale=0.4, window=1), id="window 1"),
+    pytest.param(Scoring(scale=0.7, softcap=1.2), marks=pytest.mark.long, id="cap"),
+    pytest.param(Scoring(scale=0.4, window=3), marks=pytest.mark.long, id="window 3"),
+    pytest.param(Scoring(scale=0.4, window=1), marks=pytest.mark.long, id="window 1"),
     pytest.param(Scoring(scale=0.7, softcap=1.2, window=20), id="cap, window 20"),
 ]
 SHARED = [[*range(40)], [*range(30), *range(40, 75)], [*range(12)], [75, 76, 77], [75, 76, 78], [79]]
@@ -74,7 +74,7 @@ def test_head_sizes_and_formats(heads, groups, head, dtype):
         torch.testing.assert_close(theirs, ours, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.long), 3])
 def test_sinks_take_their_share_and_have_gradients(window):
     packed = tensors(SHARED, 6, 2, 16, torch.float32)
     sinks = torch.tensor([0.5, -3.0, 2.0, 0.0, 4.0, 1.0], requires_grad=True)

@@ -81,9 +81,9 @@ def both(world: World, shape, asked: list[Request]):
     ("shape", "kinds"),
     [
         pytest.param(SMALL, [*KINDS, *CUTS], id="bias, and cuts"),
-        pytest.param(NORMED, [*KINDS, *EDITS], id="normalized heads, and edits"),
-        pytest.param(BEHIND, KINDS, id="caps, windows, norms behind, 12 dims a head"),
-        pytest.param(replace(MIXTURE, num_layers=2), KINDS, id="mixture of experts"),
+        pytest.param(NORMED, [*KINDS, *EDITS], marks=pytest.mark.long, id="normalized heads, and edits"),
+        pytest.param(BEHIND, KINDS, marks=pytest.mark.long, id="caps, windows, norms behind, 12 dims a head"),
+        pytest.param(replace(MIXTURE, num_layers=2), KINDS, marks=pytest.mark.long, id="mixture of experts"),
     ],
 )
 def test_texts_are_those_of_the_cpu_engine(world, shape, kinds):

@@ -209,7 +209,9 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("dtype", "groups", "sharers", "head", "softcap", "window"), SHAPES)
-@pytest.mark.parametrize("kind", ["a step", "a step, keys split", "tiles", "tiles, keys split"])
+@pytest.mark.parametrize(
+    "kind", ["a step", "a step, keys split", "tiles", pytest.param("tiles, keys split", marks=pytest.mark.long)]
+)
 def test_rows_attend_to_their_own_sequence(kind, dtype, groups, sharers, head, softcap, window):
     cache = Paged([40, 1, 18], groups, head, dtype)
     keys, values = cache.fill()

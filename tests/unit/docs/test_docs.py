@@ -18,6 +18,7 @@ from hybridflow.observe.phases import PHASE_OF
 from hybridflow.recipe.load import load_recipe, recipe_for_ranks, recipe_from_dict
 from hybridflow.trainer.step_metrics import COMPUTING, DISTRIBUTIONS
 from tests.support.known_models import write_models
+from tests.support.machines import write_machine, write_run
 
 ROOT = Path(__file__).parents[3]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in ROOT.glob("*.md")}
@@ -64,6 +65,8 @@ def folder_of_a_user(tmp_path_factory):
     """A folder with the models and data that commands name."""
     folder = tmp_path_factory.mktemp("user")
     write_models(folder)
+    write_machine(folder / ".config/hybridflow/measured.yaml")
+    write_run(folder / "runs/short")
     for name in ("launch", "slurm"):
         (folder / name).symlink_to(ROOT / name)
     return folder
@@ -72,6 +75,7 @@ def folder_of_a_user(tmp_path_factory):
 @pytest.mark.parametrize("command", [line for line in COMMANDS if re.search(r"\bhybridflow (train|plan)\b", line)])
 def test_commands_are_understood_and_their_recipes_are_valid(command, folder_of_a_user, monkeypatch, capsys):
     monkeypatch.chdir(folder_of_a_user)
+    monkeypatch.setenv("HOME", str(folder_of_a_user))
     words = shlex.split(command)
     words = words[words.index("hybridflow") + 1 :]
     if words[0] == "train":
@@ -101,7 +105,8 @@ def test_other_commands_are_understood(command):
     if "--wrap" in words:
         words = shlex.split(words[words.index("--wrap") + 1].partition(";")[0])
     words = words[words.index("hybridflow") + 1 :]
-    assert cli._parse(words).run.__module__ == MODULES[words[0]]
+    run = cli._parse(words).run
+    assert getattr(run, "func", run).__module__ == MODULES[words[0]]
 
 
 def test_examples_of_site_settings_and_fallbacks_are_valid(tmp_path):

@@ -26,6 +26,14 @@ def test_three_lines_install_the_torch_of_the_script():
     assert block((ROOT / "docs/slurm.md").read_text(encoding="utf-8")) == [clone, install, activate]
 
 
+def test_a_model_of_hugging_face_is_read_after_the_block():
+    """A Qwen model has only ``tokenizer.json``, which takes the package tokenizers."""
+    (extras,) = re.findall(r"--editable '\.\[([a-z,]+)\]'", block(README)[1])
+    described = (ROOT / "setup.py").read_text(encoding="utf-8")
+    (packages,) = re.findall(rf'"{extras}": \[(.*?)\]', described)
+    assert extras == "hf" and '"tokenizers' in packages
+
+
 @pytest.mark.parametrize("page", ["start", "slurm", "gpu", "from-trl", "from-verl"])
 def test_pages_for_beginners_say_how_to_install(page):
     assert "(../README.md#install)" in (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")

@@ -126,6 +126,8 @@ def test_progress_line():
     assert progress_line(1, 9, {"reward/mean": math.nan, "time/step_s": 2}) == "step 1/9 | reward nan | 2.00 s"
     # Of a program that runs its own loop.
     assert progress_line(1, None, {"reward/mean": 0.5}) == "step 1 | reward 0.500"
+    assert progress_line(1, None, {"reward/mean": -0.25, "kl/ref": -1e-9}) == "step 1 | reward -0.250 | KL 0.0000"
+    assert progress_line(1, None, {"reward/mean": -0.0001, "kl/ref": -0.0042}) == "step 1 | reward 0.000 | KL -0.0042"
 
 
 def test_the_progress_line_shows_what_is_optimized():

@@ -4,6 +4,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import os, signal, threading, time
 from hybridflow.parallel.signals import CaughtSignals
@@ -43,3 +45,48 @@ def test_the_first_ctrl_c_asks_to_stop_and_says_so_and_the_second_ends_the_proce
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGINT, "saved\n"), done.stderr
     assert done.stderr == "hybridflow: Ctrl-C: the job saves and stops; press Ctrl-C again to end it at once\n"
+
+
+UNDER_A_LAUNCHER = """
+import os, signal, sys, threading, time
+from hybridflow.parallel.signals import CaughtSignals
+signals = CaughtSignals(asks_at_interrupt=True, speaks=SPEAKS, copies_s=0.3)
+kill = lambda: os.kill(os.getpid(), signal.SIGINT)
+kill()
+kill()
+assert signals.wait(5.0) == (signal.SIGINT, signal.SIGINT)
+signals.put_back([signal.SIGINT])
+assert signals.wait(5.0) == (signal.SIGINT,)
+print("saved", flush=True)
+time.sleep(0.5)
+SECOND
+"""
+BY_THE_HANDLER = "os.kill(os.getpid(), signal.SECOND_SIGNAL); time.sleep(60)"
+# As in a collective: no handler runs meanwhile.
+BY_THE_PIPE = """
+signal.signal(signal.SECOND_SIGNAL, lambda number, frame: None)
+os.kill(os.getpid(), signal.SECOND_SIGNAL)
+signals.wait(5.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("second", "number", "status"),
+    [
+        (BY_THE_HANDLER, "SIGINT", -signal.SIGINT),
+        (BY_THE_HANDLER, "SIGTERM", -signal.SIGINT),
+        (BY_THE_PIPE, "SIGINT", 130),
+        (BY_THE_PIPE, "SIGTERM", 130),
+    ],
+)
+def test_a_launchers_copy_of_ctrl_c_is_the_first_one_and_a_later_one_ends_the_process(second, number, status):
+    program = UNDER_A_LAUNCHER.replace("SPEAKS", "True").replace("SECOND\n", second).replace("SECOND_SIGNAL", number)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (status, "saved\n"), done.stderr
+    assert done.stderr.count("Ctrl-C: the job saves and stops") == 1
+
+
+def test_one_rank_speaks_at_ctrl_c():
+    program = UNDER_A_LAUNCHER.replace("SPEAKS", "False").replace("SECOND\n", "")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "saved\n", "")

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hybridflow.observe.report import write_summary
 from hybridflow.observe.starts import StartRecord, add_start
 from hybridflow.report.page import write_report
-from tests.support.browser import running_browser
+from tests.support.browser import loading_ms, opened, press_until, running_browser, text
 from tests.support.report_runs import HOSTILE, write_run
 
 pytestmark = pytest.mark.slow
+
+
+def no_plan(run_dir):
+    return None
 
 
 @pytest.fixture(scope="module")
@@ -32,50 +36,28 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     large = write_run(folder / "large", num_steps=40, num_ranks=40, num_groups=9, group_size=9, num_tokens=700)
     add_start(folder / "begun", StartRecord(number=1, began_s=0.0, step=None, ranks=1))
     runs = {"one": [one], "several": [one, other], "large": [large], "begun": [folder / "begun"]}
-    return {name: write_report(run_dirs, folder / f"{name}.html") for name, run_dirs in runs.items()}
-
-
-@contextlib.contextmanager
-def opened(browser: Any, path: Path, *, width: int = 1280, scheme: str = "light") -> Iterator[Any]:
-    """Open a page; whatever it asks for beside itself, and each error, fails the test."""
-    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
-    asked: list[str] = []
-    wrong: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    page.on("console", lambda message: wrong.append(message.text))
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("dialog", lambda dialog: (wrong.append(dialog.message), dialog.dismiss()))
-    page.goto(path.as_uri())
-    try:
-        yield page
-        assert [url for url in asked if not url.startswith("data:")] == [path.as_uri()] and wrong == []
-    finally:
-        page.close()
-
-
-def press_until(page: Any, key: str, selector: str, most: int = 120) -> None:
-    """Press a key until what has the focus matches."""
-    for _ in range(most):
-        page.keyboard.press(key)
-        if page.evaluate("selector => document.activeElement.matches(selector)", selector):
-            return
-    pytest.fail(f"{key} does not reach {selector}")
-
-
-def text(page: Any, selector: str) -> str:
-    found: str = page.locator(selector).first.inner_text()
-    return found
+    return {name: write_report(run_dirs, folder / f"{name}.html", no_plan) for name, run_dirs in runs.items()}
 
 
 @pytest.mark.parametrize("name", ["one", "several", "large", "begun"])
 def test_a_page_opens_quickly_without_requests_and_errors(browser: Any, pages: dict[str, Path], name: str):
     with opened(browser, pages[name]) as page:
-        assert page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") < 2000
+        assert loading_ms(page) < 2000
         assert page.locator("h1").inner_text() == "hybridflow report"
         num_charts = page.locator(".chart canvas").count()
         assert num_charts == 0 if name == "begun" else num_charts >= 6
         for chart in page.locator(".chart .plot").all():
             assert chart.get_attribute("role") == "img" and "at step" in chart.get_attribute("aria-label")
+
+
+def test_a_card_says_accuracy_in_percent_as_the_console_does(browser: Any, pages: dict[str, Path], tmp_path: Path):
+    with opened(browser, pages["one"]) as page:
+        assert "held-out accuracy\n25.0% → 100.0%" in text(page, "#runs .card")
+    run_dir = write_run(tmp_path / "scored", num_steps=1, is_done=False, has_archive=False)
+    write_summary(run_dir, {"steps": 1, "score_before_rl": -0.5, "score_after_rl": 1.25})
+    path = write_report([run_dir], tmp_path / "scored.html", no_plan)
+    with opened(browser, path) as page:
+        assert "held-out score\n-0.5 → 1.25" in text(page, "#runs .card")
 
 
 def test_steps_are_reached_by_keyboard(browser: Any, pages: dict[str, Path]):
@@ -161,7 +143,7 @@ def test_runs_are_compared_and_chosen(browser: Any, pages: dict[str, Path]):
     with opened(browser, pages["several"]) as page:
         assert page.locator("#legend span").count() == 2 and page.locator(".card").count() == 2
         page.select_option("#which", "1")
-        assert "rollout.archive=true" in text(page, "#groups") and "Step 6 of other" in text(page, "#timeline-body")
+        assert "no archive of samples" in text(page, "#groups") and "Step 6 of other" in text(page, "#timeline-body")
         rows = page.locator("#recipe-body tbody tr").all_inner_texts()
         assert [row.split("\t") for row in rows] == [["name", "one", "other"], ["seed", "1", "2"]]
         num_charts = page.locator(".chart").count()

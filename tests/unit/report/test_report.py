@@ -26,6 +26,10 @@ from tests.support.report_runs import HOSTILE, data_of, metrics_of, write_archiv
 PLENTY = Budget(points=500, sample_bytes=10**6, timeline_bytes=10**6)
 
 
+def no_plan(run_dir):
+    return None
+
+
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("report") / "first")
@@ -33,7 +37,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(run_dir: Path) -> dict:
-    return data_of(write_report([run_dir], run_dir / "report.html"))
+    return data_of(write_report([run_dir], run_dir / "report.html", no_plan))
 
 
 def test_the_page_tells_how_the_run_stands_and_why_it_stopped(data: dict):
@@ -110,13 +114,13 @@ def test_a_running_job_and_one_without_a_step_have_a_page(tmp_path: Path):
     assert len(found["steps"]["2"]["timeline"]["ranks"]["0"]) == 6
     begun = tmp_path / "begun"
     add_start(begun, StartRecord(number=1, began_s=0.0, step=None, ranks=1))
-    assert data_of(write_report([begun], tmp_path / "begun.html"))["runs"][0]["steps"] == {}
+    assert data_of(write_report([begun], tmp_path / "begun.html", no_plan))["runs"][0]["steps"] == {}
 
 
 @pytest.mark.slow
 def test_a_long_run_of_many_ranks_fits(tmp_path: Path):
     run = write_run(tmp_path / "long", num_steps=80, num_ranks=96, num_groups=9, group_size=12, num_tokens=700)
-    path = write_report([run], tmp_path / "page.html")
+    path = write_report([run], tmp_path / "page.html", no_plan)
     assert 1_000_000 < path.stat().st_size <= LARGEST_BYTES
     (found,) = data_of(path)["runs"]
     assert len(found["steps"]) == 60 and {"1", "80"} <= found["steps"].keys()
@@ -188,7 +192,7 @@ def test_validations_before_and_after_come_from_the_summary(names: tuple, told: 
 def test_steps_without_samples_are_not_taken_for_archived_ones(tmp_path: Path):
     run = write_run(tmp_path / "run", num_steps=90, has_archive=False)
     write_archive(run, range(1, 91, 30), 2, 2, 3)
-    (found,) = data_of(write_report([run], tmp_path / "page.html"))["runs"]
+    (found,) = data_of(write_report([run], tmp_path / "page.html", no_plan))["runs"]
     shown = [int(step) for step, each in found["steps"].items() if each["samples"] is not None]
     assert shown == [1, 31, 61] and len(found["steps"]) == 60
 
@@ -213,7 +217,7 @@ def test_complaints(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert cli.main(["report", str(damaged)]) == 3
     assert "step-000001-000002" in capsys.readouterr().err
     # At the end of a run it is told, and the run is done all the same.
-    try_report(damaged)
+    try_report(damaged, no_plan)
     assert "report.html was not written: CheckpointError" in capsys.readouterr().out
 
 
@@ -243,7 +247,7 @@ def test_whatever_an_event_holds_the_page_is_written(event: dict):
         write_timeline(run_dir, [1], num_ranks=1)
         with (run_dir / "trace/timeline.json").open("a") as file:
             file.write(json.dumps(event | {"args": {"step": 1}}) + "\n")
-        assert data_of(write_report([run_dir], run_dir / "page.html"))["runs"][0]["steps"]["1"]["timeline"]
+        assert data_of(write_report([run_dir], run_dir / "page.html", no_plan))["runs"][0]["steps"]["1"]["timeline"]
 
 
 @given(st.lists(st.floats(), min_size=1, max_size=9))

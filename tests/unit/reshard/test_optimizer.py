@@ -271,6 +271,16 @@ def test_to_and_from_an_optimizer_that_is_not_distributed(
     assert_equal(run(model, whole, dealt, after), before)
 
 
+@settings(max_examples=20, deadline=None)
+@given(PAIRS, models)
+def test_elements_of_a_rank_are_those_of_its_ranges(pair: tuple[DeviceMesh, DeviceMesh], model: ModelSpec) -> None:
+    for mesh in pair:
+        holdings = OptimizerHoldings(model, mesh)
+        for rank in mesh.ranks:
+            ranges = (holdings.flat_range(tensor, rank) for tensor in model.tensors)
+            assert holdings.num_elements(rank) == sum(each.stop - each.start for each in ranges if each is not None)
+
+
 def test_ranges_by_hand() -> None:
     """Parameters of 100 and 50 elements for two replicas.
 
@@ -285,6 +295,7 @@ def test_ranges_by_hand() -> None:
     assert holdings.flat_range(last, 1) is None
     assert holdings.flat_range(first, 0) == (0, 0, 64)
     assert holdings.flat_range(first, 1) == (1, 64, 100)
+    assert [holdings.num_elements(rank) for rank in (0, 1)] == [50 + 64, 36]
     # 64 elements are twelve rows of five, and four of the thirteenth; the one that is left starts replica 1.
     assert holdings.regions(first, 0) == (
         (((0, 12), (0, 5)), (12, 5), 0),

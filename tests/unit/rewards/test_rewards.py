@@ -383,6 +383,14 @@ def test_names_that_are_not_there():
             make_kind(RewardConfig(function=name), "reward")
 
 
+def test_a_function_may_be_named_by_its_file(tmp_path, monkeypatch):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/of_a_file.py").write_text("def long(response):\n    return len(response)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("own/of_a_file.py:long", "./own/of_a_file.py:long", "own.of_a_file:long"):
+        assert scorer(function=name).scores([Sample(prompt="", response="four", answer="", place="")]) == [4]
+
+
 def test_built_in_rewards_take_what_any_tokenizer_may_say():
     odd = [Sample(prompt="", response="\ud800\0", answer="\ud800\0 ", place="")]
     assert scorer(function="exact_match").scores(odd) == [1] and scorer(function="length").scores(odd) == [2]

@@ -2,17 +2,20 @@
 
 import sys
 
+import pytest
 import table_scaling
 from table_scaling import best_placements
 
 
-def test_34b_models_share_all_of_64_gpus():
-    # The choice in arXiv 2409.19256 up to 64 A100.
-    found = best_placements("34b", 64, 1024, "a100-80g")
-    assert [len(each.placement) for each in found][:2] == [1, 2]
+@pytest.mark.parametrize(("gpus", "sets"), [(64, 1), (128, 2)])
+def test_34b_models_share_all_of_64_gpus_and_half_of_128_each(gpus, sets):
+    # The choices in arXiv 2409.19256, whose nodes share 200 Gb/s.
+    found = best_placements("34b", gpus, 1024, "a100-80g-one-port", blocks=2)
+    assert len(found[0].placement) == sets
     assert {mesh for one in found[0].placement for mesh in one.meshes} == {
         *("actor.update", "actor.rollout", "critic", "reference", "reward")
     }
+    assert {len(one.ranks) for one in found[0].placement} == {gpus // sets}
 
 
 def test_a_row_has_the_best_and_says_where_nothing_fits(capsys, monkeypatch):
@@ -22,3 +25,27 @@ def test_a_row_has_the_best_and_says_where_nothing_fits(capsys, monkeypatch):
     assert header.startswith("| model | GPUs |") and none.endswith("nothing fits |")
     cells = [cell.strip() for cell in some.split("|")[1:-1]]
     assert cells[:3] == ["7B", "8", "64"] and cells[-1] == "together" and cells[3] == cells[5]
+
+
+def test_rows_are_kept_and_drawn(tmp_path, capsys, monkeypatch):
+    rows = tmp_path / "rows.jsonl"
+    words = ["table_scaling.py", "--models", "7b", "--gpus", "8", "--weak", "--blocks", "1", "--rows", str(rows)]
+    monkeypatch.setattr(sys, "argv", words)
+    table_scaling.main()
+    before = capsys.readouterr().out
+    assert len(rows.read_text().splitlines()) == 1
+    monkeypatch.setattr(table_scaling, "search", None)
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(sys, "argv", [*words, "--draw", str(tmp_path)])
+    table_scaling.main()
+    assert capsys.readouterr().out == before
+    assert "<svg" in (tmp_path / "scaling_weak.svg").read_text()
+    assert not (tmp_path / "scaling_strong.svg").exists()
+
+
+def test_the_best_is_the_faster_of_together_and_split():
+    row = {"model": "7b", "gpus": 16, "responses": 128, "together": 4.0, "split": 2.0, "placement": "8: a; 8: b"}
+    # 128 prompts and responses of 1,024 tokens in 2 s on 16 GPUs.
+    assert table_scaling.cells(row) == ("7B", "16", "128", "2 s", "8192", "4 s", "2 s", "8: a; 8: b")
+    row |= {"together": None, "split": None}
+    assert table_scaling.cells(row)[-1] == "nothing fits"

@@ -8,8 +8,9 @@ from hybridflow.checkpoint.store import complete_step
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.recipe.load import load_recipe
+from hybridflow.recipe.run_dir import check_new
 from hybridflow.sections import to_dict
-from hybridflow.trainer.checkpoints import check_new, find_resume_point
+from hybridflow.trainer.checkpoints import find_resume_point
 
 SETTINGS = ["seed=1", "trainer.global_batch_size=256", "trainer.mini_batch_size=64"]
 

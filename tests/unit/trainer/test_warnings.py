@@ -53,9 +53,10 @@ def test_steps_without_an_end_in_sight():
 
 
 def test_rewards_that_are_all_the_same():
-    warning = reward_warning({"reward/min": 0.0, "reward/max": 0.0}, 1)
+    warning = reward_warning({"reward/min": 0.0, "reward/max": 0.0}, 1, "runs/mine")
     assert warning is not None and warning.startswith(
         "step 1: every sample scored 0, so that the reward teaches nothing"
     )
     assert "rollout.max_new_tokens" in warning
-    assert reward_warning({"reward/min": 0.0, "reward/max": 1.0}, 1) is None and reward_warning({}, 1) is None
+    assert reward_warning({"reward/min": 0.0, "reward/max": 1.0}, 1, "run") is None
+    assert reward_warning({}, 1, "run") is None

@@ -296,11 +296,12 @@ def _step_of(recipe: Recipe) -> Step:
 
 def _print_plan(recipe: Recipe) -> None:
     from hybridflow.dataflow.render import plan_table
-    from hybridflow.mapping.memory import job_memory, memory_summary, memory_table
+    from hybridflow.mapping.memory import job_memory, memory_summary, memory_table, with_micro_batches
     from hybridflow.trainer.plan import placement_warnings, plan_job, transformers_note
     from hybridflow.trainer.warnings import recipe_warnings
 
     plan = plan_job(recipe)
+    recipe = with_micro_batches(recipe, plan.meshes)
     if recipe.defaults:
         print_out(f"{defaults_text(recipe.defaults)}\n")
     print_out(plan_table(plan.whole, plan.meshes, recipe.cluster.ranks))

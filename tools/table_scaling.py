@@ -22,8 +22,9 @@ from typing import Any
 from hybridflow.config.recipe import Recipe
 from hybridflow.mapping.auto import placed
 from hybridflow.mapping.hardware import hardware
+from hybridflow.mapping.memory import USABLE
 from hybridflow.mapping.rl_step import Texts
-from hybridflow.mapping.search import USABLE, Found, Request, search
+from hybridflow.mapping.search import Found, Request, search
 from hybridflow.recipe.load import load_recipe
 from hybridflow.trainer.plan import training_step
 

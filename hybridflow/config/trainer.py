@@ -19,7 +19,8 @@ class TrainerConfig:
             start if there is one.
         global_batch_size: Samples of one training step.
         mini_batch_size: Samples of one optimizer step. None means the global batch.
-        micro_batch_tokens: Token budget of one forward pass.
+        micro_batch_tokens: Token budget of one forward pass. Left out, it is what fits into memory, from 1,024 to
+            16,384 tokens, where a GPU or ``cluster.memory_budget_gb`` says how much that is.
         save_every: Steps between checkpoints. None saves after each step that ends 15 minutes or more after the last
             checkpoint. 0 saves only at the end.
         keep_last: Number of newest checkpoints to keep. Older ones are removed.

@@ -19,8 +19,9 @@ from hybridflow.exit_status import DONE
 from hybridflow.layout.mesh import format_ranks
 from hybridflow.mapping.fit import asked_hardware
 from hybridflow.mapping.hardware import MEASURED, Hardware, hardware
+from hybridflow.mapping.memory import usable_bytes
 from hybridflow.mapping.rl_step import Texts, check_estimated
-from hybridflow.mapping.search import USABLE, Found, Request, search
+from hybridflow.mapping.search import Found, Request, search
 from hybridflow.mapping.step_command import texts_of
 from hybridflow.observe.files import replace_file
 from hybridflow.observe.table import format_table
@@ -95,7 +96,8 @@ def request_for(
     """
     check_estimated(recipe, machine)
     machine.check_ranks(num_ranks)
-    budget = recipe.cluster.memory_budget_gb
+    room = usable_bytes(recipe, machine.memory_bytes)
+    assert room is not None, "the hardware's memory is known"
     return Request(
         load=load,
         flow=lambda recipe: step_of(recipe).flow,
@@ -103,7 +105,7 @@ def request_for(
         texts=texts,
         num_ranks=num_ranks,
         ranks_per_node=machine.ranks_per_node,
-        memory_bytes=USABLE * machine.memory_bytes if budget is None else min(budget * 1e9, machine.memory_bytes),
+        memory_bytes=room,
         staleness=(recipe.trainer.max_staleness,),
     )
 

@@ -37,6 +37,13 @@ from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec, TensorSpec
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.sections import changed_keys
 
+USABLE = 0.9
+"""Share of a GPU's memory that a job may need by our estimate, which leaves out contexts, buffers and fragmentation."""
+
+_MICRO_BATCHES = (16384, 8192, 4096, 2048, 1024)
+_STAGED_MICRO_BATCH = 4096
+"""Most tokens where there are pipeline stages: fewer micro-batches leave stages idle."""
+
 STEP_TOKENS = 2048
 """As ``rollout.engine`` has it, which a login node cannot import."""
 
@@ -627,6 +634,44 @@ def _output_bytes(
     columns = 1 if has_value_head else -(-_vocab_size(model) // mesh.layout.tp)
     logits = copies * tokens * columns * ITEM_BYTES[model.dtype]
     return logits + 4 * min(tokens, CHUNK_TOKENS) * columns * _FP32_BYTES
+
+
+def usable_bytes(recipe: Recipe, gpu_bytes: float | None) -> float | None:
+    """Return the memory that a rank may need by the estimate: the recipe's budget, or a share of its GPU's.
+
+    Args:
+        recipe: The recipe.
+        gpu_bytes: Memory of a GPU. None: not known.
+
+    Returns:
+        Bytes. None: neither is known.
+    """
+    budget_gb = recipe.cluster.memory_budget_gb
+    if budget_gb is None:
+        return None if gpu_bytes is None else USABLE * gpu_bytes
+    return budget_gb * 1e9 if gpu_bytes is None else min(budget_gb * 1e9, gpu_bytes)
+
+
+def with_micro_batches(recipe: Recipe, meshes: Mapping[str, DeviceMesh], gpu_bytes: float | None = None) -> Recipe:
+    """Return the recipe with the largest micro-batches that fit, if it leaves their size open.
+
+    They change no result. If none fits, they are the smallest.
+
+    Args:
+        recipe: The recipe.
+        meshes: Of its models.
+        gpu_bytes: Memory of the smallest GPU. None: not known.
+    """
+    room = usable_bytes(recipe, gpu_bytes)
+    if room is None or "trainer.micro_batch_tokens" not in recipe.defaults:
+        return recipe
+    has_stages = any(mesh.layout.pp > 1 for name, mesh in meshes.items() if name != "actor.rollout")
+    most = _STAGED_MICRO_BATCH if has_stages else _MICRO_BATCHES[0]
+    for tokens in (tokens for tokens in _MICRO_BATCHES if tokens <= most):
+        chosen = replace(recipe, trainer=replace(recipe.trainer, micro_batch_tokens=tokens))
+        if max(needed.least for needed in job_memory(chosen, meshes)) <= room:
+            break
+    return replace(chosen, defaults={**recipe.defaults, "trainer.micro_batch_tokens": tokens})
 
 
 def check_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> None:

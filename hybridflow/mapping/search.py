@@ -48,9 +48,6 @@ _ROUGH = 0.03
 _MOST_REFUSED = 50
 """Configurations that are no recipes after which none is expected to be one."""
 
-USABLE = 0.9
-"""Share of a GPU's memory that a job may need by our estimate, which leaves out contexts, buffers and fragmentation."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSet:

@@ -167,6 +167,13 @@ class World:
         self.make_groups([ranks])
         return self.coordinator(ranks)
 
+    def gpu_bytes(self) -> int | None:
+        """Return the memory of the job's smallest GPU; None on CPUs. Collective: all ranks."""
+        if self.device.type != "cuda":
+            return None
+        own: int = torch.cuda.get_device_properties(self.device).total_memory
+        return int(min(self.everyone().gather(own, "memory")))
+
     def mpi_link(self, ranks: tuple[int, ...]) -> MpiLink:
         """Return messages over MPI among these ranks, if MPI started the job; the first use is collective over them."""
         if ranks not in self._mpi_links:

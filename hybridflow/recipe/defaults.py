@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from hybridflow.config.algorithm import AlgorithmTraits
+from hybridflow.config.trainer import TrainerConfig
 from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.foreign import open_regular
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -133,6 +134,7 @@ def fill_in(
         put("rollout.max_new_tokens", 1 if is_silent else max(1, min(_MOST_NEW_TOKENS, context // 2)))
     put("trainer.global_batch_size", _batch_size(values, traits))
     put("trainer.steps", _steps(values, traits))
+    put("trainer.micro_batch_tokens", TrainerConfig.micro_batch_tokens)
     return found
 
 

@@ -22,7 +22,7 @@ from hybridflow.dataflow.role import Role
 from hybridflow.dataflow.run import Executor, Scope
 from hybridflow.dataflow.schedule import Program
 from hybridflow.errors import LayoutError
-from hybridflow.mapping.memory import check_memory
+from hybridflow.mapping.memory import check_memory, with_micro_batches
 from hybridflow.observe.activity import current_activity
 from hybridflow.observe.exporters import Exporter
 from hybridflow.observe.rank_log import open_rank_log, say, say_event
@@ -104,6 +104,7 @@ def make_trainer(
         check_new(Path(recipe.run_dir))
     recipe = _with_nodes(recipe, world)
     plan = plan_job(recipe, step)
+    recipe = with_micro_batches(recipe, plan.meshes, world.gpu_bytes())
     check_memory(recipe, plan.meshes)
     warnings, every = [*transformers_note(recipe), *placement_warnings(plan.meshes)], recipe.actor.reshard_every
     warnings += recipe_warnings(recipe) if world.rank == 0 else ()

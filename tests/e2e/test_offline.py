@@ -28,7 +28,7 @@ WARM = "warm_start={steps: 2, batch_size: 8, lr: 1.0e-2}"
 RUNS = {
     "sft": ["actor.update={tp: 2}", "actor.rollout={dp: 2}", "rollout={max_new_tokens: 4}", WARM],
     "reward-model": ["actor.update={pp: 2}", "trainer.micro_batch_tokens=40"],
-    "dpo": ["actor.update={dp: 2}", "reference.ranks=[1]", "reference.layout={}", WARM],
+    "dpo": ["actor.update={dp: 2}", "reference.ranks=[1]", "reference.layout={}", WARM, "cluster.memory_budget_gb=8"],
     "ipo": ["actor.update={tp: 2}"],
     "kto": ["actor.update={dp: 2}", "trainer.num_validation=5", WARM],
 }
@@ -53,6 +53,9 @@ def test_it_trains_and_goes_on_bit_for_bit(name, tmp_path):
     assert all(row["actor/loss"] != 0 and row["actor/grad_norm"] > 0 for row in rows)
     assert [row["step"] for row in rows if "validation/accuracy" in row] == [3, 4]
     assert ("validation/margin" in rows[2]) is (name != "sft")
+    if name == "dpo":
+        (kept,) = whole.glob("run/logs/*/recipe.yaml")
+        assert load_recipe(kept).trainer.micro_batch_tokens == 16384, "the most, since they fit into the budget"
     assert all(("preference/z_ref" in row) is (name == "kto") for row in rows)
 
     shutil.copytree(whole, folder)

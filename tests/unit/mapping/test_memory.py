@@ -1,12 +1,20 @@
 """Memory of each rank, from figures worked out by hand; what ranks really hold is in tests/multi/test_memory.py."""
 
 import functools
+import re
 from dataclasses import replace
 
 import pytest
 
 from hybridflow import cli
-from hybridflow.mapping.memory import MeshMemory, RankMemory, job_memory, memory_summary, memory_table
+from hybridflow.mapping.memory import (
+    MeshMemory,
+    RankMemory,
+    job_memory,
+    memory_summary,
+    memory_table,
+    with_micro_batches,
+)
 from hybridflow.recipe.load import load_recipe
 from hybridflow.recipe.meshes import role_meshes
 from tests.support.recipes import POLICY, SCORER, write_config
@@ -326,3 +334,40 @@ def test_stages_of_unequal_length_keep_what_they_have():
     parts = [by_mesh(needed)["actor.update"] for needed in memory_of("ppo-70b", EIGHT[0] % layers, EIGHT[1])[::64]]
     assert [part.weights for part in parts[1:7]] == [count * LAYER * 2 for count in (11, 11, 11, 10, 10, 9)]
     assert parts[0].weights == (11 * LAYER + EMBEDDING) * 2
+
+
+LEFT_OUT = "trainer.micro_batch_tokens"
+
+
+def chosen(*overrides, gpu_bytes=None):
+    """Return the micro-batch tokens that a DPO recipe gets, and what its fullest rank needs with others."""
+    recipe = load_recipe("dpo", overrides)
+    meshes = role_meshes(recipe)
+
+    def needs(tokens):
+        with_tokens = replace(recipe, trainer=replace(recipe.trainer, micro_batch_tokens=tokens))
+        return max(needed.least for needed in job_memory(with_tokens, meshes))
+
+    return with_micro_batches(recipe, meshes, gpu_bytes).trainer.micro_batch_tokens, needs
+
+
+def test_micro_batches_that_are_left_out_are_the_largest_that_fit():
+    assert chosen()[0] == 4096, "no memory is known"
+    assert chosen(gpu_bytes=80e9)[0] == 16384
+    needs = chosen()[1]
+    between = (needs(8192) + needs(16384)) / 2
+    assert chosen(f"cluster.memory_budget_gb={between / 1e9}")[0] == 8192
+    assert chosen(gpu_bytes=needs(8192) / 0.9 + 1)[0] == 8192
+    assert chosen(gpu_bytes=needs(8192) / 0.9 - 9)[0] == 4096
+    assert chosen(f"cluster.memory_budget_gb={between / 1e9}", gpu_bytes=needs(2048) + 9)[0] == 2048
+    assert chosen(gpu_bytes=1)[0] == 1024, "the smallest, which check_memory refuses"
+
+
+def test_micro_batches_are_those_of_the_recipe_or_leave_no_stage_idle():
+    assert chosen(f"{LEFT_OUT}=512", gpu_bytes=80e9)[0] == 512
+    assert chosen("actor.update={pp: 2}", gpu_bytes=80e9)[0] == 4096
+
+
+def test_the_plan_tells_the_micro_batches_that_fit(capsys):
+    assert cli.main(["plan", "job", "dpo", "cluster.memory_budget_gb=80"]) == 0
+    assert re.search(rf"^  {LEFT_OUT} +16384$", capsys.readouterr().out, re.M)

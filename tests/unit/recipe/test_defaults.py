@@ -152,10 +152,13 @@ def test_a_plan_shows_what_was_left_out(capsys):
     out = capsys.readouterr().out
     assert out.startswith("left out of the recipe, and set to\n  name ")
     for line in (
-        "actor.update               {dp: 1}",
-        "actor.optimizer.lr         1.0e-06",
-        "rollout.group_size         8",
+        "actor.update                {dp: 1}",
+        "actor.optimizer.lr          1.0e-06",
+        "rollout.group_size          8",
     ):
         assert f"  {line}\n" in out
     assert cli.main(["plan", "job", "grpo"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("left out of the recipe, and set to\n  trainer.micro_batch_tokens  4096\n\n")
+    assert cli.main(["plan", "job", "grpo", "trainer.micro_batch_tokens=4096"]) == 0
     assert "left out" not in capsys.readouterr().out

@@ -43,6 +43,9 @@ _CHUNKS = (1, 2, 4)
 _SHORTEST_SLICE = 2048
 """Tokens of a sequence that a context-parallel rank has at least."""
 
+_NORMS = 8
+"""Vectors as wide as the activations that a layer has at most: norms and biases, which no layout cuts."""
+
 LEARNERS = ("actor.update", "critic", "cost_critic")
 
 
@@ -119,14 +122,22 @@ class Choice:
 
 
 def shared_share(size: Size, update: ParallelLayout, rollout: ParallelLayout) -> float:
-    """Return the largest share of the update's weights on a rank of which the rollout's may be views.
+    """Return the largest share of the update's weights on a rank that may serve as the rollout's too.
 
-    A slice of a matrix is a view of a larger slice, never of a smaller one. Experts are cut in other ways too, and some
-    matrices of latent attention not at all.
+    That needs equal slices: of matrices equal tp, of experts equal etp and an expert that the rank has in both layouts.
     """
-    if size.experts is not None or size.latent is not None:
-        return 1.0
-    return update.tp / rollout.tp if rollout.tp % update.tp == 0 else 0.0
+    of_dense = float(update.tp == rollout.tp)
+    of_experts = min(1.0, update.ep / rollout.ep) if update.expert_tp == rollout.expert_tp else 0.0
+    whole = size.whole_weights + _NORMS * size.hidden
+    dense, experts = size.layer_weights - size.whole_weights, size.expert_weights / (update.ep * update.expert_tp)
+    if size.experts is not None and size.experts.dense_layers:
+        # Stages differ: one may have layers of one kind alone.
+        return max(of_dense, of_experts, whole / (whole + dense / update.tp))
+    if of_dense > of_experts:
+        layers = size.layers // update.pp if not isinstance(update.layers, tuple) else min(update.layers)
+        dense += (size.table_weights + size.output_weights) / layers
+    dense /= update.tp
+    return (whole + of_dense * dense + of_experts * experts) / (whole + dense + experts)
 
 
 class Choices:

@@ -13,7 +13,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridflow.config.recipe import Recipe
@@ -29,7 +29,7 @@ from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.observe.table import format_table
 from hybridflow.recipe.meshes import reference_is_base
 from hybridflow.reshard.fsdp import weight_holdings
-from hybridflow.reshard.holdings import WeightHoldings
+from hybridflow.reshard.holdings import Holdings, WeightHoldings, tensors_alike
 from hybridflow.reshard.optimizer import OptimizerHoldings, bucket_elements
 from hybridflow.reshard.plan import aliases, held_bytes, shares_storage
 from hybridflow.reshard.report import format_bytes
@@ -134,7 +134,7 @@ def job_memory(
         for rank in placed.mesh.ranks:
             key = placed.kind(rank)
             if key not in needed:
-                needed[key] = _mesh_memory(recipe, placed, rank, cached)
+                needed[key] = _mesh_memory(recipe, placed, meshes[name], rank, cached)
             found[rank].append(needed[key])
     is_open = "actor.rollout" in names and cached is None
     spare = _spare_bytes(recipe, meshes["actor.rollout"]) if is_open else 0
@@ -165,6 +165,7 @@ class _Placed:
     update: DeviceMesh
     has_value_head: bool
     adapters: ModelSpec | None
+    _own: dict[object, int] = field(default_factory=dict, compare=False)
 
     def kind(self, rank: int) -> object:
         """Return a key that is equal for ranks with equal needs."""
@@ -187,13 +188,14 @@ class _Placed:
             return self.adapters
         # The bias of a router is no parameter.
         tensors = tuple(tensor for tensor in self.spec.tensors if not tensor.name.endswith(".expert_bias"))
-        return replace(self.spec, tensors=tensors)
+        return replace(self.spec, tensors=tensors) if len(tensors) < len(self.spec.tensors) else self.spec
 
-    @property
+    @functools.cached_property
     def whole(self) -> ModelSpec:
         """Return all tensors."""
-        adapters = () if self.adapters is None else self.adapters.tensors
-        return replace(self.spec, tensors=(*self.spec.tensors, *adapters))
+        if self.adapters is None:
+            return self.spec
+        return replace(self.spec, tensors=(*self.spec.tensors, *self.adapters.tensors))
 
     @functools.cached_property
     def stage_bytes(self) -> dict[int, int]:
@@ -218,22 +220,75 @@ class _Placed:
 
     def _bytes_of(self, spec: ModelSpec) -> dict[int, int]:
         held = weight_holdings(spec, self.mesh)
-        stages = range(self.mesh.layout.pp)
-        return {stage: held_bytes(spec, held, self.mesh.rank_at(pp=stage)) for stage in stages}
+        alike = tensors_alike(spec, held)
+        ranks = {stage: self.mesh.rank_at(pp=stage) for stage in range(self.mesh.layout.pp)}
+        return {
+            stage: sum(count * held_bytes(one, held, rank) for one, count in alike) for stage, rank in ranks.items()
+        }
+
+    def own_bytes(self, rank: int, *, is_apart: bool, is_base: bool = False) -> int:
+        """Return the bytes of the rollout's weights that are no views of the update's.
+
+        If the rollout may stay behind the update, or the update is in host memory, no weights are views.
+
+        Args:
+            rank: The rank.
+            is_apart: Whether no weights are views.
+            is_base: Whether to leave out adapters.
+        """
+        if shares_storage(self.update, self.mesh) and not is_apart:
+            return 0
+        key = self.kind(rank), is_apart, is_base
+        if key not in self._own:
+            self._own[key] = self._own_bytes(rank, is_apart=is_apart, is_base=is_base)
+        return self._own[key]
+
+    def _own_bytes(self, rank: int, *, is_apart: bool, is_base: bool) -> int:
+        source, target = self._ends
+        return sum(
+            count * held_bytes(one, target, rank)
+            for one, count in (self._base_alike if is_base else self._whole_alike)
+            if is_apart or not aliases(one, source, target, rank)
+        )
+
+    @functools.cached_property
+    def _ends(self) -> tuple[Holdings, Holdings]:
+        return weight_holdings(self.spec, self.update), WeightHoldings(self.spec, self.mesh)
+
+    @functools.cached_property
+    def _base_alike(self) -> list[tuple[ModelSpec, int]]:
+        return tensors_alike(self.spec, *self._ends)
+
+    @functools.cached_property
+    def _whole_alike(self) -> list[tuple[ModelSpec, int]]:
+        return tensors_alike(self.whole, *self._ends)
 
 
 def _place(recipe: Recipe, meshes: Mapping[str, DeviceMesh], name: str) -> _Placed:
     model, has_value_head = with_vocabulary(recipe, name), name in (*_CRITICS, *_SCORERS)
     has_value_head |= name == "actor.update" and recipe.traits.is_scorer
-    shape, lora = shape_of(model, _vocab_size(model)), recipe.actor.lora
+    lora = recipe.actor.lora if name.startswith("actor.") else None
+    return _placed(model, lora, meshes[name], meshes["actor.update"], has_value_head)
+
+
+@functools.lru_cache(maxsize=256)
+def _placed(
+    model: ModelConfig, lora: LoRAConfig | None, mesh: DeviceMesh, update: DeviceMesh, has_value_head: bool
+) -> _Placed:
+    """Return a model in its mesh, or in one that cuts weights equally. Cached: a search asks often."""
     return _Placed(
         model=model,
-        spec=model_spec(shape, has_value_head=has_value_head),
-        adapters=adapter_spec(shape, lora) if lora is not None and name.startswith("actor.") else None,
-        mesh=meshes[name],
-        update=meshes["actor.update"],
+        spec=_specs(model, has_value_head),
+        adapters=None if lora is None else adapter_spec(shape_of(model, _vocab_size(model)), lora),
+        mesh=mesh,
+        update=update,
         has_value_head=has_value_head,
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _specs(model: ModelConfig, has_value_head: bool) -> ModelSpec:
+    return model_spec(shape_of(model, _vocab_size(model)), has_value_head=has_value_head)
 
 
 def with_vocabulary(recipe: Recipe, name: str) -> ModelConfig:
@@ -250,13 +305,13 @@ def _vocab_size(model: ModelConfig) -> int:
     return model.vocab_size
 
 
-def _mesh_memory(recipe: Recipe, placed: _Placed, rank: int, cached: int | None) -> MeshMemory:
-    model, mesh, name = placed.model, placed.mesh, placed.mesh.name
+def _mesh_memory(recipe: Recipe, placed: _Placed, mesh: DeviceMesh, rank: int, cached: int | None) -> MeshMemory:
+    model, name = placed.model, mesh.name
     if name == "actor.rollout":
         is_behind = recipe.actor.reshard_every > 1
         is_apart = is_behind or recipe.actor.offload == "always" or recipe.actor.fp8 != "none"
-        copied = _own_bytes(placed.whole, placed.update, mesh, rank, is_apart=is_apart)
-        base = 0 if placed.adapters is None else _own_bytes(placed.spec, placed.update, mesh, rank, is_apart=is_apart)
+        copied = placed.own_bytes(rank, is_apart=is_apart)
+        base = 0 if placed.adapters is None else placed.own_bytes(rank, is_apart=is_apart, is_base=True)
         return MeshMemory(
             mesh=name,
             weights=copied + packed_bytes(placed.spec, model, mesh, rank),
@@ -356,23 +411,6 @@ def rank_memory(parts: tuple[MeshMemory, ...], away: Collection[str], spare: int
 def _passing_kept(part: MeshMemory) -> int:
     """Return the bytes of a model that are in host memory while it is not in use."""
     return part.gradients + part.optimizer if part.mesh in _CRITICS else part.kept
-
-
-def _own_bytes(spec: ModelSpec, update: DeviceMesh, rollout: DeviceMesh, rank: int, *, is_apart: bool = False) -> int:
-    """Return the bytes of the rollout's weights that are no views of the update's.
-
-    If the rollout may stay behind the update, or the update is in host memory, no weights are views.
-    """
-    if shares_storage(update, rollout) and not is_apart:
-        return 0
-    target = WeightHoldings(spec, rollout)
-    shared = frozenset[str]() if is_apart else aliases(spec, weight_holdings(spec, update), target, rank)
-    return sum(
-        math.prod(region.local_shape) * ITEM_BYTES[tensor.dtype]
-        for tensor in spec.tensors
-        if tensor.name not in shared
-        for region in target.regions(tensor, rank)
-    )
 
 
 def fp8_bytes(spec: ModelSpec, mesh: DeviceMesh, rank: int) -> int:

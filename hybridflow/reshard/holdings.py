@@ -6,6 +6,7 @@ parallel ranks (``WeightHoldings``), or the state of a distributed optimizer, de
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 from typing import NamedTuple, Protocol
 
@@ -63,6 +64,17 @@ class Holdings(Protocol):
     def identity(self) -> list[object]:
         """Return all that the holdings depend on besides the model, as JSON values."""
         ...
+
+
+def tensors_alike(model: ModelSpec, *holdings: Holdings) -> list[tuple[ModelSpec, int]]:
+    """Return one tensor, as its own model, of each kind that all holdings cut alike, and how many there are."""
+    first: dict[object, TensorSpec] = {}
+    counts: Counter[object] = Counter()
+    for tensor in model.tensors:
+        key = tuple(held.key(tensor) for held in holdings)
+        first.setdefault(key, tensor)
+        counts[key] += 1
+    return [(ModelSpec(tensors=(first[key],), num_layers=model.num_layers), count) for key, count in counts.items()]
 
 
 class WeightHoldings:

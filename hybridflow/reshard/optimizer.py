@@ -122,10 +122,12 @@ class OptimizerHoldings:
     def _stepped(self) -> Counter[tuple[int, int | None, int]]:
         """Return the elements by stage, block of experts (None: in no expert) and replica."""
         found = Counter[tuple[int, int | None, int]]()
+        # Not kept: the ranges of a large model take much more memory than their sums.
+        ranges = flat_ranges(self._model, self.mesh.layout, self._bucket_size)
         for tensor in self._model.tensors:
             block = None if tensor.expert is None else expert_block(tensor, self.mesh.layout)
             for stage in self.stages(tensor):
-                for dealt in self._ranges[tensor.name]:
+                for dealt in ranges[tensor.name]:
                     found[stage, block, dealt.replica] += dealt.stop - dealt.start
         return found
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.observe.table import format_table
-from hybridflow.reshard.holdings import Holdings
+from hybridflow.reshard.holdings import Holdings, tensors_alike
 from hybridflow.reshard.messages import divide
 from hybridflow.reshard.plan import (
     BUCKETS_EACH_WAY,
@@ -29,7 +29,7 @@ from hybridflow.reshard.plan import (
     participants,
     received_limit,
 )
-from hybridflow.reshard.spec import ModelSpec, TensorSpec, expert_place
+from hybridflow.reshard.spec import ModelSpec, expert_place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +276,7 @@ def _entering_limits(streams: Iterable[Stream], mesh: DeviceMesh) -> Iterator[in
 
 def _limits(model: ModelSpec, source: Holdings, target: Holdings) -> dict[int, int]:
     """Return the least that each rank can receive, found without the plan."""
-    alike = _tensors_alike(model, source, target)
+    alike = tensors_alike(model, source, target)
     least = {}
     for ranks in _ranks_alike(source.mesh, target.mesh):
         number = sum(count * received_limit(one, source, target, ranks[0]) for one, count in alike)
@@ -288,7 +288,7 @@ def _memory(
     model: ModelSpec, source: Holdings, target: Holdings
 ) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
     """Return by rank the bytes held in the source, in the target, and in one storage for both."""
-    alike = _tensors_alike(model, source, target)
+    alike = tensors_alike(model, source, target)
     before: dict[int, int] = {}
     after: dict[int, int] = {}
     shared: dict[int, int] = {}
@@ -302,17 +302,6 @@ def _memory(
         for result, number in zip((before, after, shared), sums, strict=True):
             result.update(dict.fromkeys(ranks, number))
     return before, after, shared
-
-
-def _tensors_alike(model: ModelSpec, source: Holdings, target: Holdings) -> list[tuple[ModelSpec, int]]:
-    """Return one tensor, as its own model, of each kind that both meshes cut alike, and how many there are."""
-    first: dict[object, TensorSpec] = {}
-    counts: Counter[object] = Counter()
-    for tensor in model.tensors:
-        key = source.key(tensor), target.key(tensor)
-        first.setdefault(key, tensor)
-        counts[key] += 1
-    return [(ModelSpec(tensors=(first[key],), num_layers=model.num_layers), count) for key, count in counts.items()]
 
 
 def _ranks_alike(source: DeviceMesh, target: DeviceMesh) -> Iterable[list[int]]:

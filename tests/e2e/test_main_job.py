@@ -13,7 +13,7 @@ import pytest
 from hybridflow.observe.metrics import read_metrics
 from hybridflow.report.page import LARGEST_BYTES
 from tests.e2e.commands import run_command
-from tests.support.browser import loading_ms, opened, press_until, running_browser, text
+from tests.support.browser import loading_ms, opened, press_until, running_browser, text, walk_to_a_token
 
 pytestmark = pytest.mark.slow
 
@@ -59,9 +59,7 @@ def test_its_report_opens_at_once_and_is_walked_through_by_keyboard(begun: Path)
     with running_browser() as browser, opened(browser, path) as page:
         assert loading_ms(page) < 2000 and page.locator(".chart canvas").count() >= 6
         assert text(page, "#step-note").startswith(f"Step {last}:")
-        press_until(page, "Tab", ".response")
-        page.keyboard.press("ArrowRight")
-        assert text(page, ".token-told").startswith("token 1 of response 0")
+        walk_to_a_token(page)
         press_until(page, "Tab", ".lanes")
         page.keyboard.press("ArrowRight")
         assert text(page, ".span-told").startswith("rank 0 · ")

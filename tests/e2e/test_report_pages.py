@@ -9,7 +9,7 @@ import pytest
 
 from hybridflow.report.page import LARGEST_BYTES
 from tests.e2e.commands import RECIPE, fork_ranks, kill_in_step, run_well, write_recipe
-from tests.support.browser import loading_ms, opened, press_until, running_browser, text
+from tests.support.browser import loading_ms, opened, press_until, running_browser, text, walk_to_a_token
 
 pytestmark = pytest.mark.slow
 
@@ -60,6 +60,4 @@ def _walk_groups(page: Any, name: str) -> None:
         # Nothing is sampled by DPO.
         assert page.locator(".response").count() == 0
         return
-    press_until(page, "Tab", ".response")
-    page.keyboard.press("ArrowRight")
-    assert text(page, ".token-told").startswith("token 1 of response 0")
+    walk_to_a_token(page)

@@ -71,3 +71,10 @@ def text(page: Any, selector: str) -> str:
     """The text of the first element that is found."""
     found: str = page.locator(selector).first.inner_text()
     return found
+
+
+def walk_to_a_token(page: Any) -> None:
+    """Go to the first token of the report's first response by keyboard; the page must tell of it."""
+    press_until(page, "Tab", ".response")
+    page.keyboard.press("ArrowRight")
+    assert text(page, ".token-told").startswith("token 1 of response 0")

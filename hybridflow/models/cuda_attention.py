@@ -39,7 +39,7 @@ def backend(
     # The backward pass of wide heads needs the shared memory of the larger GPUs.
     widest = _LARGEST_HEAD if capability == (8, 0) or capability[0] in (9, 10) else 192
     if is_half and not has_cap and capability >= (8, 0) and head % 8 == 0 and head <= widest:
-        if has_varlen():
+        if varlen_settings():
             return "varlen"
         if importlib.util.find_spec("flash_attn") is not None:
             return "flash_attn"
@@ -48,13 +48,14 @@ def backend(
 
 
 @functools.cache
-def has_varlen() -> bool:
-    """Return whether torch has attention on packed tokens with windows and query groups."""
+def varlen_settings() -> frozenset[str]:
+    """Return what torch's attention on packed tokens can be told; nothing where it has no windows and no scale."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return False
+        return frozenset()
     from torch.nn.attention.varlen import varlen_attn
 
-    return {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
+    found = frozenset(inspect.signature(varlen_attn).parameters)
+    return found if {"scale", "window_size"} <= found else frozenset()
 
 
 class Chunks:
@@ -96,10 +97,9 @@ class Chunks:
         if backend == "varlen":
             from torch.nn.attention.varlen import varlen_attn
 
-            has_groups = query.shape[1] != key.shape[1]
-            context = varlen_attn(
-                query, key, value, *where, scale=scoring.scale, window_size=window, enable_gqa=has_groups
-            )
+            # torch 2.11 takes query groups without being told.
+            groups = {"enable_gqa": query.shape[1] != key.shape[1]} if "enable_gqa" in varlen_settings() else {}
+            context = varlen_attn(query, key, value, *where, scale=scoring.scale, window_size=window, **groups)
         elif backend == "flash_attn":
             from flash_attn import flash_attn_varlen_func
 

@@ -47,7 +47,7 @@ def add_norm(hidden, product, post_weight, weight, normed, width, eps, centre, H
     tl.store(normed + row + at, value.to(normed.dtype.element_ty), mask=is_there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer", "table_width"])
 def store(query, mixed, caches, tables, sequences, positions, rotary, query_weight, key_weight, layer, table_width, eps,
           centre, GROUPS: tl.constexpr, SHARERS: tl.constexpr, HEAD: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
           HEADS: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr):  # fmt: skip
@@ -118,7 +118,7 @@ def store(query, mixed, caches, tables, sequences, positions, rotary, query_weig
         tl.store(values + place + half + tl.arange(0, HALF), value_high, mask=is_turn)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer", "num_rows", "table_width"])
 def attend(context, partial, sums, query, caches, tables, sequences, positions, firsts, counts, layer, num_rows,
            table_width, scale, softcap, window, GROUPS: tl.constexpr, SHARERS: tl.constexpr, HEAD: tl.constexpr,
            BLOCK_TOKENS: tl.constexpr, SPLITS: tl.constexpr, HAS_TILES: tl.constexpr, HAS_CAP: tl.constexpr,
@@ -219,7 +219,7 @@ def attend(context, partial, sums, query, caches, tables, sequences, positions, 
         tl.store(sums + SPLITS * num_heads + mine, total, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads"])
 def combine(context, partial, sums, num_heads, HEAD: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
             WIDTH: tl.constexpr):  # fmt: skip
     """Bring the shares of ``attend`` together; one program for each row and head.

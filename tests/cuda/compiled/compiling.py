@@ -69,7 +69,7 @@ def recording(monkeypatch) -> Iterator[list[Launch]]:
     def run(self, *args, grid, warmup, **kwargs):
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs
-        constants = {name: value for name, value in given.items() if name.isupper()}
+        constants = {param.name: given[param.name] for param in self.params if _is_constant(param, given[param.name])}
         signature = {name: _type(given[name]) for name in self.arg_names if name not in constants}
         launch = Launch(self, *(tuple(sorted(each.items())) for each in (signature, constants, options)))
         if launch not in found:
@@ -78,6 +78,11 @@ def recording(monkeypatch) -> Iterator[list[Launch]]:
     with monkeypatch.context() as patch:
         patch.setattr(JITFunction, "run", run)
         yield found
+
+
+def _is_constant(param: Any, value: Any) -> bool:
+    """Return whether Triton compiles a value in: declared constants, and every 1 that it may specialize for."""
+    return param.is_constexpr or (not param.do_not_specialize and type(value) is int and value == 1)
 
 
 def _type(value: Any) -> str:

@@ -30,9 +30,9 @@ def ints(*shape):
     return torch.zeros(shape, dtype=torch.int32)
 
 
-def attend_in_cache(dtype, shape, *, has_tiles, splits=1, is_special=True):
+def attend_in_cache(dtype, shape, *, has_tiles, splits=1, is_special=True, rows=4):
     """Launch the kernels that rotate, cache and attend, for a step of decoding or a prefill."""
-    rows, head, groups, sharers = 4, shape["head"], shape["groups"], shape["sharers"]
+    head, groups, sharers = shape["head"], shape["groups"], shape["sharers"]
     most = rows_per_tile(dtype, sharers) if has_tiles else 1
     query = torch.zeros(rows, groups, sharers, head, dtype=dtype)
     mixed = torch.zeros(rows, groups, sharers + 2, head, dtype=dtype)
@@ -110,6 +110,9 @@ CASES = {
     "7B, a step": lambda: attend_in_cache(BF16, QWEN2_7B, has_tiles=False, is_special=False),
     "7B, a prefill": lambda: attend_in_cache(BF16, QWEN2_7B, has_tiles=True),
     "Gemma 2, a step with split keys": lambda: attend_in_cache(BF16, GEMMA2_9B, has_tiles=False, splits=8),
+    "Gemma 2, the last row, with split keys": lambda: attend_in_cache(
+        BF16, GEMMA2_9B, has_tiles=False, splits=8, rows=1
+    ),
     "Gemma 2, a prefill": lambda: attend_in_cache(BF16, GEMMA2_9B, has_tiles=True),
     "Gemma 2, around attention": lambda: around_attention(BF16, GEMMA2_9B, 256000),
     "Gemma 2, edited logits": lambda: edited(BF16, 256000),

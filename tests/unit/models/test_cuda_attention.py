@@ -50,7 +50,7 @@ def test_what_computes_it(dtype, head, scoring, capability, expected):
     ],
 )
 def test_what_computes_it_with_an_older_torch(monkeypatch, is_installed, scoring, expected):
-    monkeypatch.setattr(cuda_attention, "has_varlen", lambda: False)
+    monkeypatch.setattr(cuda_attention, "varlen_settings", frozenset)
     found = SimpleNamespace() if is_installed else None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
     assert cuda_attention.backend.__wrapped__(torch.bfloat16, 128, HOPPER, **scoring) == expected
@@ -64,7 +64,7 @@ def test_a_window_that_all_sequences_fit_into_is_none(monkeypatch):
 
 def test_a_torch_whose_packed_attention_lacks_windows_or_groups_counts_as_without(monkeypatch):
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", lambda query, key, value, is_causal=False: None)
-    assert not cuda_attention.has_varlen.__wrapped__()
+    assert not cuda_attention.varlen_settings.__wrapped__()
 
 
 def packed_by_hand(query, key, value, query_starts, key_starts, most_queries, most_keys, *, scale, window_size):

@@ -103,7 +103,11 @@ class World:
         if dist.is_initialized():  # by the user's program
             return
         timeout = timedelta(seconds=self.deadline_s)
-        backend = f"cpu:gloo,cuda:{'gloo' if shares_gpu() else 'nccl'}" if self.device.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        if shares_gpu():
+            from hybridflow.parallel.shared_gpu import register
+
+            backend = register()
         store = dist.PrefixStore("torch", self.store)
         try:
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.errors import LayoutError
+from hybridflow.parallel import shared_gpu
 from hybridflow.parallel.signals import CaughtSignals
 from hybridflow.parallel.start import Start
 from hybridflow.parallel.world import (
@@ -219,7 +220,7 @@ def test_two_ranks_on_one_gpu_are_refused_unless_they_are_to_share_it(monkeypatc
     check_gpus(shared)
 
 
-@pytest.mark.parametrize(("switch", "backend"), [("0", "cpu:gloo,cuda:nccl"), ("1", "cpu:gloo,cuda:gloo")])
+@pytest.mark.parametrize(("switch", "backend"), [("0", "cpu:gloo,cuda:nccl"), ("1", shared_gpu.register())])
 def test_gloo_carries_the_tensors_of_ranks_that_share_a_gpu(monkeypatch, switch, backend):
     begun = []
     monkeypatch.setenv("HYBRIDFLOW_SHARE_GPU", switch)

@@ -16,6 +16,9 @@ from hybridflow.reshard.spec import Box, DType, ModelSpec, Shard, TensorSpec
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+_WIDE = torch.complex128
+"""The widest element that torch copies."""
+
 
 def local_sizes(model: ModelSpec, holdings: Holdings, rank: int) -> dict[str, int]:
     """Return the elements of each tensor that a rank has, by name; none outside the mesh."""
@@ -111,14 +114,42 @@ class Moves:
     to: list[Tensor] = field(default_factory=list)
     out_of: list[Tensor] = field(default_factory=list)
     converted: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    _batches: list[tuple[list[Tensor], list[Tensor]]] | None = None
 
     def carry_out(self) -> None:
         """Copy everything."""
-        if self.to:
-            torch._foreach_copy_(self.to, self.out_of, non_blocking=True)
+        if self._batches is None:
+            self._batches = _batches(self.to, self.out_of)
+        for batch in self._batches:
+            torch._foreach_copy_(*batch, non_blocking=True)
         for to, scratch, out_of in self.converted:
             scratch.copy_(out_of)
             to.copy_(scratch)
+
+
+def _batches(to: list[Tensor], out_of: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Return copies in groups of one kind, as wide elements: on a GPU one kernel does all copies between dense memory.
+
+    A kernel for strided memory moves an element at a time, so that its elements had better be 16 bytes.
+    """
+    groups: dict[tuple[bool, torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for pair in zip(to, out_of, strict=True):
+        if all(_is_in_wide_places(each) for each in pair) and pair[0].dtype == pair[1].dtype:
+            pair = pair[0].view(_WIDE), pair[1].view(_WIDE)
+        is_dense = all(each.is_contiguous() for each in pair)
+        group = groups.setdefault((is_dense, pair[0].dtype, pair[1].dtype), ([], []))
+        for end, each in zip(group, pair, strict=True):
+            end.append(each)
+    return list(groups.values())
+
+
+def _is_in_wide_places(tensor: Tensor) -> bool:
+    """Return whether memory can be taken as elements of 16 bytes: whole rows of them, at multiples of their size."""
+    if not tensor.dim() or not tensor.numel() or tensor.stride(-1) != 1:
+        return False
+    per_element = _WIDE.itemsize // tensor.element_size()
+    places = tensor.storage_offset(), tensor.shape[-1], *tensor.stride()[:-1]
+    return tensor.data_ptr() % _WIDE.itemsize == 0 and not any(place % per_element for place in places)
 
 
 def as_one_run(views: list[Tensor], dtypes: list[torch.dtype]) -> Tensor | None:

@@ -16,12 +16,12 @@ def main(argument: str, is_dry: bool) -> dict[str, Any]:
     """Take 3 steps of 256 samples of a size, a key of ``SHAPES``; the first does not count."""
     import torch
 
-    from hybridflow.mapping.memory import job_memory
+    from hybridflow.mapping.memory import job_memory, with_micro_batches
     from hybridflow.recipe.load import load_recipe
     from hybridflow.trainer.meter import peak_flops
     from hybridflow.trainer.plan import plan_job
 
-    samples, response, tokens = (16, 8, 4096) if is_dry else (256, 512, 16384)
+    samples, response = (16, 8) if is_dry else (256, 512)
     shape = {**SHAPES["toy" if is_dry else argument], "qkv_bias": True, "dtype": "fp32" if is_dry else "bf16"}
     recipe = {
         **RECIPE,
@@ -32,7 +32,6 @@ def main(argument: str, is_dry: bool) -> dict[str, Any]:
             "steps": 1000,
             "global_batch_size": samples,
             "mini_batch_size": samples // 2,
-            "micro_batch_tokens": tokens,
             "num_validation": 1,
         },
     }
@@ -42,18 +41,28 @@ def main(argument: str, is_dry: bool) -> dict[str, Any]:
     torch.cuda.empty_cache()
     rows = train("job", recipe=recipe, stop_after=3)[1:3]
     checked = load_recipe(Path("job/recipe.yaml"))
-    planned = max(rank.peak for rank in job_memory(checked, plan_job(checked).meshes))
+    meshes = plan_job(checked).meshes
+    # As the job does.
+    checked = with_micro_batches(checked, meshes, None if is_dry else device_bytes())
+    planned = max(rank.peak for rank in job_memory(checked, meshes))
     middle = {key: median(row[key] for row in rows if key in row) for key in rows[-1]}
     used = max(value for key, value in rows[-1].items() if key.startswith("memory/"))
     share = middle["mfu/update"] * peak_flops(find_device(), torch.float32 if is_dry else torch.bfloat16) / peak
     phases = ", ".join(f"{phase} {middle[f'time/{phase}_s']:.2f}" for phase in _PHASES)
     text = (
         f"{middle['throughput/tokens_per_s']:,.0f} tokens/s; update {share:.1%} of the measured bf16 peak; "
-        f"{middle['time/step_s']:.2f} s a step ({phases}); peak memory {used / GIB:.1f} GiB, "
-        f"planned {planned / GIB:.1f}"
+        f"{middle['time/step_s']:.2f} s a step ({phases}); micro-batches of "
+        f"{checked.trainer.micro_batch_tokens:,} tokens; peak memory {used / GIB:.1f} GiB, planned {planned / GIB:.1f}"
     )
     bounds = {"share of peak": (share, ">=", 0.4)} if argument == "1.5b" and not is_dry else {}
     return result(text, bounds, {**middle, "update_share": share, "peak_bytes": used, "planned_bytes": planned})
+
+
+def device_bytes() -> int:
+    """Return the GPU's memory."""
+    import torch
+
+    return int(torch.cuda.get_device_properties(0).total_memory)
 
 
 if __name__ == "__main__":

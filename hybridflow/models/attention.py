@@ -326,24 +326,40 @@ class GroupedSelfAttention(SelfAttention):
     """
 
     rotation = 0, 1
+    _table: Tensor | None = None
 
     def forward(
         self, hidden_states: Tensor, attention_mask: None, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any
     ) -> Any:
-        """Map ``[tokens, 1, hidden]`` to the same shape, and a bias; angles are ``[tokens, 1, 1, dims * kinds]``."""
+        """Map ``[tokens, 1, hidden]`` to the same shape, and a bias; angles are ``[tokens, 1, 1, dims * kinds]``.
+
+        On a GPU they are cosines and sines, see ``Transformer``.
+        """
         kind, num_kinds = self.rotation
-        angles = rotary_pos_emb.chunk(num_kinds, dim=-1)[kind]
+        angles: Tensor | None = rotary_pos_emb.chunk(num_kinds, dim=-1)[kind]
+        if rotary_pos_emb.is_cuda:
+            self._table, angles = rotary_pos_emb.chunk(num_kinds, dim=-1)[kind][:, 0, 0], None
         return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=angles, **kwargs)
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: None = None, output_gate: bool = False, split_qkv: bool = True
     ) -> Any:
-        """Project ``[tokens, 1, hidden]`` to query, key and value.
+        """Project ``[tokens, 1, hidden]`` to query, key and value; on a GPU these are turned by their positions.
 
         The query is ``[tokens, 1, heads/tp, head]``, key and value are ``[tokens, 1, groups, head]``.
 
         Collective: tp. ``groups`` are this rank's query groups, 1 where several ranks share one.
         """
+        query, key, value = self._project(hidden_states, key_value_states, output_gate, split_qkv)
+        if self._table is not None:
+            from hybridflow.models.layer_kernels import turned
+
+            query, key = (
+                turned(each[:, 0], self._table, 1.0, self.config.rotary_interleaved)[:, None] for each in (query, key)
+            )
+        return query, key, value
+
+    def _project(self, hidden_states: Tensor, key_value_states: None, output_gate: bool, split_qkv: bool) -> Any:
         num_groups, head = self.config.num_query_groups, self.hidden_size_per_attention_head
         if num_groups >= self.world_size:
             return super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -71,7 +72,21 @@ class Chunks:
     def __init__(self, queries: list[int], keys: list[int], taken: Tensor | None, device: torch.device) -> None:
         self.most_queries, self.most_keys = max(queries, default=0), max(keys, default=0)
         self._taken = taken
+        self._order: tuple[Tensor, Tensor] | None = None
         self.query_starts, self.key_starts = _starts(queries).to(device), _starts(keys).to(device)
+
+    def _of_sequences(self, packed: Tensor) -> Tensor:
+        """Return the keys or values of all chunks from those of ``[tokens, groups, head]``, which some share."""
+        assert self._taken is not None, "asked before"
+        if not (packed.is_cuda and packed.requires_grad):
+            copies: Tensor = embedding(self._taken, packed.flatten(1)).unflatten(1, packed.shape[1:])
+            return copies
+        from hybridflow.models.layer_kernels import order_of, taken_rows
+
+        if self._order is None:
+            self._order = order_of(self._taken, len(packed))
+        copies = taken_rows(packed.flatten(1), self._taken, *self._order).unflatten(1, packed.shape[1:])
+        return copies
 
     def backend(self, query: Tensor, scoring: Scoring) -> Backend:
         """Choose what computes attention of ``[tokens, heads, head]``."""
@@ -88,8 +103,7 @@ class Chunks:
         if not len(query):
             return torch.empty_like(query)
         if self._taken is not None:
-            # By an embedding, whose gradient has one order of sums.
-            key, value = (embedding(self._taken, each.flatten(1)).unflatten(1, each.shape[1:]) for each in (key, value))
+            key, value = self._of_sequences(key), self._of_sequences(value)
         where = self.query_starts, self.key_starts, self.most_queries, self.most_keys
         seen = self._window(scoring)
         window = (-1 if seen is None else seen - 1, 0)
@@ -98,7 +112,9 @@ class Chunks:
             from torch.nn.attention.varlen import varlen_attn
 
             # torch 2.11 takes query groups without being told.
-            groups = {"enable_gqa": query.shape[1] != key.shape[1]} if "enable_gqa" in varlen_settings() else {}
+            groups: dict[str, Any] = {}
+            if "enable_gqa" in varlen_settings():
+                groups["enable_gqa"] = query.shape[1] != key.shape[1]
             context = varlen_attn(query, key, value, *where, scale=scoring.scale, window_size=window, **groups)
         elif backend == "flash_attn":
             from flash_attn import flash_attn_varlen_func
@@ -136,19 +152,20 @@ class Sequences(Chunks):
     """
 
     def __init__(self, lengths: list[int], places: Tensor, device: torch.device) -> None:
-        before = torch.cat([places.new_tensor([-1]), places.cummax(0).values[:-1]]) if len(places) else places
-        is_new = places > before
-        per_sequence = [int(each.sum()) for each in is_new.split(lengths)]
-        for new, count in zip(is_new.split(lengths), per_sequence, strict=True):
-            assert bool(new[len(new) - count :].all()), "what sequences share stands at their beginning"
-        assert torch.equal(places[is_new], torch.arange(int(is_new.sum()))), "tokens come in the order of sequences"
+        counts = np.array(lengths, np.int64)
+        ends = counts.cumsum()
+        where = places.numpy()
+        is_new = where > np.concatenate([[-1], np.maximum.accumulate(where)[:-1]]) if len(where) else where > -1
         # A sequence that is the beginning of another has no query of its own.
-        all_of_them = zip(per_sequence, lengths, places.split(lengths), strict=True)
-        some = [(new, length, part) for new, length, part in all_of_them if new]
-        taken: Tensor | None = None
-        if any(new != length for new, length, _ in some):
-            taken = torch.cat([part for _, _, part in some]).to(device)
-        super().__init__([new for new, _, _ in some], [length for _, length, _ in some], taken, device)
+        queries = np.diff(np.concatenate([[0], is_new.cumsum()])[np.concatenate([[0], ends])])
+        within = np.arange(len(where)) - np.repeat(ends - counts, counts)
+        stands_last = within >= np.repeat(counts - queries, counts)
+        assert (is_new == stands_last).all(), "what sequences share stands at their beginning"
+        assert (where[is_new] == np.arange(is_new.sum())).all(), "tokens come in the order of sequences"
+        some, taken = queries > 0, None
+        if (queries != counts)[some].any():
+            taken = places[torch.from_numpy(np.repeat(some, counts))].to(device)
+        super().__init__(queries[some].tolist(), counts[some].tolist(), taken, device)
 
 
 def _starts(counts: list[int]) -> Tensor:

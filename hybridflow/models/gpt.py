@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -17,7 +18,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -25,7 +26,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
-from torch.nn.functional import embedding, gelu, pad, silu
+from torch.nn.functional import embedding, pad, silu
 
 from hybridflow.config.roles import LoRAConfig
 from hybridflow.config.types import Fp8
@@ -37,6 +38,7 @@ from hybridflow.models.cpu_linear import use_onednn
 from hybridflow.models.experts import ExpertLayer, RoutedLayer
 from hybridflow.models.flops import ModelFlops, model_flops
 from hybridflow.models.fp8 import ALIGNED_TOKENS, check_device
+from hybridflow.models.gated import GatedMLP, gelu_tanh
 from hybridflow.models.latent_attention import LatentSelfAttention
 from hybridflow.models.layers import Chunks
 from hybridflow.models.lora import Dropout, attach
@@ -130,7 +132,6 @@ def transformer_config(
         fp8=None if fp8 == "none" else "e4m3",
         fp8_recipe="delayed" if fp8 == "none" else fp8,
         rotary_interleaved=model.rotary_interleaved,
-        apply_rope_fusion=on_gpu and has_transformer_engine() and not model.rotary_interleaved,
         **experts,
     )
     # megatron-core refuses biases of experts that are cut; ``experts.share_bias`` mends what it lacks.
@@ -138,15 +139,11 @@ def transformer_config(
     return config
 
 
-def _gelu_tanh(gate: Tensor) -> Tensor:
-    return gelu(gate, approximate="tanh")
-
-
 def _quick_gelu(gate: Tensor) -> Tensor:
     return gate * torch.sigmoid(1.702 * gate)
 
 
-_ACTIVATIONS = {"silu": silu, "gelu_tanh": _gelu_tanh, "quick_gelu": _quick_gelu}
+_ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh, "quick_gelu": _quick_gelu}
 
 
 def _add_rng_states() -> None:
@@ -186,6 +183,7 @@ class Transformer(GPTModel):
         has_scaled_embeddings: Whether input embeddings are multiplied by the root of their width.
         logit_softcap: Logits z become cap * tanh(z / cap); None: they do not.
         num_rotations: Kinds of layers that differ in the frequencies of the rotary embedding.
+        has_latent_attention: Whether keys and values are compressed.
         is_common: Whether its layers compute what the kernels for decoding know, and no more.
         dropout: Dropout on the inputs of its adapters; None: none.
         flops: Operations that the whole model needs; None: they are not counted.
@@ -196,6 +194,7 @@ class Transformer(GPTModel):
     has_scaled_embeddings = False
     logit_softcap: float | None = None
     num_rotations = 1
+    has_latent_attention = False
     is_common = True
     dropout: Dropout | None = None
     flops: ModelFlops | None = None
@@ -267,8 +266,14 @@ class Transformer(GPTModel):
         return output if self.logit_softcap is None else self.logit_softcap * torch.tanh(output / self.logit_softcap)
 
     def _angles(self, positions: Tensor) -> Tensor:
-        """Return the angles of each dim, ``[tokens, 1, 1, dims]``, those of layers with a base of their own behind."""
+        """Return the angles of each dim, ``[tokens, 1, 1, dims]``, those of layers with a base of their own behind.
+
+        Where kernels turn queries and keys, the cosines of each pair of dims and then the sines, in as many numbers.
+        """
         angles = torch.outer(positions.float(), self.rotary_pos_emb.inv_freq)
+        if angles.is_cuda and not self.has_latent_attention:
+            kinds = angles.chunk(self.num_rotations, dim=-1)
+            return torch.cat([turn for kind in kinds for turn in (kind.cos(), kind.sin())], dim=-1)[:, None, None]
         if self.config.rotary_interleaved:
             return angles.repeat_interleave(2, dim=-1)[:, None, None]
         kinds = angles.chunk(self.num_rotations, dim=-1)
@@ -319,7 +324,7 @@ def build_transformer(
         _add_rng_states()
     # Transformer Engine fuses norms into linear layers, whose input an adapter would not see.
     has_fused_norms = lora is None and model.pre_norms and device.type == "cuda" and has_transformer_engine()
-    block, experts = _block_spec(model, config, counts[stage], is_local=not has_fused_norms)
+    block, experts = _block_spec(model, config, counts[stage], groups.tp, is_local=not has_fused_norms)
     with torch.device("meta") if is_empty else device:
         transformer = Transformer(
             config=config,
@@ -354,6 +359,7 @@ def build_transformer(
     transformer.flops = model_flops(model, vocab_size=vocab_size, has_value_head=has_value_head)
     transformer.has_scaled_embeddings = model.scaled_embeddings
     transformer.num_rotations = 1 if model.local_rotary_base is None else 2
+    transformer.has_latent_attention = model.kv_lora_rank is not None
     transformer.is_common = _is_common(model)
     transformer.logit_softcap = None if has_value_head else model.logit_softcap
     # megatron-core's torch norm makes fp32 weights whatever the dtype; its own training casts them too (Float16Module).
@@ -388,7 +394,7 @@ def set_rotary(transformer: Transformer, model: ModelConfig, device: torch.devic
 
 
 def _block_spec(
-    model: ModelConfig, config: TransformerConfig, num_layers: int, *, is_local: bool
+    model: ModelConfig, config: TransformerConfig, num_layers: int, tp_group: dist.ProcessGroup, *, is_local: bool
 ) -> tuple[TransformerBlockSubmodules, MoESubmodules | None]:
     """Return the spec of a stage of ``num_layers`` layers, and the submodules of its mixtures of experts.
 
@@ -412,6 +418,9 @@ def _block_spec(
     experts = None
     if model.num_experts is not None:
         experts, parts.mlp, layer.module = parts.mlp.submodules, IdentityOp, RoutedLayer
+    else:
+        # megatron-core names the group to its own class alone.
+        parts.mlp = ModuleSpec(module=GatedMLP, submodules=parts.mlp.submodules, params={"tp_group": tp_group})
     norm = TENorm
     if is_local:
         norm = RmsNorm if model.zero_centered_norms else WrappedTorchNorm
@@ -454,7 +463,7 @@ def _finish_layer(
         # Of the width megatron-core asks the configuration too.
         dense = copy.copy(layer.config)
         dense.ffn_hidden_size = width
-        layer.mlp = MLP(dense, _DENSE, ffn_hidden_size=width, tp_group=groups.tp)
+        layer.mlp = GatedMLP(dense, _DENSE, ffn_hidden_size=width, tp_group=groups.tp)
     elif experts is not None:
         layer.mlp = ExpertLayer(layer.config, experts, layer.layer_number, groups, model, device)
     if model.post_norms:

@@ -15,6 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from hybridflow.models.gated import gated
+
 ALIGNED_ROWS = 8
 
 
@@ -58,8 +60,8 @@ def grouped_experts(
     places = places + shifts.repeat_interleave(counts, output_size=len(hidden))
     spread = hidden.new_zeros(num_rows, hidden.shape[1]).index_copy(0, places, hidden)
     stops = ends.to(torch.int32)
-    gate, value = _GroupedLinear.apply(spread, stops, *first).index_select(0, places).chunk(2, dim=-1)
-    inner = (activation(gate) * value * weights[:, None]).to(hidden.dtype)
+    mixed = _GroupedLinear.apply(spread, stops, *first).index_select(0, places)
+    inner = (gated(mixed, activation) * weights[:, None]).to(hidden.dtype)
     spread = inner.new_zeros(num_rows, inner.shape[1]).index_copy(0, places, inner)
     output: Tensor = _GroupedLinear.apply(spread, stops, *second).index_select(0, places)
     return output

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from hybridflow.models.attention import PackedAttention
 from hybridflow.models.context import ContextAttention, ContextShare, Dealt
@@ -138,7 +137,12 @@ class MicroBatch:
 
     def pad(self, values: Tensor) -> Tensor:
         """Pad values of response tokens, ``[responses]``, to ``[samples, tokens]``; differentiable."""
-        return pad_sequence(self.by_response(values), batch_first=True)
+        lengths = torch.tensor(self.response_lengths)
+        width = max(self.response_lengths, default=0)
+        # One copy for all samples, and one gradient.
+        is_there = torch.arange(width) < lengths[:, None]
+        cells = is_there.flatten().nonzero()[:, 0].to(values.device)
+        return values.new_zeros(is_there.numel()).index_copy(0, cells, values).view(is_there.shape)
 
 
 def pack(

@@ -14,7 +14,7 @@ _BF16, _FP32 = 2.0**-6, 1e-4
 
 
 def main(argument: str, is_dry: bool) -> dict[str, Any]:
-    """Run every kernel of the decode engine, and those of log-probabilities."""
+    """Run every kernel of the decode engine, and those of training."""
     import torch
 
     if not runs_kernels():
@@ -25,7 +25,7 @@ def main(argument: str, is_dry: bool) -> dict[str, Any]:
     else:
         sizes = dict(dtype=torch.bfloat16, rows=64, hidden=3584, ffn=18944, groups=4, sharers=7, head=128, vocab=152064)
     apart: dict[str, tuple[float, float]] = {}
-    for check in (_check_layer, _check_experts, _check_attention, _check_log_probs):
+    for check in (_check_layer, _check_between_products, _check_experts, _check_attention, _check_log_probs):
         try:
             apart |= check(SimpleNamespace(**sizes, context=40 if is_dry else 2000))
         except Exception:  # the others tell more
@@ -70,6 +70,52 @@ def _check_layer(sizes: Any) -> dict[str, tuple[float, float]]:
         "norm": (relative_gap(normed, _norm(total, weight, 1e-6)), _BF16),
         "gate": (relative_gap(inner, silu(gate) * up), _BF16),
     }
+
+
+def _check_between_products(sizes: Any) -> dict[str, tuple[float, float]]:
+    """Gates, rotations, and rows that several samples take, in training; with their gradients."""
+    import torch
+    from torch.nn.functional import silu
+
+    from hybridflow.models import layer_kernels
+    from hybridflow.models.rotary import rotary_table
+
+    device, head, heads = find_device(), sizes.head, sizes.groups * sizes.sharers
+    frequencies = 1e4 ** -(torch.arange(0, head, 2, device=device) / head)
+    table = rotary_table(frequencies, sizes.rows)
+    taken = torch.arange(3 * sizes.rows, device=device) % sizes.rows
+    order = layer_kernels.order_of(taken, sizes.rows)
+
+    def gate(mixed: Any) -> Any:
+        active, other = mixed.chunk(2, dim=-1)
+        return silu(active) * other
+
+    cases = {
+        "gates in training": (lambda each: layer_kernels.gated(each, False), gate, (sizes.rows, 2 * sizes.ffn)),
+        "rotations": (
+            lambda each: layer_kernels.turned(each, table.flatten(1), 1.0, False),
+            lambda each: _turn(each, table.double()),
+            (sizes.rows, heads, head),
+        ),
+        "taken rows": (
+            lambda each: layer_kernels.taken_rows(each, taken, *order),
+            lambda each: each[taken],
+            (sizes.rows, sizes.hidden),
+        ),
+    }
+    found = {}
+    for name, (ours, theirs, shape) in cases.items():
+        given = _random(sizes, *shape).requires_grad_()
+        exact = given.detach().double().requires_grad_()
+        outputs = ours(given), theirs(exact)
+        weight = _random(sizes, *outputs[0].shape).flip(0)
+        gradients = (
+            torch.autograd.grad(outputs[0], given, weight),
+            torch.autograd.grad(outputs[1], exact, weight.double()),
+        )
+        gaps = relative_gap(*outputs), relative_gap(gradients[0][0], gradients[1][0])
+        found[name] = max(gaps), _BF16
+    return found
 
 
 def _check_experts(sizes: Any) -> dict[str, tuple[float, float]]:
@@ -184,7 +230,7 @@ def _check_log_probs(sizes: Any) -> dict[str, tuple[float, float]]:
     from hybridflow.models import log_probs
 
     if find_device().type == "cpu":
-        log_probs._uses_kernels = lambda logits: True
+        log_probs.uses_kernels = lambda logits: True
     world = make_world()
     world.make_groups([(0,)])
     tokens, temperature = 4 * sizes.rows, 0.7

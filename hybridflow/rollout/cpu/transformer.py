@@ -27,7 +27,7 @@ from hybridflow.rollout.paged import PagedAttention, PagedCache, cache_shape
 PANEL = 32
 """Outputs of a matrix that lie side by side; ``PANEL`` of kernels.c."""
 
-_ACTIVATIONS = {"silu": 1, "_gelu_tanh": 2}
+_ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 """``GATED_SILU`` and ``GATED_GELU`` of kernels.c."""
 
 

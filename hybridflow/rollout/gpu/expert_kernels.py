@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hybridflow.rollout.gpu.kernels import activated
+from hybridflow.models.layer_kernels import activated
 
 
 @triton.jit

@@ -247,34 +247,3 @@ def combine(context, partial, sums, num_heads, HEAD: tl.constexpr, SPLITS: tl.co
     whole = tl.sum(total * factor, 0)
     result = tl.sum(values * factor[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
     tl.store(context + mine * HEAD + at, result.to(context.dtype.element_ty), mask=at < HEAD)
-
-
-@triton.jit
-def activated(gates, IS_GELU: tl.constexpr):
-    """Apply GELU by its approximation with tanh, or else SiLU."""
-    if IS_GELU:
-        # 0.5 * (1 + tanh(x)) is sigmoid(2 x).
-        active = gates * tl.sigmoid(1.5957691216057308 * (gates + 0.044715 * gates * gates * gates))
-    else:
-        active = gates * tl.sigmoid(gates)
-    return active
-
-
-@triton.jit
-def gate(result, mixed, inner, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """Multiply the activated gate with the other half; a program for each row and ``BLOCK`` columns.
-
-    Args:
-        result: Takes the product, ``[rows, inner]``.
-        mixed: Gate and other half, ``[rows, 2 * inner]``.
-        inner: Width of each half.
-        IS_GELU: GELU by its approximation with tanh; else SiLU.
-        BLOCK: Power of 2.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_there = at < inner
-    gates = tl.load(mixed + row * 2 * inner + at, mask=is_there, other=0.0).to(tl.float32)
-    others = tl.load(mixed + row * 2 * inner + inner + at, mask=is_there, other=0.0).to(tl.float32)
-    active = activated(gates, IS_GELU).to(result.dtype.element_ty).to(tl.float32)
-    tl.store(result + row * inner + at, (active * others).to(result.dtype.element_ty), mask=is_there)

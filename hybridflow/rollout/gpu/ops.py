@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from hybridflow.models import layer_kernels
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.gpu import edit_kernels, expert_kernels, kernels, sampling_kernels
 
@@ -142,7 +143,8 @@ def combine(context: Tensor, partial: Tensor, sums: Tensor) -> None:
 @_operator(mutates=("result",))
 def gate(result: Tensor, mixed: Tensor, is_gelu: bool) -> None:
     rows, inner = result.shape
-    kernels.gate[(rows, triton.cdiv(inner, 1024))](result, mixed, inner, IS_GELU=is_gelu, BLOCK=1024)
+    grid = rows, triton.cdiv(inner, layer_kernels.GATE_COLUMNS)
+    layer_kernels.gate[grid](result, mixed, inner, IS_GELU=is_gelu, BLOCK=layer_kernels.GATE_COLUMNS)
 
 
 @_operator(mutates=("chosen", "shares"))

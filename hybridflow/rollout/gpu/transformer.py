@@ -80,7 +80,7 @@ class GpuTransformer:
         self.sharers = config.num_attention_heads // config.num_query_groups
         self._eps = config.layernorm_epsilon
         self._centre = 1.0 if config.layernorm_zero_centered_gamma else 0.0
-        self._is_gelu = config.activation_func.__name__ == "_gelu_tanh"
+        self._is_gelu = config.activation_func.__name__ == "gelu_tanh"
         self._rotary = rotary_table(model.rotary_pos_emb.inv_freq, model.max_sequence_length)
         self.layers = [_layer(each, self._is_gelu) for each in model.decoder.layers]
         self._weights = list(model.parameters())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hybridflow.models import layer_kernels
 from hybridflow.models.attention_kernels import packed_attention
 from hybridflow.models.vocab_kernels import vocab_gradient, vocab_terms
 from hybridflow.rollout.gpu import ops
@@ -19,6 +20,7 @@ QWEN2_7B = dict(head=128, groups=4, sharers=7, hidden=3584, ffn=18944)
 GEMMA2_9B = dict(head=256, groups=8, sharers=2, hidden=3584, ffn=14336)
 PHI3_MINI = dict(head=96, groups=32, sharers=1, hidden=3072, ffn=8192)
 QWEN3_235B = dict(head=128, groups=4, sharers=16, hidden=4096, ffn=1536)
+LLAMA3_70B = dict(head=128, groups=8, sharers=8, hidden=8192, ffn=28672)
 LLAMA3_1B = dict(head=64, groups=8, sharers=4, hidden=2048, ffn=8192)
 
 
@@ -106,6 +108,19 @@ def train(dtype, shape):
     context.sum().backward()
 
 
+def between_products(dtype, shape):
+    """Launch the kernels between the products of a layer in training, and their gradients."""
+    tokens, head, heads = 4, shape["head"], shape["groups"] * shape["sharers"]
+    mixed = torch.zeros(tokens, 2 * shape["ffn"], dtype=dtype, requires_grad=True)
+    query = torch.zeros(tokens, heads, head, dtype=dtype, requires_grad=True)
+    taken = torch.tensor([0, 1, 0, 2, 3])
+    rows = layer_kernels.taken_rows(query.flatten(1), taken, *layer_kernels.order_of(taken, tokens))
+    for is_other in (False, True):
+        table = torch.zeros(tokens, head // 2 if is_other else head)
+        turned = layer_kernels.turned(query, table, 1.0, is_other)
+        (layer_kernels.gated(mixed, is_other).sum() + turned.sum() + rows.sum()).backward(retain_graph=True)
+
+
 CASES = {
     "7B, a step": lambda: attend_in_cache(BF16, QWEN2_7B, has_tiles=False, is_special=False),
     "7B, a prefill": lambda: attend_in_cache(BF16, QWEN2_7B, has_tiles=True),
@@ -119,6 +134,7 @@ CASES = {
     "experts, a step": lambda: experts(BF16, 64),
     "experts, a prefill": lambda: experts(BF16, 2048),
     "log-probabilities": lambda: log_probs(BF16, 152064),
+    "Gemma 2, between the products of training": lambda: between_products(BF16, GEMMA2_9B),
     "Gemma 2, training": lambda: train(BF16, GEMMA2_9B),
 }
 MORE = {
@@ -130,6 +146,7 @@ MORE = {
     "Gemma 2 in fp32, a step": lambda: attend_in_cache(FP32, GEMMA2_9B, has_tiles=False),
     "experts with GELU, a small prefill": lambda: experts(BF16, 512, is_gelu=True),
     "experts in fp32, a prefill": lambda: experts(FP32, 2048),
+    "70B in fp32, between the products of training": lambda: between_products(FP32, LLAMA3_70B),
     "7B, training": lambda: train(BF16, QWEN2_7B),
     "Gemma 2 in fp32, training": lambda: train(FP32, GEMMA2_9B),
 }

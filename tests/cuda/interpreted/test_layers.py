@@ -1,0 +1,76 @@
+"""Kernels between the products of a layer, with their gradients: against autograd in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import gelu, silu
+
+from hybridflow.models import layer_kernels
+
+DTYPES = {torch.float32: 2e-6, torch.bfloat16: 2.0**-6}
+"""Format -> largest difference over the largest value. The interpreter cuts digits off where a GPU rounds."""
+
+
+def numbers(*shape, dtype):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def compare(found, inputs, expected, dtype):
+    """Compare a result and the gradients of the inputs of a weighted sum of it; expected takes inputs in fp64."""
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    wanted = expected(*exact)
+    weight = numbers(*found.shape, dtype=dtype)
+    ours = torch.autograd.grad(found, inputs, weight)
+    theirs = torch.autograd.grad(wanted, exact, weight.double())
+    for one, other in zip((found, *ours), (wanted, *theirs), strict=True):
+        gap = (one.detach().double() - other.detach()).abs().amax()
+        assert float(gap) <= DTYPES[dtype] * float(other.detach().abs().amax())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "is_gelu"), [((3, 1, 20), False), ((1, 1, 2200), True), ((5, 2, 2048), False)])
+def test_gates(dtype, shape, is_gelu):
+    mixed = numbers(*shape, dtype=dtype).requires_grad_()
+
+    def expected(mixed):
+        gate, other = mixed.chunk(2, dim=-1)
+        return (gelu(gate, approximate="tanh") if is_gelu else silu(gate)) * other
+
+    compare(layer_kernels.gated(mixed, is_gelu), [mixed], expected, dtype)
+    assert layer_kernels.gated(mixed[:0], is_gelu).shape == (0, *shape[1:-1], shape[-1] // 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize(("heads", "head", "dims"), [(3, 16, 16), (1, 24, 8), (40, 6, 4)])
+def test_rotations(dtype, is_interleaved, heads, head, dims):
+    tokens = 5
+    angles = torch.outer(torch.arange(tokens), 0.3 ** torch.arange(dims // 2)).float()
+    # Keys stand between queries and values, so that their rows are apart.
+    mixed = numbers(tokens, heads, head + 3, dtype=dtype).requires_grad_()
+
+    def expected(mixed):
+        values = mixed[:, :, :head]
+        pairs = values[..., :dims].unflatten(-1, (dims // 2, 2) if is_interleaved else (2, dims // 2))
+        low, high = pairs.unbind(-1 if is_interleaved else -2)
+        cosine, sine = angles.double().cos()[:, None], angles.double().sin()[:, None]
+        together = torch.stack(
+            [low * cosine - high * sine, high * cosine + low * sine], dim=-1 if is_interleaved else -2
+        )
+        return torch.cat([together.flatten(-2), values[..., dims:]], dim=-1)
+
+    table = torch.cat([angles.cos(), angles.sin()], dim=1)
+    compare(layer_kernels.turned(mixed[:, :, :head], table, 1.0, is_interleaved), [mixed], expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [6, 1030])
+def test_rows_that_are_taken_more_than_once(dtype, width):
+    packed = numbers(7, width, dtype=dtype).requires_grad_()
+    # Nobody takes token 4.
+    taken = torch.tensor([0, 1, 2, 0, 1, 3, 5, 0, 6, 6])
+    order, starts = layer_kernels.order_of(taken, 7)
+    found = layer_kernels.taken_rows(packed, taken, order, starts)
+    compare(found, [packed], lambda packed: packed[taken], dtype)
+    assert torch.equal(found, packed[taken])

@@ -11,7 +11,7 @@ their data themselves.
 
 Examples:
   python tools/gpu_kit.py --pack carried
-  python tools/gpu_kit.py correctness --out results --carried carried
+  python tools/gpu_kit.py correctness --out results --carried carried --jobs 5
   python tools/gpu_kit.py speed --out results --only decode-7b grpo-1.5b
   python tools/gpu_kit.py all --dry-run
 
@@ -127,10 +127,13 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="DIR", help="where results go (default: nowhere with --dry-run)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these checks, in this order")
     parser.add_argument("--list", action="store_true", help="print the checks and run none")
-    parser.add_argument("--dry-run", action="store_true", help="run every check on a CPU, at toy size, two at a time")
+    parser.add_argument("--dry-run", action="store_true", help="run every check on a CPU, at toy size")
     parser.add_argument("--carried", type=Path, metavar="FOLDER", help="what --pack has made, for what is missing here")
     parser.add_argument(
         "--deadline", type=float, default=540.0, metavar="S", help="seconds for all checks (default: 540)"
+    )
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="checks at a time; 1 for true speeds (default: 1, 2 with --dry-run)"
     )
     parser.add_argument("--pack", type=Path, metavar="FOLDER", help="collect what has to be carried, and run nothing")
     parser.add_argument(
@@ -139,6 +142,10 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(words)
     if options.pack is None and options.command is None:
         parser.error(f"name the checks to run: {', '.join(CHECKS)} or all; or --pack FOLDER")
+    if options.jobs is None:
+        options.jobs = 2 if options.dry_run else 1
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: expected 1 or more")
     if options.command and options.out is None and not (options.dry_run or options.list):
         parser.error("--out DIR: missing; name a folder for the results")
     return options
@@ -158,7 +165,7 @@ def chosen(command: str, only: Sequence[str] | None) -> list[Check]:
 
 
 def run_checks(checks: Sequence[Check], options: argparse.Namespace, work: Path) -> int:
-    """Run checks one after the other, on a CPU two at a time; return the exit status.
+    """Run checks, ``options.jobs`` at a time; return the exit status.
 
     Raises:
         KitError: There is no GPU, or no megatron-core.
@@ -177,7 +184,7 @@ def run_checks(checks: Sequence[Check], options: argparse.Namespace, work: Path)
     waiting, running = list(checks), []
     try:
         while waiting or running:
-            while waiting and len(running) < (2 if options.dry_run else 1):
+            while waiting and len(running) < options.jobs:
                 check, left_s = waiting.pop(0), end_s - time.monotonic()
                 if left_s >= LEAST_S:
                     running.append(Running(check, options.dry_run, work, environment, left_s))

@@ -121,7 +121,7 @@ def attend(
         QUERIES=queries,
         KEYS=32 if query.dtype.itemsize == 2 else 16,
         WIDTH=_power(head, 16),
-        num_warps=4 if queries == 16 or head <= 64 else 8,
+        num_warps=2 if splits > 1 and head <= 128 else 4 if queries == 16 or head <= 64 else 8,
         num_stages=2,
     )
 

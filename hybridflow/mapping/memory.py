@@ -368,7 +368,10 @@ def activation_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh, rank:
         model, mesh, rank, tokens, lora, recompute=section.recompute, recompute_layers=section.recompute_layers
     )
     passing += _stacked_bytes(model, mesh) + _sent_bytes(model, mesh.layout, tokens)
-    return passing + _exchanged_bytes(model, mesh, whole, copies=4) + output(copies=2)
+    # The logits are done with before the first layer has gradients. Where all are computed anew, ``passing`` has them.
+    is_all_anew = section.recompute == "full" and section.recompute_layers is None
+    gradients = 0 if is_all_anew else tokens * _gradient_bytes(model, mesh.layout.tp)
+    return passing + _exchanged_bytes(model, mesh, whole, copies=4) + max(output(copies=2), gradients)
 
 
 def decoding_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh, rank: int, concurrent: int) -> int:
@@ -596,8 +599,12 @@ def _adapter_bytes(model: ModelConfig, tp: int, slices: int, lora: LoRAConfig) -
 
 
 def _gradient_bytes(model: ModelConfig, tp: int) -> int:
-    """Return the gradients of each token that a layer's feed-forward block has at one time: gate and up, twice."""
-    return 4 * -(-_inner_width(model) // tp) * ITEM_BYTES[model.dtype]
+    """Return what a layer's feed-forward block has of each token in its backward pass, as by operators of torch.
+
+    That is the gradient of the product, the gate activated again, and gradients of gate and up, twice. A kernel needs
+    half of it.
+    """
+    return 6 * -(-_inner_width(model) // tp) * ITEM_BYTES[model.dtype]
 
 
 def _inner_width(model: ModelConfig) -> int:
@@ -612,9 +619,9 @@ def _layer_bytes(model: ModelConfig, layout: ParallelLayout, slices: int) -> int
 
     In elements: the input of its two blocks and of the norms before the blocks and behind them, ``2 h / slices`` each,
     where a kernel fuses them as on a GPU; sine and cosine of the rotation, ``4 d``; of the attention, with ``q`` and
-    ``kv`` columns of query and key, the projections, rotated query and key, what the kernel takes and gives, and the
-    context: ``5 (q + kv) / tp``; of the feed-forward block gate and up, the activated gate, up once more, and the
-    product, ``5 f / tp``. In a mixture these are there for each expert that a token goes to and for the shared one, or
+    ``kv`` columns of query and key, what the kernel takes and gives, and the context: ``3 (q + kv) / tp``, in latent
+    attention also what these are put together of, ``5 (q + kv) / tp``; of the feed-forward block gate and up, and the product, ``3 f / tp``. Experts keep the
+    activated gate and up once more too, ``5 f / tp``. In a mixture these are there for each expert that a token goes to and for the shared one, or
     those of a dense layer, where it is wider. Latent attention keeps the compressed vectors too.
 
     An expert is cut in ``etp`` parts, and tokens go to ranks of their experts. With even loads a rank has ``etp / tp``
@@ -625,7 +632,8 @@ def _layer_bytes(model: ModelConfig, layout: ParallelLayout, slices: int) -> int
     whole = -(-2 * (1 + model.pre_norms + model.post_norms) * model.hidden_size // slices) + 4 * model.rotary_size
     whole += -(-2 * ((model.q_lora_rank or 0) + (model.kv_lora_rank or 0)) // slices)
     whole += _input_columns(model, layout)
-    cut = 5 * (queries + keys + _inner_width(model))
+    cut = (3 if model.kv_lora_rank is None else 5) * (queries + keys)
+    cut += (3 if model.num_experts is None else 5) * _inner_width(model)
     return (whole - (-cut // layout.tp)) * ITEM_BYTES[model.dtype]
 
 

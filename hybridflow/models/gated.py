@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 from torch.nn.functional import gelu, silu
@@ -34,8 +35,32 @@ def gated(mixed: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
 
         found: Tensor = layer_kernels.gated(mixed, _IS_GELU[activation])
         return found
-    gate, other = mixed.chunk(2, dim=-1)
-    return activation(gate) * other
+    product: Tensor = _Gated.apply(mixed, activation)
+    return product
+
+
+class _Gated(torch.autograd.Function):
+    """The product by operators of torch. It keeps its input alone, and activates the gate again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(mixed)
+        ctx.activation = activation
+        gate, other = mixed.chunk(2, dim=-1)
+        return activation(gate) * other
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        mixed = ctx.saved_tensors[0].detach()
+        gate, other = mixed.chunk(2, dim=-1)
+        result = torch.empty_like(mixed)
+        of_gate, of_other = result.chunk(2, dim=-1)
+        with torch.enable_grad():
+            gate = gate.requires_grad_()
+            active = ctx.activation(gate)
+        torch.mul(grads[0], active.detach(), out=of_other)
+        of_gate.copy_(torch.autograd.grad(active, gate, grads[0] * other)[0])
+        return result, None
 
 
 class GatedMLP(MLP):

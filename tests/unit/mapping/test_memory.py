@@ -53,8 +53,8 @@ def test_70b_on_a_stage_without_embeddings():
     # Keys and values of one of eight groups of 128: 80 layers, 32 sequences of 4096 tokens, 2 bytes.
     assert rollout.cache == 2 * 80 * 32 * 4096 * 128 * 2
     # Stage 1 of 8 has seven micro-batches of 4096 tokens under way. Of each token a layer keeps
-    # 4 · 8192 / 8 + 4 · 128 + 5 · (8192 + 1024 + 28672) / 8 numbers of 2 bytes.
-    assert actor.activations == critic.activations == 7 * 4096 * 10 * 28_288 * 2
+    # 4 · 8192 / 8 + 4 · 128 + 3 · (8192 + 1024 + 28672) / 8 numbers of 2 bytes; one layer has gradients, 6 · 28672 / 8.
+    assert actor.activations == critic.activations == 4096 * (7 * 10 * 18_816 + 21_504) * 2
 
 
 def test_fp8_takes_two_more_copies_of_one_byte_and_a_rollout_with_weights_of_its_own():
@@ -74,7 +74,7 @@ def test_70b_first_and_last_stage_have_the_embeddings():
     assert last["actor.update"].weights == (10 * LAYER + EMBEDDING + 8192) * 2
     assert last["critic"].weights == (10 * LAYER + 8192 + 8192) * 2
     # One micro-batch, logits and their gradient, and four fp32 chunks of 1024 tokens; the columns are 128,256 / 8.
-    layers, columns = 4096 * 10 * 28_288 * 2, 16_032
+    layers, columns = 4096 * 10 * 18_816 * 2, 16_032
     assert last["actor.update"].activations == layers + 2 * 4096 * columns * 2 + 4 * 1024 * columns * 4
 
 
@@ -85,7 +85,8 @@ def test_sequence_parallelism_cuts_what_is_between_matrices_and_context_parallel
         by_mesh(memory_of("ppo-70b", f"actor.update.sequence_parallel={value}")[100])["actor.update"]
         for value in ("true", "false")
     )
-    assert (split.activations, whole.activations) == (7 * 4096 * 10 * 28_288 * 2, 7 * 4096 * 10 * 56_960 * 2)
+    kept = [4096 * (7 * 10 * numbers + 21_504) * 2 for numbers in (18_816, 47_488)]
+    assert [split.activations, whole.activations] == kept
     shared = by_mesh(memory_of("ppo-70b", "actor.update={tp: 8, pp: 8, cp: 2, dp: 4}")[100])["actor.update"]
     assert shared.activations == split.activations // 2 + 4 * 4096 * 2 * 128 * 2
     assert (shared.weights, shared.optimizer) == (split.weights, split.optimizer)
@@ -158,13 +159,15 @@ def test_a_mixture_needs_the_inputs_of_its_experts_and_their_weights_side_by_sid
             ("model.dtype=bf16", "model.num_experts=8"),
         )
     )
-    # Of each token a layer keeps the inputs of two experts, and what the second makes of them. Logits: 32 columns.
-    # Both ranks have slices of the tokens and halves of the experts, so inputs and outputs are there five times more.
-    kept = dense + 2 * 4096 * (2 * 128 + 5 * 256) * 2 + 5 * 4096 * 2 * 128 * 2
+    # Of each token a layer keeps the inputs of two experts, and of each five times 256 columns in the place of three. One
+    # layer has gradients, six times the columns. Both ranks have slices of the tokens and halves of the experts, so
+    # inputs and outputs are there five times more.
+    layers, gradients = 2 * 4096 * (2 * 128 + 2 * 5 * 256 - 3 * 256) * 2, 4096 * 6 * 256 * 2
+    kept = dense + layers + gradients + 5 * 4096 * 2 * 128 * 2
     # Gate and up of eight experts, for their product.
     assert stacked == kept + 8 * 2 * 256 * 128 * 2
-    # In fp32 they are multiplied one after the other. Chunks of logits are in fp32 anyway.
-    assert sparse == 2 * (kept - 4 * 1024 * 32 * 4) + 4 * 1024 * 32 * 4
+    # In fp32 they are multiplied one after the other.
+    assert sparse == 2 * kept
 
 
 def test_whole_experts_have_fewer_inputs_of_the_same_width():
@@ -297,40 +300,47 @@ def test_what_samples_nothing_has_no_rollout_and_a_scorer_no_logits():
 EIGHT = ("actor.update={tp: 8, pp: 8, dp: 8%s}", "critic.layout={tp: 8, pp: 8, dp: 8}")
 
 
-def activations(stage, axes="", *more):
-    """Of a stage of the 70B actor; a layer keeps 28,288 numbers of 2 bytes of each of 4096 tokens.
+GRADIENTS = 21_504 / 18_816
+"""Of the feed-forward block of one layer, 6 · 28672 / 8 numbers, as a share of what a layer keeps."""
 
-    They are 56,960 without sequence parallelism, of which 4 times 8192 are then cut over 8 ranks.
+
+def activations(stage, axes="", *more):
+    """Of a stage of the 70B actor; a layer keeps 18,816 numbers of 2 bytes of each of 4096 tokens.
+
+    They are 47,488 without sequence parallelism, of which 4 times 8192 are then cut over 8 ranks.
     """
     needed = memory_of("ppo-70b", EIGHT[0] % axes, EIGHT[1], *more)[64 * stage]
-    return by_mesh(needed)["actor.update"].activations / (4096 * 28_288 * 2)
+    return by_mesh(needed)["actor.update"].activations / (4096 * 18_816 * 2)
 
 
 def test_recomputed_layers_keep_their_input_and_one_layer_at_a_time_the_rest():
-    # With the gradients of gate and up, twice: 4 · 28672 / 8 numbers.
-    share, gradients = 1024 / 28_288, 14_336 / 28_288
-    assert activations(1, "", "actor.recompute=full") == pytest.approx(7 * 10 * share + 1 + gradients)
-    # Of the ten layers nine are recomputed: when the first of these is, the tenth is done with.
+    share = 1024 / 18_816
+    assert activations(1, "", "actor.recompute=full") == pytest.approx(7 * 10 * share + 1 + GRADIENTS)
+    # Of the ten layers nine are recomputed: when the first of these is, the tenth is done with. Its own gradients are
+    # counted beside those of a layer that is recomputed.
     assert activations(1, "", "actor.recompute=full", "actor.recompute_layers=9") == pytest.approx(
-        7 * (9 * share + 1) + gradients
+        7 * (9 * share + 1) + 2 * GRADIENTS
     )
-    assert activations(1, "", "actor.recompute=full", "actor.recompute_layers=4") == pytest.approx(7 * (4 * share + 6))
-    assert activations(1, "", "actor.recompute=selective") == activations(1) == 70
-    assert activations(1, ", sequence_parallel: false") == pytest.approx(70 * 56_960 / 28_288)
+    assert activations(1, "", "actor.recompute=full", "actor.recompute_layers=4") == pytest.approx(
+        7 * (4 * share + 6) + GRADIENTS
+    )
+    assert activations(1, "", "actor.recompute=selective") == activations(1) == pytest.approx(70 + GRADIENTS)
+    assert activations(1, ", sequence_parallel: false") == pytest.approx(70 * 47_488 / 18_816 + GRADIENTS)
 
 
 def test_interleaved_stages_keep_more_the_more_there_are():
     # 1 + (pp - 1) / (pp · vpp) times 80 layers on the first stage; each stage behind it two passes of a chunk less.
-    assert activations(0) == 80
+    assert activations(0) == pytest.approx(80 + GRADIENTS)
     for vpp in (2, 5):
-        chunk = 10 // vpp
-        assert activations(0, f", vpp: {vpp}") == pytest.approx(80 * (1 + 7 / (8 * vpp)))
-        assert activations(3, f", vpp: {vpp}") == pytest.approx(80 * (1 + 7 / (8 * vpp)) - 3 * 2 * chunk)
+        chunk, first = 10 // vpp, 80 * (1 + 7 / (8 * vpp)) + GRADIENTS
+        assert activations(0, f", vpp: {vpp}") == pytest.approx(first)
+        assert activations(3, f", vpp: {vpp}") == pytest.approx(first - 3 * 2 * chunk)
 
 
 def test_stages_of_unequal_length_keep_what_they_have():
     layers = ", layers: [11, 11, 11, 11, 10, 10, 9, 7]"
-    assert [activations(stage, layers) for stage in (0, 1, 4)] == [8 * 11, 7 * 11, 4 * 10]
+    kept = [activations(stage, layers) - GRADIENTS for stage in (0, 1, 4)]
+    assert kept == pytest.approx([8 * 11, 7 * 11, 4 * 10])
     parts = [by_mesh(needed)["actor.update"] for needed in memory_of("ppo-70b", EIGHT[0] % layers, EIGHT[1])[::64]]
     assert [part.weights for part in parts[1:7]] == [count * LAYER * 2 for count in (11, 11, 11, 10, 10, 9)]
     assert parts[0].weights == (11 * LAYER + EMBEDDING) * 2

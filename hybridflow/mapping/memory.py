@@ -620,9 +620,10 @@ def _layer_bytes(model: ModelConfig, layout: ParallelLayout, slices: int) -> int
     In elements: the input of its two blocks and of the norms before the blocks and behind them, ``2 h / slices`` each,
     where a kernel fuses them as on a GPU; sine and cosine of the rotation, ``4 d``; of the attention, with ``q`` and
     ``kv`` columns of query and key, what the kernel takes and gives, and the context: ``3 (q + kv) / tp``, in latent
-    attention also what these are put together of, ``5 (q + kv) / tp``; of the feed-forward block gate and up, and the product, ``3 f / tp``. Experts keep the
-    activated gate and up once more too, ``5 f / tp``. In a mixture these are there for each expert that a token goes to and for the shared one, or
-    those of a dense layer, where it is wider. Latent attention keeps the compressed vectors too.
+    attention also what these are put together of, ``5 (q + kv) / tp``; of the feed-forward block gate and up, and the
+    product, ``3 f / tp``. Experts keep the activated gate and up once more too, ``5 f / tp``. In a mixture these are
+    there for each expert that a token goes to and for the shared one, or those of a dense layer, where it is wider.
+    Latent attention keeps the compressed vectors too.
 
     An expert is cut in ``etp`` parts, and tokens go to ranks of their experts. With even loads a rank has ``etp / tp``
     inputs of an expert, ``h`` each, for each choice of a token of its own. Of these it has ``f / etp`` columns: ``f /

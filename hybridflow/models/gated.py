@@ -40,7 +40,7 @@ def gated(mixed: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """The product by operators of torch. It keeps its input alone, and activates the gate again in the backward pass."""
+    """The product by operators of torch. It keeps its input alone: the backward pass activates the gate again."""
 
     @staticmethod
     def forward(ctx: Any, mixed: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:

@@ -159,8 +159,8 @@ def test_a_mixture_needs_the_inputs_of_its_experts_and_their_weights_side_by_sid
             ("model.dtype=bf16", "model.num_experts=8"),
         )
     )
-    # Of each token a layer keeps the inputs of two experts, and of each five times 256 columns in the place of three. One
-    # layer has gradients, six times the columns. Both ranks have slices of the tokens and halves of the experts, so
+    # Of each token a layer keeps the inputs of two experts, and of each five times 256 columns in the place of three.
+    # One layer has gradients, six times the columns. Both ranks have slices of the tokens and halves of the experts, so
     # inputs and outputs are there five times more.
     layers, gradients = 2 * 4096 * (2 * 128 + 2 * 5 * 256 - 3 * 256) * 2, 4096 * 6 * 256 * 2
     kept = dense + layers + gradients + 5 * 4096 * 2 * 128 * 2

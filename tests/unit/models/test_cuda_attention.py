@@ -67,6 +67,21 @@ def test_a_torch_whose_packed_attention_lacks_windows_or_groups_counts_as_withou
     assert not cuda_attention.varlen_settings.__wrapped__()
 
 
+def test_a_torch_that_takes_query_groups_without_being_told_is_not_told(monkeypatch):
+    told = []
+
+    def varlen_attn(query, key, value, *where, scale, window_size=(-1, -1)):
+        told.append((len(where), scale, window_size))
+        return query
+
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
+    settings = cuda_attention.varlen_settings.__wrapped__()
+    monkeypatch.setattr(cuda_attention, "varlen_settings", lambda: settings)
+    sequences, query, key = Sequences([5, 3], torch.arange(8), CPU), torch.zeros(8, 2, 16), torch.zeros(8, 1, 16)
+    sequences.attend(query, key, key, Scoring(scale=0.25), "varlen")
+    assert told == [(4, 0.25, (-1, 0))]
+
+
 def packed_by_hand(query, key, value, query_starts, key_starts, most_queries, most_keys, *, scale, window_size):
     """Attend as flash attention documents it: a sequence's last query sees its last key."""
     found = []

@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -18,7 +17,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -324,7 +323,7 @@ def build_transformer(
         _add_rng_states()
     # Transformer Engine fuses norms into linear layers, whose input an adapter would not see.
     has_fused_norms = lora is None and model.pre_norms and device.type == "cuda" and has_transformer_engine()
-    block, experts = _block_spec(model, config, counts[stage], groups.tp, is_local=not has_fused_norms)
+    block, experts = _block_spec(model, config, counts[stage], is_local=not has_fused_norms)
     with torch.device("meta") if is_empty else device:
         transformer = Transformer(
             config=config,
@@ -394,7 +393,7 @@ def set_rotary(transformer: Transformer, model: ModelConfig, device: torch.devic
 
 
 def _block_spec(
-    model: ModelConfig, config: TransformerConfig, num_layers: int, tp_group: dist.ProcessGroup, *, is_local: bool
+    model: ModelConfig, config: TransformerConfig, num_layers: int, *, is_local: bool
 ) -> tuple[TransformerBlockSubmodules, MoESubmodules | None]:
     """Return the spec of a stage of ``num_layers`` layers, and the submodules of its mixtures of experts.
 
@@ -418,9 +417,6 @@ def _block_spec(
     experts = None
     if model.num_experts is not None:
         experts, parts.mlp, layer.module = parts.mlp.submodules, IdentityOp, RoutedLayer
-    else:
-        # megatron-core names the group to its own class alone.
-        parts.mlp = ModuleSpec(module=GatedMLP, submodules=parts.mlp.submodules, params={"tp_group": tp_group})
     norm = TENorm
     if is_local:
         norm = RmsNorm if model.zero_centered_norms else WrappedTorchNorm
@@ -466,6 +462,10 @@ def _finish_layer(
         layer.mlp = GatedMLP(dense, _DENSE, ffn_hidden_size=width, tp_group=groups.tp)
     elif experts is not None:
         layer.mlp = ExpertLayer(layer.config, experts, layer.layer_number, groups, model, device)
+    else:
+        # megatron-core's layer builds its own class without a warning, and has no other place for ours.
+        assert type(layer.mlp) is MLP, f"{type(layer.mlp)}: expected megatron-core's MLP"
+        layer.mlp.__class__ = GatedMLP
     if model.post_norms:
         for module in (layer.self_attention, layer.mlp):
             normalize_output(module, layer.config)

@@ -115,6 +115,11 @@ def runs_in(folder: Path) -> list[Path]:
     return found
 
 
+def holds_data_alone(folder: Path) -> bool:
+    """Return whether a directory has the data of a run that went elsewhere, and nothing else."""
+    return folder.is_dir() and [inner.name for inner in folder.iterdir()] == ["data"]
+
+
 def _is_run(folder: Path) -> bool:
     latest = folder / "checkpoints" / "latest"
     return any(path.is_file() for path in (*(folder / name for name in _FILES), latest))

@@ -41,11 +41,13 @@ def add_status(commands: Any, planned_of: Callable[[Path], Any]) -> None:
 
 def run(arguments: argparse.Namespace, planned_of: Callable[[Path], Any]) -> int:
     """Run the command and return the exit status."""
-    from hybridflow.observe.status import read_status, runs_in
+    from hybridflow.observe.status import holds_data_alone, read_status, runs_in
     from hybridflow.observe.status_text import as_table, as_text
 
     found, end = [], DONE
-    for folder in arguments.runs:
+    # A shell's ``runs/*`` also names where recipes put the data that they make.
+    several = len(arguments.runs) > 1
+    for folder in [each for each in arguments.runs if not (several and holds_data_alone(each))]:
         try:
             found += [read_status(run_dir) for run_dir in runs_in(folder)]
         except (HybridflowError, OSError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from hybridflow.observe.status import RunStatus
 from hybridflow.observe.table import format_table
 
 _STATES = {"silent": "no sign of life", "requeue": "saved and stopped, to be begun again"}
+_PLACE = re.compile(r"^rank \d+ on [^:]*: (?=.)")
 _LONGEST_CELL = 48
 _NUM_HOSTS = 4
 _NUM_PHASES = 4
@@ -128,7 +130,8 @@ def _row(status: RunStatus) -> tuple[str, ...]:
         return "-" if value is None else text.format(value)
 
     last = status.activity if status.cause is None else status.cause
-    told = "" if last is None else _printable(last)
+    # Where it happened is in the text of a single run.
+    told = "" if last is None else _PLACE.sub("", _printable(last))
     return (
         status.run,
         status.state,

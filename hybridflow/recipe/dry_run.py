@@ -107,4 +107,5 @@ def _try_reward(settings: RewardConfig, role: str, example: Example) -> str:
             return (
                 f"{scorer.counts.first_failure}; the run would go on, as {role}.on_failure={settings.on_failure} says"
             )
-        return f"{role} {scorer.kind.name!r}: gives {score:g} for the answer of {example.place} as a response"
+        given = f"the answer of {example.place} as a response" if response else f"an empty response to {example.place}"
+        return f"{role} {scorer.kind.name!r}: gives {score:g} for {given}"

@@ -53,7 +53,7 @@ _PANELS = (
         band=("response/length_min", "response/length_max"),
     ),
     Panel(title="Entropy", unit="nats per token", metric="actor/entropy"),
-    Panel(title="Sampler and trainer apart", unit="nats per token", metric="rollout/logprob_abs_diff"),
+    Panel(title="Sampler against trainer", unit="nats per token", metric="rollout/logprob_abs_diff"),
     Panel(title="Age of the weights that sampled", unit="updates", metric="rollout/staleness_mean"),
     Panel(title="Critic's loss", unit="", metric="critic/loss"),
     Panel(title="Gradient norm", unit="", metric="actor/grad_norm"),

@@ -119,7 +119,9 @@ def _of_steps(
     """Return what is shown of single steps; adds to ``left_out`` what is not."""
     archive = None
     if has_archive(run_dir):
-        archive = Archive(run_dir, _tokenizer(run_dir, recipe), budget.sample_bytes // _NUM_LONG_STEPS)
+        archive = Archive(
+            run_dir, _tokenizer(run_dir, recipe), budget.sample_bytes // min(_NUM_LONG_STEPS, max(1, len(rows)))
+        )
     by_step = {int(row["step"]): row for row in rows}
     rewards = {
         step: row["reward/mean"] for step, row in by_step.items() if math.isfinite(row.get("reward/mean", math.nan))
@@ -148,6 +150,9 @@ def _of_steps(
             "Of a step with many groups, the best, the worst, those whose rewards differ most, and some others are "
             "here; hybridflow rollouts prints all."
         )
+    groups = [group for found in samples.values() for group in found["groups"]]
+    if any(group["num_samples"] > len(group["responses"]) for group in groups):
+        left_out.append("Of a large group, the best and the worst responses are here; hybridflow rollouts prints all.")
     timelines = _timelines(run_dir, chosen, num_ranks, budget.timeline_bytes, left_out)
     return {
         "archive": archive is not None,

@@ -31,9 +31,20 @@
     if (size < 1e-3) return value.toExponential(1).replace("e", "e");
     return String(Number(value.toPrecision(digits)));
   }
+  // As many digits as tell neighbors apart, and one notation for all of an axis.
+  function ofAxis(ticks) {
+    const most = Math.max(...ticks.map(Math.abs)), step = ticks.length > 1 ? ticks[1] - ticks[0] : most;
+    if (!(most > 0)) return ticks.map(String);
+    const place = (value) => Math.floor(Math.log10(value) + 1e-9);
+    const size = place(most), digits = Math.min(12, Math.max(0, -place(step)));
+    if (size >= -3 && size < 6) return ticks.map((tick) => tick.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits }));
+    const own = Math.max(0, size - place(step));
+    return ticks.map((tick) => tick === 0 ? "0" : `${(tick / 10 ** size).toFixed(own)}e${size}`);
+  }
   function signed(value) { return (value > 0 ? "+" : value < 0 ? "−" : "") + number(Math.abs(value), 3); }
   function duration(seconds) {
     if (seconds === null || seconds === undefined) return "–";
+    if (seconds > 0 && seconds < 0.1) return `${number(seconds * 1000, 3)} ms`;
     if (seconds < 60) return `${number(seconds, 3)} s`;
     const minutes = Math.floor(seconds / 60);
     if (minutes < 60) return `${minutes} min ${Math.round(seconds % 60)} s`;
@@ -73,7 +84,7 @@
       }
       add("ranks", facts.ranks === null ? null : `${facts.ranks}${facts.hosts > 1 ? ` on ${facts.hosts} nodes` : ""}`);
       add("time in steps", facts.steps_s ? duration(facts.steps_s) : null);
-      add("a step, of late", facts.step_s === null ? null : duration(facts.step_s));
+      add("recent step", facts.step_s === null ? null : duration(facts.step_s));
       add("tokens per second", facts.tokens_per_s === null ? null : number(Math.round(facts.tokens_per_s)));
       add("starts", facts.starts ? String(facts.starts) : null);
       add("checkpoint", facts.saved_step === null ? null : `step ${facts.saved_step}`);
@@ -203,7 +214,7 @@
       width: Math.max(160, plotNode.clientWidth), height: 190, legend: { show: false }, padding: [8, 12, 0, 0],
       scales: { x: { time: false, range: () => [0, lastStep + Math.max(0.3, lastStep * 0.015)] }, y: { range: rangeOf(chart) } },
       axes: [{ ...axis, size: 28, space: 44, incrs: [1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000] },
-        { ...axis, size: 52, space: 34, values: (_, ticks) => ticks.map((tick) => number(tick, 4)) }],
+        { ...axis, size: 58, space: 34, values: (_, ticks) => ofAxis(ticks) }],
       cursor: { sync: { key: "steps", scales: ["x", null] }, points: { size: 6 }, drag: { x: false, y: false } },
       series: chart.series, bands: chart.bands,
       hooks: {
@@ -529,7 +540,7 @@
   function table(head, rows, label) {
     return make("div.table", { tabindex: 0, role: "region", "aria-label": label },
       make("table", {}, make("thead", {}, make("tr", {}, head.map((name) => make("th", { scope: "col" }, name)))),
-        make("tbody", {}, rows.map((row) => make("tr", {}, row.map((cell, place) => make(place === row.length - 1 ? "td.wide" : "td", {}, cell)))))));
+        make("tbody", {}, rows.map((row) => make("tr", {}, row.map((cell, place) => make(place === row.length - 1 ? "td.wide" : "td", { "data-head": head[place] }, cell)))))));
   }
   function showStarts() {
     const body = byId("starts-body");

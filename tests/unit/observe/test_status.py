@@ -170,7 +170,7 @@ def test_the_command(run_dir: Path, capsys: pytest.CaptureFixture[str]):
     other = run_dir.parent / "y"
     other.mkdir()
     write_run(other, num_steps=0)
-    add_end(other, 2, "failed", "a" * 100)
+    add_end(other, 2, "failed", "rank 0 on n1, in reading data and making models: " + "a" * 100)
     assert cli.main(["status", str(run_dir)]) == 0
     assert capsys.readouterr().out.startswith(f"{run_dir}: no sign of life for ")
     assert cli.main(["status", str(run_dir), str(other), str(run_dir.parent.parent)]) == 2
@@ -178,7 +178,11 @@ def test_the_command(run_dir: Path, capsys: pytest.CaptureFixture[str]):
     head, first, second = printed.out.splitlines()
     assert head.split()[:3] == ["run", "state", "step"] and "holds no run" in printed.err
     assert [line.split()[:2] for line in (first, second)] == [[str(run_dir), "silent"], [str(other), "failed"]]
-    assert second.endswith("a…") and "0 of 10" in second and len(second) < len(str(other)) + 140
+    # The data of a recipe whose run went elsewhere is no run.
+    (run_dir.parent / "z/data").mkdir(parents=True)
+    assert cli.main(["status", str(run_dir), str(other), str(run_dir.parent / "z")]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert second.endswith(" " + 47 * "a" + "…") and "0 of 10" in second and len(second) < len(str(other)) + 140
     # As of a Python program, whose runs are in a directory of theirs.
     assert cli.main(["status", str(run_dir.parent)]) == 0
     assert capsys.readouterr().out == printed.out

@@ -14,7 +14,7 @@ _SHORT, _LONG = 32, 160
 """Response tokens of two runs; their difference in time is that of decoding alone."""
 
 _TIMES_TRANSFORMERS = 2.0
-"""On an H100 transformers 5.17 takes 4 times what the bandwidth allows at 7B and batch 64: nobody can be 5 times faster."""
+"""On an H100, transformers takes 4 times what the bandwidth allows at 7B and batch 64: 5 times faster is impossible."""
 
 
 def main(argument: str, is_dry: bool) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def test_status_of_a_killed_run_and_of_one_that_is_done(seen: Any):
 
 
 def test_the_console_says_what_is_trained_and_what_it_leaves(seen: Any):
-    *_, first, second = seen
+    *_, err, first, second = seen
     lines = first.splitlines()
     assert "  data     data/train.jsonl, 200 rows; 8 held out" in lines
     assert "  layouts  actor.update tp2, actor.rollout dp2, reference tp2" in lines
@@ -73,7 +73,11 @@ def test_the_console_says_what_is_trained_and_what_it_leaves(seen: Any):
         "  checkpoint  run/checkpoints/step_000004",
         "  export      hybridflow convert run/checkpoints/step_000004/actor out/run --to hf",
     ]
+    assert ends[done + 3] == "  look        run/report.html"
     assert all(len(line) <= 100 for line in lines if line.startswith("step "))
+    # What other packages have to say is not for the user.
+    others = re.compile(r"warn|unknown|megatron|deprecat|torch", re.IGNORECASE)
+    assert not [line for text in (err, first, second) for line in text.splitlines() if others.search(line)]
 
 
 def test_each_validation_shows_samples(seen: Any):

@@ -336,10 +336,10 @@ class GroupedSelfAttention(SelfAttention):
         On a GPU they are cosines and sines, see ``Transformer``.
         """
         kind, num_kinds = self.rotation
-        angles: Tensor | None = rotary_pos_emb.chunk(num_kinds, dim=-1)[kind]
-        if rotary_pos_emb.is_cuda:
-            self._table, angles = rotary_pos_emb.chunk(num_kinds, dim=-1)[kind][:, 0, 0], None
-        return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=angles, **kwargs)
+        angles = rotary_pos_emb.chunk(num_kinds, dim=-1)[kind]
+        self._table = angles[:, 0, 0] if angles.is_cuda else None
+        left = None if angles.is_cuda else angles
+        return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=left, **kwargs)
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: None = None, output_gate: bool = False, split_qkv: bool = True

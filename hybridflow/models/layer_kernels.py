@@ -116,10 +116,6 @@ def _sum_rows_kernel(result, rows, order, starts, width, BLOCK: tl.constexpr):
     tl.store(result + token * width + at, total.to(result.dtype.element_ty), mask=is_there)
 
 
-def _power(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()
-
-
 @torch.library.custom_op("hybridflow::gated", mutates_args=())
 def gated(mixed: Tensor, is_gelu: bool) -> Tensor:
     """Multiply the activated gate with the other half; differentiable.
@@ -196,7 +192,7 @@ def turned(values: Tensor, table: Tensor, sign: float, is_interleaved: bool) -> 
     result = _like(values)
     if result.numel():
         num_tokens, heads, head = values.shape
-        at_once = min(_power(heads), _HEADS_AT_ONCE)
+        at_once = min(triton.next_power_of_2(heads), _HEADS_AT_ONCE)
         dims = table.shape[1]
         _turn_kernel[(num_tokens, triton.cdiv(heads, at_once))](
             *(result, values, table.contiguous(), values.stride(0), values.stride(1), sign),
@@ -205,8 +201,8 @@ def turned(values: Tensor, table: Tensor, sign: float, is_interleaved: bool) -> 
             DIMS=dims,
             IS_INTERLEAVED=is_interleaved,
             BLOCK_HEADS=at_once,
-            HALF=_power(dims // 2),
-            REST=_power(max(head - dims, 1)),
+            HALF=triton.next_power_of_2(dims // 2),
+            REST=triton.next_power_of_2(max(head - dims, 1)),
             num_warps=4,
         )
     return result
@@ -268,7 +264,7 @@ def summed_rows(rows: Tensor, order: Tensor, starts: Tensor) -> Tensor:
     result = rows.new_empty(len(starts) - 1, rows.shape[1])
     if result.numel():
         grid = len(result), triton.cdiv(rows.shape[1], _SUM_COLUMNS)
-        block = min(_power(rows.shape[1]), _SUM_COLUMNS)
+        block = min(triton.next_power_of_2(rows.shape[1]), _SUM_COLUMNS)
         _sum_rows_kernel[grid](result, rows, order, starts, rows.shape[1], BLOCK=block, num_warps=4)
     return result
 

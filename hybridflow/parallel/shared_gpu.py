@@ -63,11 +63,11 @@ class SharedGpuGroup(dist.ProcessGroup):
 
     def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Run an operation of gloo; what it writes is its first argument."""
-        pairs: list[tuple[Tensor, Tensor]] = []
-        staged = [_staged(each, pairs) for each in args]
-        written = [pair for pair in pairs if any(pair[0] is each for each in _tensors(args[:1]))]
+        written: list[tuple[Tensor, Tensor]] = []
+        read: list[tuple[Tensor, Tensor]] = []
+        staged = [_staged(each, read if place or name == "send" else written) for place, each in enumerate(args)]
         work = getattr(self._gloo, name)(*staged, **kwargs)
-        return _Work([work], [] if name == "send" else written) if pairs else work
+        return _Work([work], written) if written or read else work
 
 
 def _operation(name: str) -> Callable[..., Any]:
@@ -128,9 +128,3 @@ def _staged(value: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
     copy = value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     pairs.append((value, copy))
     return copy
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, (list, tuple)):
-        return [tensor for each in value for tensor in _tensors(each)]
-    return [value] if isinstance(value, Tensor) else []

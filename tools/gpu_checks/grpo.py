@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gpu_checks.common import GIB, RECIPE, SHAPES, find_device, product_rate, result, run, train
+from gpu_checks.common import GIB, RECIPE, SHAPES, find_device, make_world, product_rate, result, run, train
 
 _PHASES = ("rollout", "log_probs", "update", "reshard", "control")
 
@@ -43,7 +43,7 @@ def main(argument: str, is_dry: bool) -> dict[str, Any]:
     checked = load_recipe(Path("job/recipe.yaml"))
     meshes = plan_job(checked).meshes
     # As the job does.
-    checked = with_micro_batches(checked, meshes, None if is_dry else device_bytes())
+    checked = with_micro_batches(checked, meshes, make_world().gpu_bytes())
     planned = max(rank.peak for rank in job_memory(checked, meshes))
     middle = {key: median(row[key] for row in rows if key in row) for key in rows[-1]}
     used = max(value for key, value in rows[-1].items() if key.startswith("memory/"))
@@ -56,13 +56,6 @@ def main(argument: str, is_dry: bool) -> dict[str, Any]:
     )
     bounds = {"share of peak": (share, ">=", 0.4)} if argument == "1.5b" and not is_dry else {}
     return result(text, bounds, {**middle, "update_share": share, "peak_bytes": used, "planned_bytes": planned})
-
-
-def device_bytes() -> int:
-    """Return the GPU's memory."""
-    import torch
-
-    return int(torch.cuda.get_device_properties(0).total_memory)
 
 
 if __name__ == "__main__":

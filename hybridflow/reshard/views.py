@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,33 +115,66 @@ class Moves:
     to: list[Tensor] = field(default_factory=list)
     out_of: list[Tensor] = field(default_factory=list)
     converted: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-    _batches: list[tuple[list[Tensor], list[Tensor]]] | None = None
+    _groups: list[_Group] | None = None
 
     def carry_out(self) -> None:
         """Copy everything."""
-        if self._batches is None:
-            self._batches = _batches(self.to, self.out_of)
-        for batch in self._batches:
-            torch._foreach_copy_(*batch, non_blocking=True)
+        if self._groups is None:
+            self._groups = _groups(self.to, self.out_of)
+        for group in self._groups:
+            group.carry_out()
         for to, scratch, out_of in self.converted:
             scratch.copy_(out_of)
             to.copy_(scratch)
 
 
-def _batches(to: list[Tensor], out_of: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Return copies in groups of one kind, as wide elements: on a GPU one kernel does all copies between dense memory.
+class _Group:
+    """Copies of one kind.
 
-    A kernel for strided memory moves an element at a time, so that its elements had better be 16 bytes.
+    Args:
+        to: Written.
+        out_of: Read, one for each of ``to``.
     """
-    groups: dict[tuple[bool, torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+
+    def __init__(self, to: list[Tensor], out_of: list[Tensor]) -> None:
+        self._ends = to, out_of
+
+    def carry_out(self) -> None:
+        torch._foreach_copy_(*self._ends, non_blocking=True)
+
+
+class _WideGroup(_Group):
+    """Copies within a GPU's memory, or over its links, in one launch; elements are of 16 bytes."""
+
+    _addresses: list[int] | None = None
+    _tables: dict[int, Tensor]
+
+    def carry_out(self) -> None:
+        from hybridflow.reshard import copy_kernel
+
+        # What was released and restored is elsewhere.
+        addresses = [each.data_ptr() for end in self._ends for each in end]
+        if addresses != self._addresses:
+            self._addresses, device = addresses, self._ends[0][0].device
+            self._tables = {columns: table.to(device) for columns, table in copy_kernel.tables(*self._ends).items()}
+        for columns, table in self._tables.items():
+            copy_kernel.carry(table, columns)
+
+
+def _groups(to: list[Tensor], out_of: list[Tensor]) -> list[_Group]:
+    """Return copies in groups of one kind, as wide elements where memory allows it."""
+    found: dict[Any, tuple[type[_Group], list[Tensor], list[Tensor]]] = {}
     for pair in zip(to, out_of, strict=True):
-        if all(_is_in_wide_places(each) for each in pair) and pair[0].dtype == pair[1].dtype:
+        is_wide = pair[0].dtype == pair[1].dtype and all(_is_in_wide_places(each) for each in pair)
+        if is_wide:
             pair = pair[0].view(_WIDE), pair[1].view(_WIDE)
-        is_dense = all(each.is_contiguous() for each in pair)
-        group = groups.setdefault((is_dense, pair[0].dtype, pair[1].dtype), ([], []))
-        for end, each in zip(group, pair, strict=True):
+        kind = _WideGroup if is_wide and all(each.device.type == "cuda" for each in pair) else _Group
+        # torch copies many at once if all are dense.
+        is_dense = kind is _Group and all(each.is_contiguous() for each in pair)
+        _, *ends = found.setdefault((kind, is_dense, pair[0].dtype, pair[1].dtype), (kind, [], []))
+        for end, each in zip(ends, pair, strict=True):
             end.append(each)
-    return list(groups.values())
+    return [kind(*ends) for kind, *ends in found.values()]
 
 
 def _is_in_wide_places(tensor: Tensor) -> bool:

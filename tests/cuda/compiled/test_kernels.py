@@ -8,6 +8,7 @@ import torch
 from hybridflow.models import layer_kernels
 from hybridflow.models.attention_kernels import packed_attention
 from hybridflow.models.vocab_kernels import vocab_gradient, vocab_terms
+from hybridflow.reshard import copy_kernel
 from hybridflow.rollout.gpu import ops
 from hybridflow.rollout.gpu.cache import rows_per_tile
 from tests.cuda.compiled.compiling import compiled, recording
@@ -121,7 +122,13 @@ def between_products(dtype, shape):
         (layer_kernels.gated(mixed, is_other).sum() + turned.sum() + rows.sum()).backward(retain_graph=True)
 
 
+def copies():
+    for columns in (1, 256):
+        copy_kernel.carry(longs(4, 6), columns)
+
+
 CASES = {
+    "resharding": copies,
     "7B, a step": lambda: attend_in_cache(BF16, QWEN2_7B, has_tiles=False, is_special=False),
     "7B, a prefill": lambda: attend_in_cache(BF16, QWEN2_7B, has_tiles=True),
     "Gemma 2, a step with split keys": lambda: attend_in_cache(BF16, GEMMA2_9B, has_tiles=False, splits=8),

@@ -69,7 +69,7 @@ def expert_product(result, source, matrices, order, bounds, shares, inputs, outp
     expert = tl.program_id(0)
     begin, end = tl.load(bounds + expert), tl.load(bounds + expert + 1)
     element = source.dtype.element_ty
-    matrix = tl.load(matrices + expert).to(tl.pointer_type(element))
+    matrix = tl.multiple_of(tl.load(matrices + expert).to(tl.pointer_type(element)), 16)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < outputs
     for start in range(begin, end, ROWS):

@@ -3,7 +3,7 @@
 All arithmetic is in fp32, whatever the format of the weights. A row whose position is -1 is padding: it reads and
 writes no cache, and its output is 0. The cache is page-major: ``[blocks, BLOCK_TOKENS, groups, head]``, keys and values
 apart. Kernels find it by addresses in a table on the device, so that a captured graph outlives the cache that it was
-captured with.
+captured with. A loaded address tells Triton nothing of its alignment: unless it is told, it reads element by element.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def store(query, mixed, caches, tables, sequences, positions, rotary, query_weig
         sequence = tl.load(sequences + row)
         block = tl.load(tables + sequence * table_width + position // BLOCK_TOKENS).to(tl.int64)
         place = ((block * BLOCK_TOKENS + position % BLOCK_TOKENS) * GROUPS + group) * HEAD
-        keys = tl.load(caches + 2 * layer).to(tl.pointer_type(element))
-        values = tl.load(caches + 2 * layer + 1).to(tl.pointer_type(element))
+        keys = tl.multiple_of(tl.load(caches + 2 * layer).to(tl.pointer_type(element)), 16)
+        values = tl.multiple_of(tl.load(caches + 2 * layer + 1).to(tl.pointer_type(element)), 16)
         is_key = is_there & (head == SHARERS)
         tl.store(keys + place + at + head * 0, turned_low.to(element), mask=is_key)
         tl.store(keys + place + half + at + head * 0, turned_high.to(element), mask=is_key)
@@ -176,8 +176,8 @@ def attend(context, partial, sums, query, caches, tables, sequences, positions, 
     heads = (row * GROUPS + group) * SHARERS + place % SHARERS
     q = tl.load(query + heads[:, None] * HEAD + at[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0)
     element = query.dtype.element_ty
-    keys = tl.load(caches + 2 * layer).to(tl.pointer_type(element))
-    values = tl.load(caches + 2 * layer + 1).to(tl.pointer_type(element))
+    keys = tl.multiple_of(tl.load(caches + 2 * layer).to(tl.pointer_type(element)), 16)
+    values = tl.multiple_of(tl.load(caches + 2 * layer + 1).to(tl.pointer_type(element)), 16)
     sequence = tl.load(sequences + first)
     per_split = tl.cdiv(tl.cdiv(end, KEYS) - begin // KEYS, SPLITS)
     start = (begin // KEYS + split * per_split) * KEYS

@@ -38,22 +38,31 @@ class Use:
         stack_bytes: Of a thread, where registers do not suffice.
         local_bytes: The same, in the kernel's own declaration.
         shared_bytes: Shared memory.
+        wide_loads: Instructions that read 16 bytes of the GPU's memory.
+        narrow_loads: Instructions that read 2 bytes.
     """
 
     registers: int
     stack_bytes: int
     local_bytes: int
     shared_bytes: int
+    wide_loads: int
+    narrow_loads: int
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with the types of its arguments, its constants and its options, each as sorted pairs."""
+    """A kernel with the types of its arguments, its constants and its options, each as sorted pairs.
+
+    Attributes:
+        aligned: Arguments that Triton specializes for, since they are multiples of 16.
+    """
 
     kernel: JITFunction[Any]
     signature: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, Any], ...]
     options: tuple[tuple[str, int], ...]
+    aligned: frozenset[str]
 
     @property
     def name(self) -> str:
@@ -71,7 +80,8 @@ def recording(monkeypatch) -> Iterator[list[Launch]]:
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs
         constants = {param.name: given[param.name] for param in self.params if _is_constant(param, given[param.name])}
         signature = {name: _type(given[name]) for name in self.arg_names if name not in constants}
-        launch = Launch(self, *(tuple(sorted(each.items())) for each in (signature, constants, options)))
+        aligned = frozenset(param.name for param in self.params if _is_aligned(param, given[param.name]))
+        launch = Launch(self, *(tuple(sorted(each.items())) for each in (signature, constants, options)), aligned)
         if launch not in found:
             found.append(launch)
 
@@ -85,6 +95,14 @@ def _is_constant(param: Any, value: Any) -> bool:
     return param.is_constexpr or (not param.do_not_specialize and type(value) is int and value == 1)
 
 
+def _is_aligned(param: Any, value: Any) -> bool:
+    """Return whether Triton counts on 16 bytes: all memory of a GPU that torch allocates, and widths that are known."""
+    if param.is_constexpr:
+        return False
+    is_multiple = type(value) is int and value != 1 and value % 16 == 0 and not param.do_not_specialize
+    return isinstance(value, Tensor) or is_multiple
+
+
 def _type(value: Any) -> str:
     if isinstance(value, Tensor):
         return _TYPES[value.dtype]
@@ -95,13 +113,24 @@ def _type(value: Any) -> str:
 def compiled(launch: Launch, capability: int, folder: Path) -> Use:
     """Compile to machine code of ``sm_<capability>``, and return what it uses."""
     signature = dict(launch.signature) | {name: "constexpr" for name, _ in launch.constants}
-    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=dict(launch.constants))
+    # In the kernel's own order.
+    signature = {name: signature[name] for name in launch.kernel.arg_names}
+    attributes = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(signature) if name in launch.aligned}
+    source = ASTSource(launch.kernel, signature, dict(launch.constants), attributes)
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
     path = folder / f"{launch.name}.cubin"
     path.write_bytes(kernel.asm["cubin"])
-    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    text = subprocess.run([program, "-res-usage", path], capture_output=True, text=True, timeout=60, check=True).stdout
+    dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    text = subprocess.run([dump, "-res-usage", path], capture_output=True, text=True, timeout=60, check=True).stdout
     told = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
     assert told is not None, text
     registers, stack, local = map(int, told.groups())
-    return Use(registers=registers, stack_bytes=stack, local_bytes=local, shared_bytes=kernel.metadata.shared)
+    program = kernel.asm["ptx"]
+    return Use(
+        registers=registers,
+        stack_bytes=stack,
+        local_bytes=local,
+        shared_bytes=kernel.metadata.shared,
+        wide_loads=len(re.findall(r"cp\.async\.cg|ld\.global\S*\.(?:v4\.b32|v2\.b64)", program)),
+        narrow_loads=len(re.findall(r"ld\.global\S*\.[bu]16", program)),
+    )

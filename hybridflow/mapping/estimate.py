@@ -319,36 +319,32 @@ def decode_seconds(
     """
     tp = layout.tp
     layer = _layer_products(size, hardware, layout, concurrent, fp8=fp8)
-    reduced = _collective(hardware, tp, concurrent * size.hidden * size.item_bytes, is_summed=True)
-    exchanged = _exchange(hardware, layout, concurrent / tp * _visits(size) * size.hidden * size.item_bytes)
+    cached = concurrent * context * size.cached_bytes(tp) / (size.item_bytes if fp8 else 1)
+    summed, exchanged = _passed(size, hardware, layout, concurrent, is_generating=True)
     return {
         "products": size.layers * layer + _product(size, hardware, concurrent, size.hidden, size.vocab / tp),
-        "attention": _read_cache(size, hardware, tp, concurrent * context, fp8=fp8),
-        "tensor parallel": 2 * size.layers * reduced,
+        "attention": cached / (hardware.memory_bandwidth * hardware.cache_share),
+        "tensor parallel": size.layers * summed,
         "expert parallel": size.layers * exchanged,
-        "launches": size.layers * hardware.launch,
+        "launches": size.layers * (hardware.launch + fp8 * hardware.cast_launch),
     }
 
 
 def prefill_seconds(
     size: Size, hardware: Hardware, layout: ParallelLayout, tokens: int, prompts: int = 1, *, fp8: bool = False
 ) -> float:
-    """Return the seconds until ``prompts`` of ``tokens`` each, read at once, have their first token."""
+    """Return the seconds until ``prompts`` of ``tokens`` each, read at once, have their first token.
+
+    Products are not slowed down by what else a training step does, and nothing hides sums over tp.
+    """
     step = TrainStep(layout=layout, sequence=tokens, batch=layout.dp * prompts, micro_batch=prompts, fp8=fp8)
     parts = _layer(size, hardware, step)
-    layer = sum(parts.values()) - parts["launches"]
+    parts["products"] /= 1.0 if fp8 else hardware.prompt_share
+    passed = _passed(size, hardware, layout, prompts * tokens, is_generating=True)
+    parts["tensor parallel"], parts["expert parallel"] = passed
+    parts["launches"] = hardware.launch
     last = _product(size, hardware, prompts, size.hidden, size.vocab / layout.tp)
-    return size.layers * (layer + hardware.launch) + last
-
-
-def _read_cache(size: Size, hardware: Hardware, tp: int, tokens: float, *, fp8: bool) -> float:
-    """Return the seconds in which attention reads keys and values of so many tokens."""
-    numbers = tokens * size.cached_bytes(tp) / size.item_bytes
-    reading = numbers * (1 if fp8 else size.item_bytes) / (hardware.memory_bandwidth * hardware.cache_share)
-    if size.groups == size.heads or size.latent is not None or not hardware.cache_rate:
-        return reading
-    # Several query heads take each number in, which takes longer than to read it.
-    return max(reading, numbers / hardware.cache_rate)
+    return size.layers * sum(parts.values()) + last
 
 
 def _waiting(hardware: Hardware, layout: ParallelLayout) -> float:
@@ -370,16 +366,15 @@ def _layer(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, float]:
     touched += 6 * size.hidden / tp * _visits(size)
     if step.fp8:
         touched += _CAST_ITEMS * (_product_inputs(size) / tp)
-    # Gathered before two products, scattered as they are summed behind two others: two of each, as two sums.
-    passed = 2 * _collective(hardware, tp, tokens * size.hidden * size.item_bytes, is_summed=True)
+    summed, exchanged = _passed(size, hardware, layout, tokens)
     keys = 2 * tokens * layout.cp * size.groups * size.head / tp * size.item_bytes
     return {
         "products": products,
         "attention": scores / (hardware.flops * hardware.attention_share),
         "elementwise": tokens * touched * size.item_bytes / (hardware.memory_bandwidth * hardware.elementwise_share),
-        "tensor parallel": passed * hardware.exposed_share,
+        "tensor parallel": summed * hardware.exposed_share,
         "context parallel": _collective(hardware, layout.cp, keys, step=tp),
-        "expert parallel": _exchange(hardware, layout, tokens / tp * _visits(size) * size.hidden * size.item_bytes),
+        "expert parallel": exchanged,
         "launches": hardware.pass_launch + size.mean_layer(0, hardware.route_launch),
     }
 
@@ -431,6 +426,21 @@ def _width(size: Size) -> float:
 def _visits(size: Size) -> float:
     """Return how many experts a token goes to, on average over the layers."""
     return 0.0 if size.experts is None else size.mean_layer(0, size.experts.per_token)
+
+
+def _passed(
+    size: Size, hardware: Hardware, layout: ParallelLayout, tokens: float, *, is_generating: bool = False
+) -> tuple[float, float]:
+    """Return the seconds of a layer's sums over tp, and of what it sends to experts and back.
+
+    Gathered before two products, scattered as they are summed behind two others: two of each, as two sums. Experts take
+    the place of one of them. When generating, experts that are all here are summed like any block.
+    """
+    one = _collective(hardware, layout.tp, tokens * size.hidden * size.item_bytes, is_summed=True)
+    if size.experts is None or (is_generating and layout.ep == 1):
+        return 2 * one, 0.0
+    exchanged = _exchange(hardware, layout, tokens / layout.tp * _visits(size) * size.hidden * size.item_bytes)
+    return size.mean_layer(2, 1 + bool(size.experts.shared)) * one, exchanged
 
 
 def _exchange(hardware: Hardware, layout: ParallelLayout, num_bytes: float) -> float:
@@ -510,10 +520,11 @@ def _collective(hardware: Hardware, ranks: int, num_bytes: float, *, step: int =
     bandwidth = hardware.node_bandwidth * hardware.node_share
     if not is_within:
         bandwidth = min(bandwidth, here * hardware.network_bandwidth * hardware.network_share)
-    latency = hardware.node_latency if is_within else hardware.network_latency * math.log2(ranks / here + 1)
+    ways = 1 + is_summed
+    # Within a node each rank reads what all others have, and sums it.
+    latency = hardware.node_latency if is_within else ways * hardware.network_latency * math.log2(ranks / here + 1)
     if hardware.crowding > 1:
         latency *= ranks - 1  # Each of them has to be given a core.
-    ways = 1 + is_summed
     return ways * (num_bytes * (ranks - 1) / ranks / bandwidth) + latency
 
 

@@ -236,16 +236,17 @@ def _generate(arguments: argparse.Namespace, size: Size, machine: Hardware, layo
     prompt, response, concurrent = arguments.prompt or 1024, arguments.response or 512, arguments.concurrent
     fp8 = arguments.dtype == "fp8"
     parts = decode_seconds(size, machine, layout, concurrent, prompt + response / 2, fp8=fp8)
-    of_a_token = sum(parts.values())
+    decoding = sum(parts.values())
     first = prefill_seconds(size, machine, layout, prompt, fp8=fp8)
     together = max(1, min(concurrent, _PROMPT_TOKENS // prompt))
     reading = concurrent / together * prefill_seconds(size, machine, layout, prompt, together, fp8=fp8)
-    seconds = reading + (response - 1) * of_a_token
+    seconds = reading + (response - 1) * decoding
     memory = decode_bytes(size, layout.tp, concurrent, prompt + response, fp8=fp8)
     return {
         "layout": str(layout),
         "seconds": seconds,
-        "seconds_per_token": of_a_token,
+        "seconds_per_token": seconds / response,
+        "seconds_per_decoded_token": decoding,
         "seconds_to_first_token": first,
         "tokens_per_s": concurrent * response / seconds,
         "breakdown": {
@@ -262,7 +263,8 @@ def _as_text(found: dict[str, Any], machine: Hardware) -> str:
     names = {
         "tflops_per_gpu": "TFLOP/s of each GPU",
         "tokens_per_s": "tokens/s",
-        "seconds_per_token": "seconds per token",
+        "seconds_per_token": "seconds per token, prompts included",
+        "seconds_per_decoded_token": "seconds per token that is decoded",
         "seconds_to_first_token": "seconds to the first token",
     }
     rows = [("seconds", f"{seconds:.4g}")]

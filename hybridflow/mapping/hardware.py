@@ -38,6 +38,7 @@ class Hardware:
         network_latency: Of a collective across nodes, seconds.
         launch: What a layer adds to a step of decoding beside its bytes: kernels that are too small to fill a GPU,
             seconds.
+        cast_launch: What FP8 adds to that, seconds.
         pass_launch: What each layer adds to the forward pass of a micro-batch, and twice to the backward pass; 0 where
             kernels hide it, seconds.
         route_launch: What a layer of experts adds to that: tokens are counted and sorted, and the host waits for the
@@ -53,8 +54,8 @@ class Hardware:
         memory_share: Share of ``memory_bandwidth`` at which weights are read in decoding.
         elementwise_share: Share of ``memory_bandwidth`` that norms, activations and the loss reach.
         cache_share: Share of ``memory_bandwidth`` at which decoding reads keys and values.
-        cache_rate: Keys and values, numbers a second, that decoding takes in where query heads share them; 0: as many
-            as it reads.
+        prompt_share: Speed of products over prompts that are generated from, in that of pretraining's products; not in
+            FP8.
         exposed_share: Share of tensor-parallel communication in training that computation does not hide.
         node_share: Share of ``node_bandwidth`` that collectives reach.
         network_share: Share of ``network_bandwidth`` that they reach.
@@ -78,6 +79,7 @@ class Hardware:
     node_latency: NotNegative = 8e-6
     network_latency: NotNegative = 20e-6
     launch: NotNegative
+    cast_launch: NotNegative = 0.0
     pass_launch: NotNegative = 0.0
     route_launch: NotNegative = 0.0
     update_launch: NotNegative = 0.0
@@ -90,7 +92,7 @@ class Hardware:
     memory_share: _Share = 0.8
     elementwise_share: _Share = 0.3
     cache_share: _Share
-    cache_rate: NotNegative = 0.0
+    prompt_share: Positive = 1.0
     exposed_share: _Share = 1.0
     node_share: _Share = 0.78
     network_share: _Share = 0.9
@@ -128,6 +130,7 @@ _H100 = Hardware(
     network_bandwidth=50e9,
     host_bandwidth=64e9,
     launch=35e-6,
+    cast_launch=15e-6,
     pass_launch=200e-6,
     route_launch=1.5e-3,
     product_share=0.635,
@@ -136,9 +139,9 @@ _H100 = Hardware(
     attention_share=0.36,
     elementwise_share=0.95,
     exposed_share=0.135,
-    cache_share=0.85,
-    cache_rate=0.92e12,
-    engine_launch=6e-3,
+    cache_share=0.9,
+    prompt_share=1.22,
+    engine_launch=7e-3,
     sample_share=0.75,
     mixture_share=0.7,
 )
@@ -158,14 +161,17 @@ _A100 = Hardware(
     attention_share=0.12,
     elementwise_share=0.57,
     memory_share=0.88,
-    cache_share=0.8,
-    cache_rate=0.46e12,
-    engine_launch=6e-3,
+    cache_share=0.75,
+    prompt_share=1.12,
+    # As on an H100: no step of RL was compared on an A100.
+    engine_launch=7e-3,
+    sample_share=0.75,
+    mixture_share=0.7,
 )
 
 _TABLE = {
     "h100-sxm": _H100,
-    "h200": replace(_H100, memory_bytes=141e9, memory_bandwidth=4.8e12, cache_rate=1.2e12),
+    "h200": replace(_H100, memory_bytes=141e9, memory_bandwidth=4.8e12),
     "b200": replace(
         _H100,
         flops=2250e12,
@@ -180,7 +186,6 @@ _TABLE = {
         elementwise_share=1.0,
         exposed_share=1.0,
         node_share=0.31,
-        cache_rate=2.2e12,
     ),
     # Attention wrote its scores to memory in the runs of 2022.
     "a100-80g": _A100,

@@ -453,12 +453,51 @@ _TENSORRT = {
 }
 
 
+# Seconds of a whole batch, from its prompts to its last tokens, for 1,024 and 512 tokens unless they are named:
+# `aiconfigurator cli estimate --estimate-mode static` of aiconfigurator 0.12.0, which adds up kernels of TensorRT-LLM
+# 1.3 (of 1.0 on A100) that were measured on each GPU.
+_KERNELS = (
+    ("h100-sxm", "Llama 3.1 8B", 1, {8: 3.873, 32: 5.203, 128: 10.051}),
+    ("h100-sxm", "Llama 3.1 8B", 1, {(8, 512, 2048): 15.121, (32, 512, 2048): 18.975, (128, 512, 2048): 33.312}),
+    ("h100-sxm", "Llama 3.1 70B", 4, {8: 8.696, 32: 11.485, 128: 21.354}),
+    ("h100-sxm", "Llama 3.1 70B", 4, {(8, 512, 2048): 33.3, (32, 512, 2048): 39.304, (128, 512, 2048): 58.718}),
+    ("h100-sxm", "Llama 3.1 70B", 8, {32: 7.759, 128: 14.548}),
+    ("h100-sxm", "Qwen3 8B", 1, {32: 5.453, 256: 18.071}),
+    ("h100-sxm", "Qwen3 32B", 2, {8: 7.972, 32: 10.567, 128: 18.728}),
+    ("h100-sxm", "Qwen3 30B-A3B", 2, {8: 3.558, 32: 6.637, 128: 9.823}),
+    ("h100-sxm", "Qwen3 235B-A22B", 8, {32: 13.95, 128: 21.761}),
+    ("h200", "Llama 3.1 8B", 1, {8: 3.049, 32: 4.247, 128: 8.112}),
+    ("h200", "Llama 3.1 70B", 4, {8: 6.751, 32: 9.446, 128: 18.534}),
+    ("h200", "Qwen3 32B", 2, {32: 8.609, 128: 15.777}),
+    ("b200", "Llama 3.1 8B", 1, {8: 1.983, 32: 2.66, 128: 4.98}),
+    ("b200", "Llama 3.1 70B", 4, {8: 4.974, 32: 6.05, 128: 11.206}),
+    ("b200", "Qwen3 32B", 2, {32: 5.427, 128: 9.705}),
+    ("a100-80g-fused", "Llama 3.1 8B", 1, {8: 6.969, 32: 9.441, 128: 19.935}),
+    ("a100-80g-fused", "Llama 3.1 70B", 4, {8: 15.419, 32: 21.382}),
+)
+_KERNELS_FP8 = (
+    ("h100-sxm", "Llama 3.1 8B", 1, {8: 2.932, 32: 3.762, 128: 6.688}),
+    ("h100-sxm", "Llama 3.1 70B", 4, {8: 5.526, 32: 7.445, 128: 14.792}),
+    ("h100-sxm", "Llama 3.1 70B", 2, {32: 11.626}),
+    ("h200", "Llama 3.1 70B", 2, {32: 9.439, 128: 18.357}),
+)
+_SUMMED = {
+    "Llama 3.1 8B": "llama3-8b",
+    "Llama 3.1 70B": "llama3-70b",
+    "Qwen3 8B": "qwen3-8b",
+    "Qwen3 32B": "qwen3-32b",
+    "Qwen3 30B-A3B": "qwen3-30b-a3b",
+    "Qwen3 235B-A22B": "qwen3-235b-a22b",
+}
+_GPUS = {"h100-sxm": "H100", "h200": "H200", "b200": "B200", "a100-80g-fused": "A100"}
+
+
 def _decodings() -> list[Decoding]:
-    labels = {"h100-sxm": "H100, FP8", "h200": "H200, FP8", "a100-80g-fused": "A100, fp16"}
     apart = {"Mixtral 8x7B": ", Mixtral 8x7B", "Falcon 180B": ", Falcon 180B"}
+    apart |= dict.fromkeys(("Mistral 7B", "LLaMA 70B"), ", shared keys")
     return [
         Decoding(
-            group=labels[machine] + apart.get(name, ""),
+            group=f"{_GPUS[machine]}, {'fp16' if machine == 'a100-80g-fused' else 'FP8'}{apart.get(name, '')}",
             name=f"{name}, {prompt}/{response}",
             hardware=machine,
             model=_DECODED[name],
@@ -467,7 +506,7 @@ def _decodings() -> list[Decoding]:
             prompt=prompt,
             response=response,
             fp8=machine != "a100-80g-fused",
-            fitted=machine != "h200" and name in ("Mistral 7B", "LLaMA 7B", "LLaMA 70B"),
+            fitted=machine != "h200" and name == "LLaMA 7B",
             tokens_per_s=tokens,
         )
         for machine, models in _TENSORRT.items()
@@ -476,6 +515,31 @@ def _decodings() -> list[Decoding]:
     ]
 
 
+def _sums() -> list[Decoding]:
+    found = []
+    for fp8, rows in ((False, _KERNELS), (True, _KERNELS_FP8)):
+        for machine, name, tp, seconds in rows:
+            for key, value in seconds.items():
+                concurrent, prompt, response = key if isinstance(key, tuple) else (key, 1024, 512)
+                found.append(
+                    Decoding(
+                        group=f"{_GPUS[machine]}, {'FP8' if fp8 else 'bf16'}{', mixtures' if '-A' in name else ''}",
+                        name=f"{name}, {prompt}/{response}",
+                        hardware=machine,
+                        model=_SUMMED[name],
+                        tp=tp,
+                        concurrent=concurrent,
+                        prompt=prompt,
+                        response=response,
+                        fp8=fp8,
+                        fitted=machine == "h100-sxm" and name.startswith("Llama"),
+                        tokens_per_s=concurrent * response / value / tp,
+                    )
+                )
+    return found
+
+
+SUMS = tuple(_sums())
 DECODINGS = tuple(_decodings())
 
 

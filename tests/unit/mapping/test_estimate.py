@@ -53,7 +53,8 @@ def test_steps_of_megatron_on_h100(capsys, layers, hidden, heads, layout, tflops
 def test_decoding_on_h100(capsys, concurrent, milliseconds):
     words = ("--phase", "generate", "--model", "llama3-8b", "--layout", "tp1", "--concurrent", str(concurrent))
     found = estimate(capsys, *words)
-    assert 1e3 * found["seconds_per_token"] == pytest.approx(milliseconds, rel=ERRORS["generate", "h100-sxm"][0] / 100)
+    assert 1e3 * found["seconds_per_token"] == pytest.approx(milliseconds, rel=0.04)
+    assert found["seconds_per_token"] == found["seconds"] / 512 > found["seconds_per_decoded_token"]
     assert sum(found["breakdown"].values()) == pytest.approx(found["seconds"])
     # 32 layers of 8 heads of 128 dims, keys and values, in bf16.
     memory = found["memory_bytes"]["every GPU"]
@@ -224,7 +225,11 @@ def test_a_mixture_of_one_expert_is_a_dense_model():
     one, other = (train_seconds(size, hardware("h100-sxm"), step) for size in (dense, mixture))
     assert other["products"] == pytest.approx(one["products"], rel=0.02)  # the router is there besides
     assert mixture.training_flops(512, 512) == pytest.approx(dense.training_flops(512, 512), rel=1e-3)
-    assert other["tensor parallel"] == one["tensor parallel"] and one["expert parallel"] == 0
+    # Tokens that travel to the expert are in the place of one of two sums.
+    assert other["tensor parallel"] == pytest.approx(one["tensor parallel"] / 2) and one["expert parallel"] == 0
+    layout = ParallelLayout(tp=2)
+    one, other = (decode_seconds(size, hardware("h100-sxm"), layout, 64, 512) for size in (dense, mixture))
+    assert other["tensor parallel"] == one["tensor parallel"] > 0 == other["expert parallel"]
 
 
 def test_tokens_travel_to_experts_and_back():
@@ -254,6 +259,9 @@ def test_decoding_reads_the_experts_that_are_used():
     )
     assert one == pytest.approx(2 * 22e9 / 8 / read, rel=0.05)
     assert many > 2 * 230e9 / 8 / read
+    # A group reads keys and values once, in two bytes a number; each of the 8 ranks has one of 4 groups.
+    cached = decode_seconds(size, machine, ParallelLayout(tp=8), 2, 1000)["attention"]
+    assert cached == pytest.approx(2000 * 94 * 2 * 128 * 2 / (machine.memory_bandwidth * machine.cache_share))
     # DeepSeek-V3: 512 + 64 numbers of each token in 61 layers, whole on each rank.
     assert decode_bytes(model_size("deepseek-v3"), 8, 1, 1000)["cache"] == 1000 * 61 * 576 * 2
 

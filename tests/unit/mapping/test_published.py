@@ -8,7 +8,7 @@ import pytest
 
 from hybridflow import cli
 from hybridflow.mapping.errors import ERRORS
-from tests.unit.mapping.published import DECODINGS, MEMORIES, STEPS
+from tests.unit.mapping.published import DECODINGS, MEMORIES, STEPS, SUMS
 
 DOCS = (Path(__file__).parents[3] / "docs" / "mapping.md").read_text(encoding="utf-8")
 
@@ -40,7 +40,7 @@ def _signed(percent: float) -> str:
     return f"{percent:+.1f}".replace("-", "−")
 
 
-@pytest.mark.parametrize("row", [*summary(STEPS), *summary(DECODINGS), *memory_rows()])
+@pytest.mark.parametrize("row", [*summary(STEPS), *summary(SUMS), *summary(DECODINGS), *memory_rows()])
 def test_the_docs_say_how_far_estimates_are_from_what_was_published(row):
     assert row in DOCS.splitlines()
 
@@ -62,9 +62,13 @@ def test_the_command_says_the_largest_difference():
         ("train fp8 mixture", "h100-sxm"): errors_of(STEPS, "H100, FP8, mixtures"),
         ("generate fp8 mixture", "h100-sxm"): errors_of(DECODINGS, "H100, FP8, Mixtral 8x7B"),
         ("generate fp8 mixture", "h200"): errors_of(DECODINGS, "H200, FP8, Mixtral 8x7B"),
-        ("generate fp8", "h100-sxm"): errors_of(DECODINGS, "H100, FP8", "H100, FP8, Falcon 180B"),
-        ("generate fp8", "h200"): errors_of(DECODINGS, "H200, FP8", "H200, FP8, Falcon 180B"),
-        ("generate", "a100-80g-fused"): errors_of(DECODINGS, "A100, fp16", "A100, fp16, Falcon 180B"),
+        ("generate", "h100-sxm"): errors_of(SUMS, "H100, bf16"),
+        ("generate mixture", "h100-sxm"): errors_of(SUMS, "H100, bf16, mixtures"),
+        ("generate fp8", "h100-sxm"): errors_of(SUMS, "H100, FP8"),
+        ("generate", "h200"): errors_of(SUMS, "H200, bf16"),
+        ("generate fp8", "h200"): errors_of(SUMS, "H200, FP8"),
+        ("generate", "b200"): errors_of(SUMS, "B200, bf16"),
+        ("generate", "a100-80g-fused"): errors_of(SUMS, "A100, bf16"),
     }
     for key, errors in found.items():
         percent, compared_with = ERRORS[key]

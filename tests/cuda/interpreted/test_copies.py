@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.reshard import copy_kernel
+from hybridflow.reshard.views import _WideGroup
 
 WIDE = torch.complex128
 
@@ -49,6 +50,22 @@ def test_a_large_run_is_for_few_programs():
     """Which take 64 KiB each."""
     ((_, table),) = copy_kernel.tables([torch.empty(2**20, dtype=WIDE)], [torch.empty(2**20, dtype=WIDE)]).items()
     assert len(table) == 256
+
+
+def test_what_was_released_and_restored_is_found_where_it_is():
+    to, out_of = torch.zeros(3, 40, dtype=WIDE), numbers(3, 40)
+    group = _WideGroup([to], [out_of])
+    group.carry_out()
+    assert torch.equal(_whole(to), _whole(out_of))
+    size, old = to.untyped_storage().nbytes(), to.data_ptr()
+    # What comes first is given the memory that was released.
+    to.untyped_storage().resize_(0)
+    others = [torch.zeros(3, 40, dtype=WIDE) for _ in range(4)]
+    to.untyped_storage().resize_(size)
+    assert to.data_ptr() != old
+    to.zero_()
+    group.carry_out()
+    assert torch.equal(_whole(to), _whole(out_of)) and not any(other.real.any() for other in others)
 
 
 def _in_own_memory(view: Tensor) -> Tensor:

@@ -20,8 +20,6 @@ _BACKWARD_ATTENTION = 2.5
 _CAST_ITEMS = 2
 """What FP8 touches for each number that a product takes in, in bf16 numbers: it is read, and written twice in FP8, once
 transposed."""
-_BARE_SHARE = 0.25
-"""Share of the data-parallel communication that nothing hides."""
 _STEPPED_BYTES = 28
 """Read and written for each parameter by the optimizer: gradient, weight and two moments in fp32."""
 
@@ -557,7 +555,8 @@ def _data_parallel(
     )
     # Interleaved, the gradients of all chunks but one are complete while the last micro-batches are under way.
     hiding = a_micro_batch * max(1.0, layout.pp * (1 - 1 / layout.vpp))
-    return max(summed - 2 / 3 * hiding, _BARE_SHARE * summed) + max(gathered - hiding / 3, _BARE_SHARE * gathered)
+    bare = hardware.bare_share
+    return max(summed - 2 / 3 * hiding, bare * summed) + max(gathered - hiding / 3, bare * gathered)
 
 
 def train_bytes(size: Size, step: TrainStep) -> dict[str, dict[str, float]]:

@@ -57,6 +57,7 @@ class Hardware:
         prompt_share: Speed of products over prompts that are generated from, in that of pretraining's products; not in
             FP8.
         exposed_share: Share of tensor-parallel communication in training that computation does not hide.
+        bare_share: Share of data-parallel communication that nothing hides.
         node_share: Share of ``node_bandwidth`` that collectives reach.
         network_share: Share of ``network_bandwidth`` that they reach.
         sample_share: Share of the speed of pretraining at which an RL step's updates, log-probabilities and values are
@@ -94,6 +95,7 @@ class Hardware:
     cache_share: _Share
     prompt_share: Positive = 1.0
     exposed_share: _Share = 1.0
+    bare_share: _Share = 0.25
     node_share: _Share = 0.78
     network_share: _Share = 0.9
     sample_share: _Share = 1.0
@@ -190,8 +192,9 @@ _TABLE = {
     # Attention wrote its scores to memory in the runs of 2022.
     "a100-80g": _A100,
     "a100-80g-fused": replace(_A100, attention_share=0.38),
-    # One port of 200 Gb/s for the 8 GPUs of a node, as in arXiv 2409.19256, section 8.
-    "a100-80g-one-port": replace(_A100, network_bandwidth=25e9 / 8),
+    # One port of 200 Gb/s for the 8 GPUs of a node, as in arXiv 2409.19256, section 8, whose system, verl, leaves
+    # overlap_grad_reduce off.
+    "a100-80g-one-port": replace(_A100, network_bandwidth=25e9 / 8, bare_share=1.0),
 }
 
 

@@ -267,11 +267,15 @@ class Flows:
 
     def all(self) -> list[Flow]:
         """Return the flows of all ranks."""
-        found = [flow for line in self._lines for flow in self._walk(line, 0, line.length)]
+        return self._in_order(list(self.in_any_order()))
+
+    def in_any_order(self) -> Iterator[Flow]:
+        """Yield the flows of all ranks, of which there are many in a large job, in no order of use."""
+        for line in self._lines:
+            yield from self._walk(line, 0, line.length)
         for index, stream in enumerate(self.streams):
             for group in self._entering(stream):
-                found += self._relays(index, group, group)
-        return self._in_order(found)
+                yield from self._relays(index, group, group)
 
     def of(self, rank: int) -> list[Flow]:
         """Return the flows that one rank sends or receives, in an order that is the same on all ranks."""

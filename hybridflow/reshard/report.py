@@ -174,7 +174,7 @@ def reshard_seconds(model: ModelSpec, source: Holdings, target: Holdings, bandwi
 def traffic(flows: Flows) -> Counter[Traffic]:
     """Return the bytes of each pair of ranks and wave."""
     sums: Counter[Traffic] = Counter()
-    for flow in flows.all():
+    for flow in flows.in_any_order():
         sums[Traffic(flow.source, flow.destination, flow.wave)] += flow.stop - flow.start
     return sums
 
@@ -188,7 +188,7 @@ def message_counts(flows: Flows, model: ModelSpec, source: Holdings, target: Hol
     bucket = bucket_bytes(model, target)
     wire = [_Wire(flows, model, source, target, bucket, wave) for wave in range(WAVES)]
     sums: dict[Traffic, list[float]] = {}
-    for flow in flows.all():
+    for flow in flows.in_any_order():
         total = sums.setdefault(Traffic(flow.source, flow.destination, flow.wave), [0.0, 0.0])
         until = wire[flow.wave].until
         for sign, position in ((1, flow.stop), (-1, flow.start)):

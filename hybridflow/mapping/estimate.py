@@ -178,11 +178,12 @@ class Size:
         share = 0 if self.experts is None else self.experts.per_token / self.experts.number
         return self.layer_weights + share * self.expert_weights
 
-    def cached_bytes(self, tp: int) -> int:
+    def cached_bytes(self, tp: int, *, fp8: bool = False) -> int:
         """Return what a rank keeps of a token in all layers: keys and values, or what they are made from."""
+        kept = 1 if fp8 else self.item_bytes
         if self.latent is not None:
-            return self.layers * (self.latent.keys + self.latent.rotated) * self.item_bytes
-        return 2 * self.layers * max(1, self.groups // tp) * self.head * self.item_bytes
+            return self.layers * (self.latent.keys + self.latent.rotated) * kept
+        return 2 * self.layers * max(1, self.groups // tp) * self.head * kept
 
     def training_flops(self, tokens: int, sequence: int) -> float:
         """Return the operations of forward and backward passes as Megatron-LM counts them.
@@ -317,7 +318,7 @@ def decode_seconds(
     """
     tp = layout.tp
     layer = _layer_products(size, hardware, layout, concurrent, fp8=fp8)
-    cached = concurrent * context * size.cached_bytes(tp) / (size.item_bytes if fp8 else 1)
+    cached = concurrent * context * size.cached_bytes(tp, fp8=fp8)
     summed, exchanged = _passed(size, hardware, layout, concurrent, is_generating=True)
     return {
         "products": size.layers * layer + _product(size, hardware, concurrent, size.hidden, size.vocab / tp),
@@ -608,7 +609,7 @@ def decode_bytes(size: Size, tp: int, concurrent: int, context: int, *, fp8: boo
     kept = size.item_bytes if not fp8 else 1
     return {
         "weights": tables * size.item_bytes + layers * kept,
-        "cache": concurrent * context * size.cached_bytes(tp) / size.item_bytes * kept,
+        "cache": concurrent * context * size.cached_bytes(tp, fp8=fp8),
     }
 
 

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from hybridflow.models.layer_kernels import activated
+from hybridflow.rollout.gpu.kernels import found_at
 
 
 @triton.jit
@@ -69,7 +70,7 @@ def expert_product(result, source, matrices, order, bounds, shares, inputs, outp
     expert = tl.program_id(0)
     begin, end = tl.load(bounds + expert), tl.load(bounds + expert + 1)
     element = source.dtype.element_ty
-    matrix = tl.multiple_of(tl.load(matrices + expert).to(tl.pointer_type(element)), 16)
+    matrix = found_at(matrices + expert, element)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < outputs
     for start in range(begin, end, ROWS):

@@ -3,13 +3,22 @@
 All arithmetic is in fp32, whatever the format of the weights. A row whose position is -1 is padding: it reads and
 writes no cache, and its output is 0. The cache is page-major: ``[blocks, BLOCK_TOKENS, groups, head]``, keys and values
 apart. Kernels find it by addresses in a table on the device, so that a captured graph outlives the cache that it was
-captured with. A loaded address tells Triton nothing of its alignment: unless it is told, it reads element by element.
+captured with.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def found_at(place, ELEMENT: tl.constexpr):
+    """Return the pointer to ``ELEMENT`` that is at a place in a table of addresses, which are multiples of 16.
+
+    An address tells Triton nothing of its alignment: unless it is told, it reads element by element.
+    """
+    return tl.multiple_of(tl.load(place).to(tl.pointer_type(ELEMENT)), 16)
 
 
 @triton.jit
@@ -107,8 +116,8 @@ def store(query, mixed, caches, tables, sequences, positions, rotary, query_weig
         sequence = tl.load(sequences + row)
         block = tl.load(tables + sequence * table_width + position // BLOCK_TOKENS).to(tl.int64)
         place = ((block * BLOCK_TOKENS + position % BLOCK_TOKENS) * GROUPS + group) * HEAD
-        keys = tl.multiple_of(tl.load(caches + 2 * layer).to(tl.pointer_type(element)), 16)
-        values = tl.multiple_of(tl.load(caches + 2 * layer + 1).to(tl.pointer_type(element)), 16)
+        keys = found_at(caches + 2 * layer, element)
+        values = found_at(caches + 2 * layer + 1, element)
         is_key = is_there & (head == SHARERS)
         tl.store(keys + place + at + head * 0, turned_low.to(element), mask=is_key)
         tl.store(keys + place + half + at + head * 0, turned_high.to(element), mask=is_key)
@@ -176,8 +185,8 @@ def attend(context, partial, sums, query, caches, tables, sequences, positions, 
     heads = (row * GROUPS + group) * SHARERS + place % SHARERS
     q = tl.load(query + heads[:, None] * HEAD + at[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0)
     element = query.dtype.element_ty
-    keys = tl.multiple_of(tl.load(caches + 2 * layer).to(tl.pointer_type(element)), 16)
-    values = tl.multiple_of(tl.load(caches + 2 * layer + 1).to(tl.pointer_type(element)), 16)
+    keys = found_at(caches + 2 * layer, element)
+    values = found_at(caches + 2 * layer + 1, element)
     sequence = tl.load(sequences + first)
     per_split = tl.cdiv(tl.cdiv(end, KEYS) - begin // KEYS, SPLITS)
     start = (begin // KEYS + split * per_split) * KEYS

@@ -188,6 +188,5 @@ def test_what_is_found_by_address_is_read_16_bytes_at_a_time(monkeypatch, tmp_pa
     """Triton reads element by element where it does not know that an address is a multiple of 16."""
     with recording(monkeypatch) as launches:
         CASES[name]()
-    for launch in (each for each in launches if each.name == kernel):
-        use = compiled(launch, 90, tmp_path_factory.getbasetemp())
-        assert use.wide_loads and not use.narrow_loads
+    used = [compiled(each, 90, tmp_path_factory.getbasetemp()) for each in launches if each.name == kernel]
+    assert used and all(use.wide_loads and not use.narrow_loads for use in used)

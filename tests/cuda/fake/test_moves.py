@@ -142,7 +142,8 @@ def test_weights_are_packed_and_unpacked_on_the_device(monkeypatch, addresses, w
     assert stats.received_bytes == stats.limit_bytes == received_limit(tensors, source, target, 3)
     # Many views at once: far fewer launches than tensors and boxes.
     assert launches.names["carry"] > 0
-    assert launches.names["carry"] + launches.names["_foreach_copy_"] <= 4 * stats.messages + 4
+    started = launches.names["carry"] + launches.names["_foreach_copy_"]
+    assert started <= 2 * stats.messages + 2 * len(tensors.tensors)
 
 
 def test_a_snapshot_is_pinned_host_memory_of_a_rank_s_own_part(monkeypatch):

@@ -1,7 +1,7 @@
 """Published training steps, decoding and memory of GPUs, with their sources, and what is estimated for them."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.estimate import (
@@ -492,19 +492,28 @@ _SUMMED = {
 _GPUS = {"h100-sxm": "H100", "h200": "H200", "b200": "B200", "a100-80g-fused": "A100"}
 
 
+def _decoding(machine: str, name: str, tp: int, lengths: tuple[int, int, int], **given: Any) -> Decoding:
+    """Return generation of so many texts with prompts and responses of some tokens."""
+    concurrent, prompt, response = lengths
+    return Decoding(
+        name=f"{name}, {prompt}/{response}",
+        hardware=machine,
+        tp=tp,
+        concurrent=concurrent,
+        prompt=prompt,
+        response=response,
+        **given,
+    )
+
+
 def _decodings() -> list[Decoding]:
     apart = {"Mixtral 8x7B": ", Mixtral 8x7B", "Falcon 180B": ", Falcon 180B"}
     apart |= dict.fromkeys(("Mistral 7B", "LLaMA 70B"), ", shared keys")
     return [
-        Decoding(
+        _decoding(
+            *(machine, name, tp, (concurrent, prompt, response)),
             group=f"{_GPUS[machine]}, {'fp16' if machine == 'a100-80g-fused' else 'FP8'}{apart.get(name, '')}",
-            name=f"{name}, {prompt}/{response}",
-            hardware=machine,
             model=_DECODED[name],
-            tp=tp,
-            concurrent=concurrent,
-            prompt=prompt,
-            response=response,
             fp8=machine != "a100-80g-fused",
             fitted=machine != "h200" and name == "LLaMA 7B",
             tokens_per_s=tokens,
@@ -516,27 +525,20 @@ def _decodings() -> list[Decoding]:
 
 
 def _sums() -> list[Decoding]:
-    found = []
-    for fp8, rows in ((False, _KERNELS), (True, _KERNELS_FP8)):
-        for machine, name, tp, seconds in rows:
-            for key, value in seconds.items():
-                concurrent, prompt, response = key if isinstance(key, tuple) else (key, 1024, 512)
-                found.append(
-                    Decoding(
-                        group=f"{_GPUS[machine]}, {'FP8' if fp8 else 'bf16'}{', mixtures' if '-A' in name else ''}",
-                        name=f"{name}, {prompt}/{response}",
-                        hardware=machine,
-                        model=_SUMMED[name],
-                        tp=tp,
-                        concurrent=concurrent,
-                        prompt=prompt,
-                        response=response,
-                        fp8=fp8,
-                        fitted=machine == "h100-sxm" and name.startswith("Llama"),
-                        tokens_per_s=concurrent * response / value / tp,
-                    )
-                )
-    return found
+    return [
+        _decoding(
+            *(machine, name, tp, lengths),
+            group=f"{_GPUS[machine]}, {'FP8' if fp8 else 'bf16'}{', mixtures' if '-A' in name else ''}",
+            model=_SUMMED[name],
+            fp8=fp8,
+            fitted=machine == "h100-sxm" and name.startswith("Llama"),
+            tokens_per_s=lengths[0] * lengths[2] / value / tp,
+        )
+        for fp8, rows in ((False, _KERNELS), (True, _KERNELS_FP8))
+        for machine, name, tp, seconds in rows
+        for key, value in seconds.items()
+        for lengths in (key if isinstance(key, tuple) else (key, 1024, 512),)
+    ]
 
 
 SUMS = tuple(_sums())

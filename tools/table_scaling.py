@@ -4,9 +4,11 @@
 7b to 70b are PPO with actor, critic, reference and reward model of one size, 235b is GRPO of Qwen3-235B-A22B. Strong
 scaling keeps 1,024 responses in a step, weak scaling has 8 for each GPU. Prompts and responses have 1,024 tokens, as in
 arXiv 2409.19256, and a step has 8 updates. With --rows what was found is kept in a file, and not searched again.
+--even is for systems that cut batches into equal parts alone, as that of the paper does.
 
 Examples:
   python tools/table_scaling.py --models 7b --gpus 8
+  python tools/table_scaling.py --hardware a100-80g-one-port --models 13b,34b --gpus 64,96,128 --blocks 16 --even
   python tools/table_scaling.py --rows docs/pictures/scaling.jsonl --draw docs/pictures
 """
 
@@ -20,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.recipe import Recipe
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.auto import placed
+from hybridflow.mapping.choices import LEARNERS
 from hybridflow.mapping.hardware import hardware
 from hybridflow.mapping.memory import USABLE
 from hybridflow.mapping.rl_step import Texts
@@ -55,6 +59,7 @@ def main() -> None:
     parser.add_argument("--hardware", default="h100-sxm", help="as of `hybridflow plan auto`")
     parser.add_argument("--weak", action="store_true", help="8 responses for each GPU in the place of 1,024")
     parser.add_argument("--blocks", type=int, default=4, help="parts of the GPUs that models may have (default: 4)")
+    parser.add_argument("--even", action="store_true", help="dp divides the responses of each call and update")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="keep what is found here, and use what is there")
     parser.add_argument("--draw", type=Path, metavar="DIRECTORY", help="draw all of --rows there; needs matplotlib")
     arguments = parser.parse_args()
@@ -71,10 +76,11 @@ def row_of(name: str, num_gpus: int, arguments: argparse.Namespace) -> Row:
     """Return what is kept of one number of GPUs, or search and keep it."""
     responses = PER_GPU * num_gpus if arguments.weak else RESPONSES
     row: Row = {"model": name, "gpus": num_gpus, "responses": responses, "hardware": arguments.hardware}
+    row["even"] = arguments.even
     for kept in _kept(arguments.rows):
         if row.items() <= kept.items():
             return kept
-    found = best_placements(name, num_gpus, responses, arguments.hardware, arguments.blocks)
+    found = best_placements(name, num_gpus, responses, arguments.hardware, arguments.blocks, is_even=arguments.even)
     row |= {"together": None, "split": None, "placement": None}
     for each in reversed(found):
         row["together" if len(each.placement) == 1 else "split"] = each.seconds
@@ -146,8 +152,14 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
         pyplot.close(figure)
 
 
-def best_placements(name: str, num_gpus: int, responses: int, machine: str, blocks: int = 16) -> list[Found]:
+def best_placements(
+    name: str, num_gpus: int, responses: int, machine: str, blocks: int = 16, *, is_even: bool = False
+) -> list[Found]:
     """Return the best configurations for a step with models of a size, the fastest first."""
+
+    def allows(mesh: str, layout: ParallelLayout) -> bool:
+        return not is_even or (responses // (UPDATES if mesh in LEARNERS else 1)) % layout.dp == 0
+
     with tempfile.TemporaryDirectory() as folder:
         write = _write_mixture if name == MIXTURE else _write_recipe
         path = write(Path(folder), name, responses)
@@ -164,6 +176,7 @@ def best_placements(name: str, num_gpus: int, responses: int, machine: str, bloc
             ranks_per_node=hardware(machine).ranks_per_node,
             memory_bytes=USABLE * hardware(machine).memory_bytes,
             blocks=blocks,
+            allows=allows,
         )
         return search(request)
 

@@ -31,7 +31,7 @@ from hybridflow.sections import changed_keys, to_dict
 _PROBE_S = 600.0
 _STEPS = 6
 _NARROW = {"cuda": 1024, "cpu": 128}
-_GUESSED_S = {"launch": 5e-4, "pass_launch": 5e-4, "update_launch": 5e-4, "call_launch": 5e-3, "node_latency": 5e-4}
+_GUESSED_S = {"launch": 5e-4, "pass_launch": 5e-4, "update_launch": 5e-4, "node_latency": 5e-4}
 """From which the fit begins; times the crowding."""
 
 
@@ -107,15 +107,17 @@ def raw_figures(num_ranks: int) -> Hardware:
     is_gpu = device.type == "cuda"
     torch.set_num_threads(1)
     crowding = 1.0 if is_gpu else max(1.0, num_ranks / len(os.sched_getaffinity(0)))
-    whole, narrow = matmul_flops_per_s(device), _NARROW[device.type]
-    reached = min(1.0, matmul_flops_per_s(device, narrow) / whole)
+    narrow = _NARROW[device.type]
+    flops, narrow_flops = matmul_flops_per_s(device), matmul_flops_per_s(device, narrow)
+    # A core's products of small matrices may be the faster ones.
+    flops = max(flops, narrow_flops)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_ranks
     bandwidth = memory_bytes_per_s(device) / crowding
     return Hardware(
         dtype="bf16" if is_gpu else "fp32",
         ranks_per_node=num_ranks,
         crowding=crowding,
-        flops=whole / crowding,
+        flops=flops / crowding,
         memory_bytes=float(torch.cuda.get_device_properties(device).total_memory) if is_gpu else memory,
         memory_bandwidth=bandwidth,
         # What is reached of it is fitted.
@@ -123,7 +125,7 @@ def raw_figures(num_ranks: int) -> Hardware:
         network_bandwidth=0.0,
         host_bandwidth=host_bytes_per_s(device) if is_gpu else bandwidth,
         product_share=1.0,
-        half_size=narrow * (1 / math.sqrt(reached) - 1),
+        half_size=narrow * (math.sqrt(flops / narrow_flops) - 1),
         attention_share=0.1,
         cache_share=0.5,
         node_share=0.1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -152,8 +152,9 @@ class Choices:
         *,
         ranks_per_node: int,
         memory_bytes: float,
+        allows: Callable[[str, ParallelLayout], bool],
     ) -> None:
-        self._recipe, self._hardware, self._texts = recipe, hardware, texts
+        self._recipe, self._hardware, self._texts, self._allows = recipe, hardware, texts, allows
         self._per_node, self._memory_bytes = ranks_per_node, memory_bytes
         self._nodes: dict[str, list[tuple[Node, bool]]] = {}
         self._sizes: dict[str, Size] = {}
@@ -202,6 +203,8 @@ class Choices:
         model = with_vocabulary(self._recipe, "actor.rollout")
         tokens, responses = self._texts.mean, len(self._texts.responses)
         for layout in _rollout_layouts(model, num_ranks, self._per_node):
+            if not self._allows("actor.rollout", layout):
+                continue
             mesh = _mesh("actor.rollout", layout)
             most = -(-responses // layout.dp)
             for concurrent in self.concurrent:
@@ -224,8 +227,9 @@ class Choices:
         for recompute in ("none", "full") if learns else ("none",):
             recipe = _changed(self._recipe, role, micro_batch_tokens, recompute)
             for layout in self._layouts(role, model, num_ranks, recompute):
-                if layout.vpp > 1 and not learns:
-                    continue  # Chunks shorten the wait for backward passes.
+                # Chunks shorten the wait for backward passes.
+                if (layout.vpp > 1 and not learns) or not self._allows(mesh, layout):
+                    continue
                 placed, kept = _mesh(mesh, layout), kept_bytes(size, layout)
                 memory = []
                 for rank, stage in ((0, kept["first"]), (num_ranks - 1, kept.get("last", kept["first"]))):

@@ -320,8 +320,11 @@ def decode_seconds(
     layer = _layer_products(size, hardware, layout, concurrent, fp8=fp8)
     cached = concurrent * context * size.cached_bytes(tp, fp8=fp8)
     summed, exchanged = _passed(size, hardware, layout, concurrent, is_generating=True)
+    # Engines for GPUs do it within other kernels; what that leaves was fitted as launches.
+    elementwise = _elementwise(size, hardware, layout, concurrent) if hardware.is_cpu else 0.0
     return {
         "products": size.layers * layer + _product(size, hardware, concurrent, size.hidden, size.vocab / tp),
+        "elementwise": size.layers * elementwise,
         "attention": cached / (hardware.memory_bandwidth * hardware.cache_share),
         "tensor parallel": size.layers * summed,
         "expert parallel": size.layers * exchanged,
@@ -359,23 +362,36 @@ def _layer(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, float]:
     products = _layer_products(size, hardware, layout, tokens, fp8=step.fp8)
     # A token sees half of its sequence on average.
     scores = tokens * step.sequence * size.heads * (size.head + size.value_head) / tp
-    # Read or written: norms and residual sums between the products, and the activation within the block.
-    touched = (12 * size.hidden + (3 + size.gated) * _width(size) + 3 * size.heads * size.head) / tp
-    # Tokens are laid out by experts, and weighed and summed in their own order again.
-    touched += 6 * size.hidden / tp * _visits(size)
-    if step.fp8:
-        touched += _CAST_ITEMS * (_product_inputs(size) / tp)
+    cast = _CAST_ITEMS * _product_inputs(size) if step.fp8 else 0.0
     summed, exchanged = _passed(size, hardware, layout, tokens)
     keys = 2 * tokens * layout.cp * size.groups * size.head / tp * size.item_bytes
     return {
         "products": products,
         "attention": scores / (hardware.flops * hardware.attention_share),
-        "elementwise": tokens * touched * size.item_bytes / (hardware.memory_bandwidth * hardware.elementwise_share),
+        "elementwise": _elementwise(size, hardware, layout, tokens, cast),
         "tensor parallel": summed * hardware.exposed_share,
         "context parallel": _collective(hardware, layout.cp, keys, step=tp),
         "expert parallel": exchanged,
         "launches": hardware.pass_launch + size.mean_layer(0, hardware.route_launch),
     }
+
+
+def _elementwise(size: Size, hardware: Hardware, layout: ParallelLayout, tokens: float, others: float = 0.0) -> float:
+    """Return the seconds in which a layer's norms, sums and activations, and ``others``, are read and written.
+
+    Args:
+        size: The model.
+        hardware: Where.
+        layout: Its tp cuts them.
+        tokens: Of a replica.
+        others: Further numbers of each token.
+    """
+    # Norms and residual sums between the products, and the activation within the block.
+    touched = 12 * size.hidden + (3 + size.gated) * _width(size) + 3 * size.heads * size.head
+    # Tokens are laid out by experts, and weighed and summed in their own order again.
+    touched += 6 * size.hidden * _visits(size) + others
+    bandwidth = hardware.memory_bandwidth * hardware.elementwise_share
+    return tokens * touched / layout.tp * size.item_bytes / bandwidth
 
 
 def _layer_products(
@@ -523,7 +539,7 @@ def _collective(hardware: Hardware, ranks: int, num_bytes: float, *, step: int =
     # Within a node each rank reads what all others have, and sums it.
     latency = hardware.node_latency if is_within else ways * hardware.network_latency * math.log2(ranks / here + 1)
     if hardware.crowding > 1:
-        latency *= ranks - 1  # Each of them has to be given a core.
+        latency *= ranks  # Each of them has to be given a core.
     return ways * (num_bytes * (ranks - 1) / ranks / bandwidth) + latency
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FITTED = (
     *("product_share", "elementwise_share", "memory_share", "node_share"),
-    *("launch", "pass_launch", "update_launch", "call_launch", "node_latency"),
+    *("launch", "pass_launch", "update_launch", "node_latency"),
 )
 """What is fitted. A figure of 0 stays 0."""
 
@@ -71,6 +71,8 @@ def fitted(hardware: Hardware, observed: Sequence[Observed], flow_of: Callable[[
     import numpy as np
 
     names = [name for name in FITTED if getattr(hardware, name) > 0]
+    # No share exceeds 1.
+    most = [-math.log(getattr(hardware, name)) if name.endswith("_share") else math.inf for name in names]
     flows = [flow_of(one.recipe) for one in observed]
 
     def differences(moved: np.ndarray) -> np.ndarray:
@@ -84,12 +86,14 @@ def fitted(hardware: Hardware, observed: Sequence[Observed], flow_of: Callable[[
     moved, damping = np.zeros(len(names)), 0.01
     left = differences(moved)
     for _ in range(_ROUNDS):
-        slopes = np.stack([differences(moved + step) - left for step in 0.01 * np.eye(len(names))], axis=1) / 0.01
+        # Downwards: a share that is 1 cannot grow.
+        slopes = np.stack([left - differences(moved - step) for step in 0.01 * np.eye(len(names))], axis=1) / 0.01
         pulled = slopes.T @ left + _PULL * moved
         step = -np.linalg.solve(slopes.T @ slopes + (_PULL + damping) * np.eye(len(names)), pulled)
-        further = differences(moved + step)
-        if _loss(further, moved + step) < _loss(left, moved):
-            moved, left, damping = moved + step, further, damping / 4
+        tried = np.minimum(moved + step, most)
+        further = differences(tried)
+        if _loss(further, tried) < _loss(left, moved):
+            moved, left, damping = tried, further, damping / 4
         else:
             damping *= 8
     return _with(hardware, names, moved)
@@ -155,7 +159,7 @@ def _loss(left: np.ndarray, moved: np.ndarray) -> float:
 
 
 def _with(hardware: Hardware, names: Sequence[str], moved: np.ndarray) -> Hardware:
-    """Return the hardware with figures multiplied by e to the power of ``moved``; no share exceeds 1."""
+    """Return the hardware with figures multiplied by e to the power of ``moved``."""
     values = {name: getattr(hardware, name) * math.exp(by) for name, by in zip(names, moved, strict=True)}
     return replace(
         hardware, **{name: min(1.0, value) if name.endswith("_share") else value for name, value in values.items()}

@@ -34,7 +34,7 @@ class Hardware:
         node_bandwidth: Of a GPU to others of its node in each direction, bytes a second.
         network_bandwidth: Of a GPU to other nodes in each direction, bytes a second. 0: not known; one node only.
         host_bandwidth: Of a GPU to the memory of its host in each direction, bytes a second.
-        node_latency: Of a collective within a node, seconds; where ranks share cores, for each other rank of the group.
+        node_latency: Of a collective within a node, seconds; where ranks share cores, for each rank of the group.
         network_latency: Of a collective across nodes, seconds.
         launch: What a layer adds to a step of decoding beside its bytes: kernels that are too small to fill a GPU,
             seconds.
@@ -44,7 +44,6 @@ class Hardware:
         route_launch: What a layer of experts adds to that: tokens are counted and sorted, and the host waits for the
             counts, seconds.
         update_launch: What each layer adds to an optimizer step, seconds.
-        call_launch: What each call of a step adds: samples are handed on and packed, seconds.
         engine_launch: What each token of a rollout adds on the host: scheduling, sampling, texts, seconds. Decoding in
             ``plan estimate --phase generate`` is without it.
         product_share: Share of ``flops`` that very large products reach.
@@ -84,7 +83,6 @@ class Hardware:
     pass_launch: NotNegative = 0.0
     route_launch: NotNegative = 0.0
     update_launch: NotNegative = 0.0
-    call_launch: NotNegative = 0.0
     engine_launch: NotNegative = 0.0
     product_share: _Share
     fp8_share: _Share = 0.7
@@ -102,6 +100,11 @@ class Hardware:
     mixture_share: _Share = 1.0
     host_share: _Share = 0.8
     error_percent: NotNegative | None = None
+
+    @property
+    def is_cpu(self) -> bool:
+        """Return whether ranks compute on the CPU: GPUs are described for bf16."""
+        return self.dtype == "fp32"
 
     def share_of_time(self, num_ranks: int) -> float:
         """Return what a call takes on so many ranks while no others work, of what it takes while all do."""

@@ -31,14 +31,11 @@ from hybridflow.mapping.estimate import (
 )
 from hybridflow.mapping.hardware import Hardware
 from hybridflow.mapping.memory import STEP_TOKENS, with_vocabulary
+from hybridflow.mapping.reshard_time import reshard_seconds
 from hybridflow.mapping.sizes import size_of
-from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.models.shapes import shape_of
 from hybridflow.observe.phases import phase_of
 from hybridflow.recipe.meshes import SAMPLING_MESHES
-from hybridflow.reshard.holdings import WeightHoldings
-from hybridflow.reshard.plan import shares_storage
-from hybridflow.reshard.report import Bandwidth
-from hybridflow.reshard.report import reshard_seconds as plan_seconds
 from hybridflow.reshard.spec import ITEM_BYTES
 
 _SPREAD = 1.0
@@ -319,21 +316,6 @@ def generation_seconds(
     return seconds
 
 
-def reshard_seconds(recipe: Recipe, source: DeviceMesh, target: DeviceMesh, hardware: Hardware) -> float:
-    """Return the seconds in which the actor's weights reach the rollout's layout."""
-    if shares_storage(source, target):
-        return 0.0
-    model = with_vocabulary(recipe, "actor.update")
-    assert model.vocab_size is not None, "with_vocabulary puts it in"
-    spec = model_spec(shape_of(model, model.vocab_size))
-    bandwidth = Bandwidth(
-        node=hardware.node_bandwidth * hardware.node_share / 1e9,
-        network=hardware.network_bandwidth * hardware.network_share / 1e9,
-    )
-    moved = plan_seconds(spec, WeightHoldings(spec, source), WeightHoldings(spec, target), bandwidth)
-    return moved / recipe.actor.reshard_every
-
-
 def check_estimated(recipe: Recipe, hardware: Hardware) -> None:
     """Refuse a recipe that has what is not estimated, whatever its layouts. Raises ConfigError."""
     refused = {
@@ -419,12 +401,12 @@ def computing_seconds(
         generated = generation_seconds(
             *(size, hardware, layout, texts), num_replicas=layout.dp, group_size=group, concurrent=slots
         )
-        return share * (generated + hardware.call_launch)
+        return share * generated
     if is_update:
         samples = recipe.trainer.samples_per_update
         updates = recipe.loss.epochs * math.ceil(batch / samples)
-        return share * updates * (update_seconds(size, hardware, work, texts, samples) + hardware.call_launch)
-    return share * (scoring_seconds(size, hardware, work, texts, batch) + hardware.call_launch)
+        return share * updates * update_seconds(size, hardware, work, texts, samples)
+    return share * scoring_seconds(size, hardware, work, texts, batch)
 
 
 def moving_seconds(node: Node, size: Size, work: Work, hardware: Hardware, *, is_update: bool) -> float:
@@ -482,11 +464,12 @@ def kept_bytes(size: Size, layout: ParallelLayout) -> dict[str, dict[str, float]
 
 
 def _step(work: Work, texts: Texts, samples: int) -> TrainStep:
-    """Return a step over samples of mean length, in micro-batches as large as the budget."""
+    """Return a step over samples of mean length, in as few micro-batches as the budget allows, equally large."""
     layout = work.layout
     each = math.ceil(samples / layout.dp)
-    micro_batch = max(1, min(each, work.micro_batch_tokens // texts.mean))
-    batch = layout.dp * micro_batch * math.ceil(each / micro_batch)
+    number = math.ceil(each / max(1, work.micro_batch_tokens // texts.mean))
+    micro_batch = math.ceil(each / number)
+    batch = layout.dp * micro_batch * number
     return TrainStep(layout=layout, sequence=texts.mean, batch=batch, micro_batch=micro_batch, recompute=work.recompute)
 
 

@@ -20,6 +20,7 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.choices import LEARNERS, Choice, Choices, Load, shared_share
 from hybridflow.mapping.hardware import Hardware
 from hybridflow.mapping.memory import RankMemory, job_memory, rank_memory
+from hybridflow.mapping.reshard_time import reshard_seconds
 from hybridflow.mapping.rl_step import (
     Call,
     Texts,
@@ -27,7 +28,6 @@ from hybridflow.mapping.rl_step import (
     Work,
     busy_ranks,
     nodes,
-    reshard_seconds,
     spans,
     step_seconds,
     steps_ahead,
@@ -101,6 +101,7 @@ class Request:
         staleness: Values of ``trainer.max_staleness`` that are tried.
         most: Ways to share ranks that are returned.
         blocks: Most parts of the ranks that a set of models may have or not.
+        allows: Whether a mesh, named ``actor.update`` and so on, may have a layout.
     """
 
     load: Callable[[Sequence[str]], Recipe]
@@ -113,6 +114,7 @@ class Request:
     staleness: tuple[int, ...] = (0,)
     most: int = 5
     blocks: int = BLOCKS
+    allows: Callable[[str, ParallelLayout], bool] = lambda mesh, layout: True
 
 
 def search(request: Request) -> list[Found]:
@@ -209,6 +211,7 @@ class _Search:
             *(recipe, self._flow, request.hardware, request.texts),
             ranks_per_node=request.ranks_per_node,
             memory_bytes=request.memory_bytes,
+            allows=request.allows,
         )
         self._best: dict[object, Found] = {}
         self._limits: dict[object, float] = {}

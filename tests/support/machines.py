@@ -7,7 +7,7 @@ from hybridflow.recipe.load import find_recipe
 FIGURES = {
     **{"dtype": "fp32", "ranks_per_node": 4, "crowding": 2.0, "flops": 5e10, "memory_bytes": 8e9},
     **{"memory_bandwidth": 2e10, "node_bandwidth": 2e10, "network_bandwidth": 0, "host_bandwidth": 2e10},
-    **{"node_latency": 1e-3, "launch": 1e-3, "pass_launch": 1e-3, "update_launch": 1e-3, "call_launch": 1e-2},
+    **{"node_latency": 1e-3, "launch": 1e-3, "pass_launch": 1e-3, "update_launch": 1e-3},
     **{"product_share": 0.9, "half_size": 4, "attention_share": 0.1, "memory_share": 0.9, "cache_share": 0.5},
     **{"elementwise_share": 0.3, "node_share": 0.1},
 }

@@ -35,7 +35,7 @@ MODEL = {
     **{"num_query_groups": 8, "max_context": 4096, "vocab_size": 32000, "dtype": "bf16"},
 }
 MACHINE = hardware("h100-sxm")
-CROWDED = replace(MACHINE, ranks_per_node=4, crowding=2.0, pass_launch=1e-3, call_launch=0.1)
+CROWDED = replace(MACHINE, ranks_per_node=4, crowding=2.0, pass_launch=1e-3)
 OPTIMIZER = {"optimizer": {"lr": 1e-6}}
 
 

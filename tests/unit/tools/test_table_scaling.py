@@ -19,6 +19,15 @@ def test_models_share_all_of_64_gpus_and_have_half_of_128_each(name, gpus, sets)
     assert {len(one.ranks) for one in found[0].placement} == {gpus // sets}
 
 
+def test_models_are_apart_on_96_gpus_where_batches_are_cut_evenly():
+    # Their nodes are no power of two, and 12 replicas have 1,024 responses in unequal parts, which verl refuses.
+    found = best_placements("34b", 96, 1024, "a100-80g-one-port", is_even=True)
+    first, second = found[0].placement
+    assert [len(one.ranks) for one in (first, second)] == [64, 32]
+    assert set(first.meshes) == {"actor.update", "actor.rollout", "reference", "reward"}
+    assert all(len(each.placement) > 1 for each in found)
+
+
 def test_a_row_has_the_best_and_says_where_nothing_fits(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["table_scaling.py", "--models", "7b", "--gpus", "1,8", "--weak"])
     table_scaling.main()

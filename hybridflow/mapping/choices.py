@@ -16,14 +16,13 @@ from hybridflow.families.cut import check_cut
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.mapping.estimate import Size
+from hybridflow.mapping.estimate import Size, kept_bytes
 from hybridflow.mapping.hardware import Hardware
 from hybridflow.mapping.memory import MeshMemory, activation_bytes, decoding_bytes, with_vocabulary
 from hybridflow.mapping.rl_step import (
     Texts,
     Work,
     computing_seconds,
-    kept_bytes,
     moving_seconds,
     nodes,
     offload_seconds,

@@ -6,6 +6,7 @@ the figures, and docs/mapping.md how far the results are from published measurem
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -610,6 +611,12 @@ def train_bytes(size: Size, step: TrainStep) -> dict[str, dict[str, float]]:
             "buffers": (_shapes_weights(size, layout) + is_last * size.output_weights / layout.tp) * size.item_bytes,
         }
     return found
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def kept_bytes(size: Size, layout: ParallelLayout) -> dict[str, dict[str, float]]:
+    """Return ``train_bytes`` for what stays from call to call; its activations mean nothing. A search asks often."""
+    return train_bytes(size, TrainStep(layout=layout, sequence=1, batch=layout.dp, micro_batch=1))
 
 
 def _shapes_weights(size: Size, layout: ParallelLayout) -> float:

@@ -214,7 +214,12 @@ def hardware(name: str) -> Hardware:
         raise ConfigError(f"hardware {name}: {path} is missing; write it with `hybridflow doctor --measure`")
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"hardware {name}: not one of {', '.join(hardware_names())}, and no file NAME.yaml")
-    return read_section(Hardware, read_yaml(path), source=str(path))
+    try:
+        return read_section(Hardware, read_yaml(path), source=str(path))
+    except ConfigError as error:
+        if name != MEASURED:
+            raise
+        raise ConfigError(f"{error}; write the file anew with `hybridflow doctor --measure`") from None
 
 
 def hardware_names() -> tuple[str, ...]:

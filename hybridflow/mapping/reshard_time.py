@@ -7,10 +7,13 @@ from dataclasses import replace
 
 from hybridflow.config.recipe import Recipe
 from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.mapping.estimate import Size, kept_bytes
 from hybridflow.mapping.hardware import Hardware
 from hybridflow.mapping.memory import with_vocabulary
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.reshard.holdings import WeightHoldings
+from hybridflow.reshard.overlap import max_overlap
 from hybridflow.reshard.plan import shares_storage
 from hybridflow.reshard.report import Bandwidth
 from hybridflow.reshard.report import reshard_seconds as plan_seconds
@@ -27,9 +30,46 @@ def reshard_seconds(recipe: Recipe, source: DeviceMesh, target: DeviceMesh, hard
         node=hardware.node_bandwidth * hardware.node_share / 1e9,
         network=hardware.network_bandwidth * hardware.network_share / 1e9,
     )
-    source, target = fewer_replicas(source, target)
+    if recipe.actor.rollout_ranks is None:
+        source, target = fewer_replicas(source, replace(target, ranks=source.ranks))
+        target = max_overlap(source, target.layout, target.ranks, num_layers=model.num_layers, name=target.name)
+    else:
+        source, target = fewer_replicas(source, target)
     moved = plan_seconds(spec, WeightHoldings(spec, source), WeightHoldings(spec, target), bandwidth)
     return moved / recipe.actor.reshard_every
+
+
+def least_seconds(
+    size: Size,
+    update: ParallelLayout,
+    rollout: ParallelLayout,
+    hardware: Hardware,
+    *,
+    ranks_per_node: int,
+    is_together: bool,
+    is_whole_nodes: bool,
+) -> float:
+    """Return seconds below which no reshard is: what is lacking comes over all links, and to each node once.
+
+    Args:
+        size: Of the actor.
+        update: Layout in which its weights are.
+        rollout: Layout in which they are to be.
+        hardware: Where.
+        ranks_per_node: Ranks of a node.
+        is_together: Whether the ranks are the same; otherwise they have nothing in common.
+        is_whole_nodes: Whether both fill nodes.
+    """
+    needed = kept_bytes(size, rollout)["first"]["weights"]
+    held = max(stage["weights"] for stage in kept_bytes(size, update).values()) if is_together else 0.0
+    within, across = hardware.node_bandwidth * hardware.node_share, hardware.network_bandwidth * hardware.network_share
+    seconds = max(0.0, needed - held) / (within + across)
+    if not is_whole_nodes or not across:
+        return seconds
+    # At least what differs between the ranks of a tensor-parallel group: experts may be the same on some of them.
+    cut = needed - size.layers * size.whole_weights * size.item_bytes
+    entering = cut * min(rollout.tp, rollout.ep * rollout.expert_tp) - held * ranks_per_node
+    return max(seconds, entering / ranks_per_node / across)
 
 
 def fewer_replicas(source: DeviceMesh, target: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
@@ -55,7 +95,7 @@ def _divided(mesh: DeviceMesh, times: int, beside: DeviceMesh) -> DeviceMesh | N
     stage = number // layout.pp
     if layout.is_sharded or mesh.ranks != tuple(range(first, first + number)):
         return None
-    if first % block or stage % block or stage < 2 * block:
+    if first % block or stage % block or stage < 2 * times * mesh.ranks_per_node:
         return None
     ranks = tuple(range(first // times, (first + number) // times))
     return replace(mesh, layout=replace(layout, dp=layout.dp // times), ranks=ranks)

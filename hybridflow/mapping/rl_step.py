@@ -5,7 +5,6 @@ No torch. Calls of disjoint ranks run side by side, as the dataflow graph and th
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
 import math
@@ -25,8 +24,8 @@ from hybridflow.mapping.estimate import (
     TrainStep,
     decode_seconds,
     forward_seconds,
+    kept_bytes,
     prefill_seconds,
-    train_bytes,
     train_seconds,
 )
 from hybridflow.mapping.hardware import Hardware
@@ -455,12 +454,6 @@ def _host(hardware: Hardware) -> float:
 
 def _most_bytes(size: Size, layout: ParallelLayout, part: str) -> float:
     return max(stage[part] for stage in kept_bytes(size, layout).values())
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def kept_bytes(size: Size, layout: ParallelLayout) -> dict[str, dict[str, float]]:
-    """Return ``train_bytes`` for what stays from call to call; its activations mean nothing. A search asks often."""
-    return train_bytes(size, TrainStep(layout=layout, sequence=1, batch=layout.dp, micro_batch=1))
 
 
 def _step(work: Work, texts: Texts, samples: int) -> TrainStep:

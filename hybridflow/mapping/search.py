@@ -20,7 +20,7 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.choices import LEARNERS, Choice, Choices, Load, shared_share
 from hybridflow.mapping.hardware import Hardware
 from hybridflow.mapping.memory import RankMemory, job_memory, rank_memory
-from hybridflow.mapping.reshard_time import reshard_seconds
+from hybridflow.mapping.reshard_time import least_seconds, reshard_seconds
 from hybridflow.mapping.rl_step import (
     Call,
     Texts,
@@ -343,24 +343,21 @@ class _Search:
         return max(load._replace(shared_weights=int(share * load.shared_weights)).peak for load in loads)
 
     def _least_reshard(self, chosen: Mapping[str, Choice], placement: Placement) -> float:
-        """Return seconds below which no reshard is: what a rank of the rollout lacks comes over its fastest link."""
+        """Return seconds below which no reshard is."""
         if "actor.update" not in chosen or "actor.rollout" not in chosen:
             return 0.0
         if (known := self._resharded.get(_reshard_key(chosen, placement))) is not None:
             return known
-        needed, hardware = min(part.weights for part in chosen["actor.rollout"].memory), self._request.hardware
-        update, rollout = (_set_of(placement, name).ranks for name in ("actor.update", "actor.rollout"))
-        bandwidth = hardware.node_bandwidth * hardware.node_share
-        if update == rollout:
-            most = max(part.weights for part in chosen["actor.update"].memory)
-            return max(0, needed - most) / bandwidth / self._base.actor.reshard_every
-        across = 0.0
-        edges = (update.start, update.stop, rollout.start, rollout.stop)
-        if not any(edge % self._request.ranks_per_node for edge in edges):
-            # Each node needs all that its ranks hold, once.
-            tp = chosen["actor.rollout"].work.layout.tp
-            across = needed * tp / self._request.ranks_per_node / (hardware.network_bandwidth * hardware.network_share)
-        return max(needed / bandwidth, across) / self._base.actor.reshard_every
+        update, rollout = (chosen[name] for name in ("actor.update", "actor.rollout"))
+        ranks, target_ranks = (_set_of(placement, each.mesh).ranks for each in (update, rollout))
+        edges = (ranks.start, ranks.stop, target_ranks.start, target_ranks.stop)
+        seconds = least_seconds(
+            *(self._choices.size("actor.update"), update.work.layout, rollout.work.layout, self._request.hardware),
+            ranks_per_node=self._request.ranks_per_node,
+            is_together=ranks == target_ranks,
+            is_whole_nodes=not any(edge % self._request.ranks_per_node for edge in edges),
+        )
+        return seconds / self._base.actor.reshard_every
 
     def _judge(self, problem: _Problem, chosen: Mapping[str, Choice]) -> None:
         """Keep a configuration if it is a recipe, fits, and is faster than what is known."""

@@ -11,6 +11,7 @@ Giving each rank the place of largest overlap comes to the same where the layout
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections import Counter
@@ -55,6 +56,7 @@ class Origin(NamedTuple):
     given: Spot
 
 
+@functools.lru_cache(maxsize=16)
 def max_overlap(
     source: DeviceMesh, layout: ParallelLayout, ranks: tuple[int, ...], *, num_layers: int, name: str
 ) -> DeviceMesh:
@@ -63,6 +65,7 @@ def max_overlap(
     Tensor parallel groups stay inside a node, or are made of whole nodes where they are larger. Within a node the
     choice is exact; which node hosts which groups is chosen from parts of nodes that hold a whole layer as far as
     possible. The order given is kept where no other has more overlap, and where its ranks do not fill nodes evenly.
+    A search for layouts asks many times for the same meshes.
 
     Args:
         source: Where the weights are.

@@ -123,6 +123,13 @@ def test_other_wrong_hardware(capsys, described, monkeypatch, tmp_path):
         assert message in capsys.readouterr().err
 
 
+def test_measured_figures_of_another_version_are_to_be_measured_anew(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_machine(tmp_path / ".config/hybridflow/measured.yaml", call_launch=0.1)
+    with pytest.raises(ConfigError, match="call_launch: unknown key.*anew with `hybridflow doctor --measure`"):
+        hardware("measured")
+
+
 def test_the_hardware_of_the_recipe_counts_where_no_other_is_named(capsys, described):
     named = described()
     words = ("plan", "estimate", "quickstart", f"cluster.hardware={named}", "--json")

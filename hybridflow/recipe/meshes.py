@@ -35,7 +35,8 @@ def meshes_in_recipe_order(recipe: Recipe) -> dict[str, DeviceMesh]:
     actor = recipe.actor
     everyone = tuple(range(recipe.cluster.ranks))
     per_node = recipe.cluster.ranks_per_node
-    others = tuple(rank for rank in everyone if rank not in (actor.rollout_ranks or ()))
+    generating = set(actor.rollout_ranks or ())
+    others = tuple(rank for rank in everyone if rank not in generating)
     actor_ranks = others if actor.ranks is None else actor.ranks
     rollout_ranks = actor_ranks if actor.rollout_ranks is None else actor.rollout_ranks
     placed: dict[str, tuple[ParallelLayout, tuple[int, ...]]] = {

@@ -122,8 +122,9 @@ def settle(
     if recipe.cluster.ranks_per_node is not None and machine.crowding == 1:
         machine = replace(machine, ranks_per_node=recipe.cluster.ranks_per_node)
     texts = texts_of(recipe, None, None, None)
+    # As many as `plan auto` looks for: of configurations that take equally long both choose the same.
     request = request_for(recipe, load, machine, texts, num_ranks, step_of)
-    if not (found := search(replace(request, most=1))):
+    if not (found := search(request)):
         raise ConfigError(_remedy(f"recipe {recipe.name}: layout: auto", request))
     return found[0], texts
 

@@ -47,8 +47,8 @@ MIXTURE = "235b"
 GPUS = "8,16,32,64,128,256,512,1024,2048,4096,8192,16384"
 
 Row = dict[str, Any]
-"""A line of the table: ``model``, ``gpus``, ``responses`` and ``hardware``, and the seconds of the best found together
-and split, None where there is none, with its placement."""
+"""A line of the table: ``model``, ``gpus``, ``responses``, ``hardware`` and ``even``, and the seconds of the best
+found together and split, None where there is none, with its placement."""
 
 
 def main() -> None:
@@ -122,7 +122,7 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "hybridflow"
+    matplotlib.rcParams.update({"svg.hashsalt": "hybridflow", "svg.fonttype": "none"})
     from matplotlib import pyplot
 
     for name, is_weak in (("strong", False), ("weak", True)):

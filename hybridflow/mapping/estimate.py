@@ -619,6 +619,11 @@ def kept_bytes(size: Size, layout: ParallelLayout) -> dict[str, dict[str, float]
     return train_bytes(size, TrainStep(layout=layout, sequence=1, batch=layout.dp, micro_batch=1))
 
 
+def most_bytes(size: Size, layout: ParallelLayout, part: str) -> float:
+    """Return what the stage that keeps most of a part of ``train_bytes`` has of it."""
+    return max(stage[part] for stage in kept_bytes(size, layout).values())
+
+
 def _shapes_weights(size: Size, layout: ParallelLayout) -> float:
     """Return a rank's weights of one layer, and of one of its experts."""
     expert = 0 if size.experts is None else weights_of(size.block(size.experts.ffn)) / layout.expert_tp

@@ -71,7 +71,7 @@ def fitted(hardware: Hardware, observed: Sequence[Observed], flow_of: Callable[[
     import numpy as np
 
     names = [name for name in FITTED if getattr(hardware, name) > 0]
-    # No share exceeds 1.
+    # Beyond it a share stays 1, and has no slope.
     most = [-math.log(getattr(hardware, name)) if name.endswith("_share") else math.inf for name in names]
     flows = [flow_of(one.recipe) for one in observed]
 
@@ -159,7 +159,7 @@ def _loss(left: np.ndarray, moved: np.ndarray) -> float:
 
 
 def _with(hardware: Hardware, names: Sequence[str], moved: np.ndarray) -> Hardware:
-    """Return the hardware with figures multiplied by e to the power of ``moved``."""
+    """Return the hardware with figures multiplied by e to the power of ``moved``; no share exceeds 1."""
     values = {name: getattr(hardware, name) * math.exp(by) for name, by in zip(names, moved, strict=True)}
     return replace(
         hardware, **{name: min(1.0, value) if name.endswith("_share") else value for name, value in values.items()}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hybridflow.config.recipe import Recipe
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.mapping.estimate import Size, kept_bytes
+from hybridflow.mapping.estimate import Size, kept_bytes, most_bytes
 from hybridflow.mapping.hardware import Hardware
 from hybridflow.mapping.memory import with_vocabulary
 from hybridflow.models.shapes import model_spec, shape_of
@@ -61,7 +61,7 @@ def least_seconds(
         is_whole_nodes: Whether both fill nodes.
     """
     needed = kept_bytes(size, rollout)["first"]["weights"]
-    held = max(stage["weights"] for stage in kept_bytes(size, update).values()) if is_together else 0.0
+    held = most_bytes(size, update, "weights") if is_together else 0.0
     within, across = hardware.node_bandwidth * hardware.node_share, hardware.network_bandwidth * hardware.network_share
     seconds = max(0.0, needed - held) / (within + across)
     if not is_whole_nodes or not across:

@@ -24,7 +24,7 @@ from hybridflow.mapping.estimate import (
     TrainStep,
     decode_seconds,
     forward_seconds,
-    kept_bytes,
+    most_bytes,
     prefill_seconds,
     train_seconds,
 )
@@ -440,20 +440,16 @@ _FROZEN = ("reference", "reward", "cost", "teacher")
 
 def offload_seconds(size: Size, work: Work, hardware: Hardware) -> float:
     """Return the seconds in which an offloaded optimizer's state goes to host memory and comes back."""
-    return 2 * _most_bytes(size, work.layout, "optimizer") / _host(hardware) if work.is_offloaded else 0.0
+    return 2 * most_bytes(size, work.layout, "optimizer") / _host(hardware) if work.is_offloaded else 0.0
 
 
 def weight_seconds(size: Size, work: Work, hardware: Hardware) -> float:
     """Return the seconds in which an offloaded frozen model's weights come from host memory, where they stay too."""
-    return _most_bytes(size, work.layout, "weights") / _host(hardware) if work.is_offloaded else 0.0
+    return most_bytes(size, work.layout, "weights") / _host(hardware) if work.is_offloaded else 0.0
 
 
 def _host(hardware: Hardware) -> float:
     return hardware.host_bandwidth * hardware.host_share
-
-
-def _most_bytes(size: Size, layout: ParallelLayout, part: str) -> float:
-    return max(stage[part] for stage in kept_bytes(size, layout).values())
 
 
 def _step(work: Work, texts: Texts, samples: int) -> TrainStep:

@@ -31,8 +31,17 @@ from hybridflow.sections import changed_keys, to_dict
 _PROBE_S = 600.0
 _STEPS = 6
 _NARROW = {"cuda": 1024, "cpu": 128}
-_GUESSED_S = {"launch": 5e-4, "pass_launch": 5e-4, "update_launch": 5e-4, "node_latency": 5e-4}
-"""From which the fit begins; times the crowding."""
+_GUESSED = {
+    "cuda": {
+        **{"launch": 3e-5, "pass_launch": 2e-4, "update_launch": 2e-4, "node_latency": 2e-5, "engine_launch": 5e-4},
+        **{"attention_share": 0.4, "cache_share": 0.8, "node_share": 0.7},
+    },
+    "cpu": {
+        **{"launch": 5e-4, "pass_launch": 5e-4, "update_launch": 5e-4, "node_latency": 5e-4},
+        **{"attention_share": 0.1, "cache_share": 0.5, "node_share": 0.1},
+    },
+}
+"""From which the fit begins; seconds are for a rank alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +57,44 @@ class Probe:
     overrides: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """What the short trainings of a kind of device override.
+
+    Attributes:
+        common: Of all of them.
+        small_batches: Of one with many short passes and few texts at a time.
+        wider: Of one whose products take most of the time.
+        longer: Of one whose attention takes much of the time; none where products and launches hide it.
+    """
+
+    common: tuple[str, ...]
+    small_batches: tuple[str, ...]
+    wider: tuple[str, ...]
+    longer: tuple[str, ...] = ()
+
+
+_CPU_SIZES = _Sizes(
+    common=("model.dtype=fp32",),
+    small_batches=("trainer.micro_batch_tokens=128", "rollout.max_concurrent=8"),
+    wider=("model.hidden_size=384", "model.ffn_hidden_size=1536"),
+)
+_GPU_SIZES = _Sizes(
+    # With so many tokens to choose from, a model that has learned nothing ends no text.
+    common=(
+        *("model.dtype=bf16", "model.vocab_size=65536", "model.tied_embeddings=true", "model.num_layers=8"),
+        *("model.hidden_size=512", "model.ffn_hidden_size=2048", "model.max_context=288"),
+        *("rollout.max_new_tokens=256", "trainer.micro_batch_tokens=8192", "loss.epochs=1"),
+    ),
+    small_batches=("trainer.micro_batch_tokens=1024", "rollout.max_concurrent=16"),
+    wider=(
+        *("model.num_layers=4", "model.hidden_size=2048", "model.ffn_hidden_size=8192"),
+        "model.num_attention_heads=16",
+    ),
+    longer=("model.max_context=2080", "rollout.max_new_tokens=2048"),
+)
+
+
 def measure(arguments: argparse.Namespace, flow_of: Callable[[Recipe], Flow]) -> int:
     """Measure, write the file and print how near the estimates are; return the exit status.
 
@@ -60,7 +107,7 @@ def measure(arguments: argparse.Namespace, flow_of: Callable[[Recipe], Flow]) ->
     num_ranks = arguments.ranks or _default_ranks()
     hardware = raw_figures(num_ranks)
     print_out(f"measuring {num_ranks} ranks: {hardware.flops * hardware.crowding:.3g} operations/s of a rank alone")
-    chosen, observed = probes(num_ranks, hardware.dtype), []
+    chosen, observed = probes(num_ranks, "cpu" if hardware.is_cpu else "cuda"), []
     with tempfile.TemporaryDirectory(prefix="hybridflow-measure-") as folder:
         for number, probe in enumerate(chosen, 1):
             observed.append(run_probe(probe, Path(folder) / str(number)))
@@ -113,6 +160,9 @@ def raw_figures(num_ranks: int) -> Hardware:
     flops = max(flops, narrow_flops)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_ranks
     bandwidth = memory_bytes_per_s(device) / crowding
+    guessed = {
+        name: value if name.endswith("_share") else crowding * value for name, value in _GUESSED[device.type].items()
+    }
     return Hardware(
         dtype="bf16" if is_gpu else "fp32",
         ranks_per_node=num_ranks,
@@ -126,19 +176,17 @@ def raw_figures(num_ranks: int) -> Hardware:
         host_bandwidth=host_bytes_per_s(device) if is_gpu else bandwidth,
         product_share=1.0,
         half_size=narrow * (math.sqrt(flops / narrow_flops) - 1),
-        attention_share=0.1,
-        cache_share=0.5,
-        node_share=0.1,
         host_share=1.0,
-        **{name: crowding * guess for name, guess in _GUESSED_S.items()},
+        **guessed,
     )
 
 
-def probes(num_ranks: int, dtype: str) -> list[Probe]:
+def probes(num_ranks: int, device_type: str) -> list[Probe]:
     """Return the short trainings: what differs between them tells the figures apart."""
+    sizes = _GPU_SIZES if device_type == "cuda" else _CPU_SIZES
     samples = 128 * num_ranks
     common = (
-        *("warm_start=null", "trainer.validate_every=0", f"cluster.ranks={num_ranks}", f"model.dtype={dtype}"),
+        *("warm_start=null", "trainer.validate_every=0", f"cluster.ranks={num_ranks}", *sizes.common),
         *(f"trainer.steps={_STEPS}", f"trainer.global_batch_size={samples}", f"trainer.mini_batch_size={samples // 2}"),
     )
 
@@ -154,12 +202,15 @@ def probes(num_ranks: int, dtype: str) -> list[Probe]:
     data, tensor = f"{{dp: {num_ranks}}}", f"{{tp: {min(num_ranks, 4)}, dp: {num_ranks // min(num_ranks, 4)}}}"
     found = [
         of("data parallel", data),
-        of("small micro-batches", data, "trainer.micro_batch_tokens=128", "rollout.max_concurrent=8"),
-        of("wider", data, "model.hidden_size=384", "model.ffn_hidden_size=1536"),
+        of("small micro-batches", data, *sizes.small_batches),
+        of("wider", data, *sizes.wider),
     ]
+    if sizes.longer:
+        longer = (f"trainer.global_batch_size={samples // 4}", f"trainer.mini_batch_size={samples // 8}")
+        found.append(of("longer", data, *sizes.longer, *longer))
     if num_ranks in (2, 4) or num_ranks % 4 == 0:
         found.append(of("tensor parallel", tensor))
-        found.append(of("wider, tensor parallel", tensor, "model.hidden_size=384", "model.ffn_hidden_size=1536"))
+        found.append(of("wider, tensor parallel", tensor, *sizes.wider))
     if num_ranks % 2 == 0:
         found.append(of("pipeline parallel", f"{{pp: 2, dp: {num_ranks // 2}}}"))
     return found

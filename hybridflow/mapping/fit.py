@@ -29,6 +29,8 @@ FITTED = (
 )
 """What is fitted. A figure of 0 stays 0."""
 
+FITTED_ON_GPUS = (*FITTED, "attention_share", "cache_share", "engine_launch")
+
 PHASES = ("update", "log_probs", "values", "rollout")
 """Phases whose time is compared."""
 
@@ -70,7 +72,7 @@ def fitted(hardware: Hardware, observed: Sequence[Observed], flow_of: Callable[[
     # Begins a thread for each core, with which a launcher cannot fork its ranks.
     import numpy as np
 
-    names = [name for name in FITTED if getattr(hardware, name) > 0]
+    names = [name for name in (FITTED if hardware.is_cpu else FITTED_ON_GPUS) if getattr(hardware, name) > 0]
     # Beyond it a share stays 1, and has no slope.
     most = [-math.log(getattr(hardware, name)) if name.endswith("_share") else math.inf for name in names]
     flows = [flow_of(one.recipe) for one in observed]

@@ -65,7 +65,6 @@ def host_bytes_per_s(device: torch.device) -> float:
 
 def _median_s(work: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of one call: the median of as many as fit into the time, after one warm-up call."""
-
     calls = _GPU_CALLS if device.type == "cuda" else 1
 
     def timed() -> float:

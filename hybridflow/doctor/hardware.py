@@ -29,16 +29,18 @@ from hybridflow.observe.table import format_table
 from hybridflow.sections import changed_keys, to_dict
 
 _PROBE_S = 600.0
-_STEPS = 6
+_STEPS = {"cuda": 4, "cpu": 6}
+"""Of which the first does not count."""
+
 _NARROW = {"cuda": 1024, "cpu": 128}
 _GUESSED = {
     "cuda": {
-        **{"launch": 3e-5, "pass_launch": 2e-4, "update_launch": 2e-4, "node_latency": 2e-5, "engine_launch": 5e-4},
-        **{"attention_share": 0.4, "cache_share": 0.8, "node_share": 0.7},
+        **{"launch": 3e-5, "pass_host": 1e-3, "update_launch": 1e-4, "node_latency": 2e-5, "engine_launch": 5e-4},
+        **{"cache_share": 0.8, "node_share": 0.7},
     },
     "cpu": {
         **{"launch": 5e-4, "pass_launch": 5e-4, "update_launch": 5e-4, "node_latency": 5e-4},
-        **{"attention_share": 0.1, "cache_share": 0.5, "node_share": 0.1},
+        **{"cache_share": 0.5, "node_share": 0.1},
     },
 }
 """From which the fit begins; seconds are for a rank alone."""
@@ -65,7 +67,7 @@ class _Sizes:
         common: Of all of them.
         small_batches: Of one with many short passes and few texts at a time.
         wider: Of one whose products take most of the time.
-        longer: Of one whose attention takes much of the time; none where products and launches hide it.
+        longer: Of one that reads many keys and values when it generates; none where other parts hide that.
     """
 
     common: tuple[str, ...]
@@ -80,16 +82,17 @@ _CPU_SIZES = _Sizes(
     wider=("model.hidden_size=384", "model.ffn_hidden_size=1536"),
 )
 _GPU_SIZES = _Sizes(
-    # With so many tokens to choose from, a model that has learned nothing ends no text.
+    # With so many tokens to choose from, a model that has learned nothing ends hardly a text.
     common=(
-        *("model.dtype=bf16", "model.vocab_size=65536", "model.tied_embeddings=true", "model.num_layers=8"),
+        *("model.dtype=bf16", "model.vocab_size=32768", "model.tied_embeddings=true", "model.num_layers=8"),
         *("model.hidden_size=512", "model.ffn_hidden_size=2048", "model.max_context=288"),
         *("rollout.max_new_tokens=256", "trainer.micro_batch_tokens=8192", "loss.epochs=1"),
     ),
-    small_batches=("trainer.micro_batch_tokens=1024", "rollout.max_concurrent=16"),
+    small_batches=("trainer.micro_batch_tokens=2048", "rollout.max_concurrent=16"),
+    # Its layers take longer than the host takes to start their kernels.
     wider=(
-        *("model.num_layers=4", "model.hidden_size=2048", "model.ffn_hidden_size=8192"),
-        "model.num_attention_heads=16",
+        *("model.num_layers=2", "model.hidden_size=2048", "model.ffn_hidden_size=16384"),
+        *("model.num_attention_heads=16", "trainer.micro_batch_tokens=16384"),
     ),
     longer=("model.max_context=2080", "rollout.max_new_tokens=2048"),
 )
@@ -148,18 +151,18 @@ def raw_figures(num_ranks: int) -> Hardware:
     """Return what products and copies tell, for a rank while all ``num_ranks`` of this machine work."""
     import torch
 
-    from hybridflow.doctor.measure import devices, host_bytes_per_s, matmul_flops_per_s, memory_bytes_per_s
+    from hybridflow.doctor import measure as rates
 
-    device = devices()[0]
+    device = rates.devices()[0]
     is_gpu = device.type == "cuda"
     torch.set_num_threads(1)
     crowding = 1.0 if is_gpu else max(1.0, num_ranks / len(os.sched_getaffinity(0)))
     narrow = _NARROW[device.type]
-    flops, narrow_flops = matmul_flops_per_s(device), matmul_flops_per_s(device, narrow)
+    flops, narrow_flops = rates.matmul_flops_per_s(device), rates.matmul_flops_per_s(device, narrow)
     # A core's products of small matrices may be the faster ones.
     flops = max(flops, narrow_flops)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_ranks
-    bandwidth = memory_bytes_per_s(device) / crowding
+    bandwidth = rates.memory_bytes_per_s(device) / crowding
     guessed = {
         name: value if name.endswith("_share") else crowding * value for name, value in _GUESSED[device.type].items()
     }
@@ -173,9 +176,10 @@ def raw_figures(num_ranks: int) -> Hardware:
         # What is reached of it is fitted.
         node_bandwidth=bandwidth,
         network_bandwidth=0.0,
-        host_bandwidth=host_bytes_per_s(device) if is_gpu else bandwidth,
+        host_bandwidth=rates.host_bytes_per_s(device) if is_gpu else bandwidth,
         product_share=1.0,
         half_size=narrow * (math.sqrt(flops / narrow_flops) - 1),
+        attention_share=min(1.0, rates.attention_flops_per_s(device) / flops) if is_gpu else 0.1,
         host_share=1.0,
         **guessed,
     )
@@ -187,7 +191,11 @@ def probes(num_ranks: int, device_type: str) -> list[Probe]:
     samples = 128 * num_ranks
     common = (
         *("warm_start=null", "trainer.validate_every=0", f"cluster.ranks={num_ranks}", *sizes.common),
-        *(f"trainer.steps={_STEPS}", f"trainer.global_batch_size={samples}", f"trainer.mini_batch_size={samples // 2}"),
+        *(
+            f"trainer.steps={_STEPS[device_type]}",
+            f"trainer.global_batch_size={samples}",
+            f"trainer.mini_batch_size={samples // 2}",
+        ),
     )
 
     def of(name: str, layout: str, *overrides: str) -> Probe:
@@ -206,8 +214,8 @@ def probes(num_ranks: int, device_type: str) -> list[Probe]:
         of("wider", data, *sizes.wider),
     ]
     if sizes.longer:
-        longer = (f"trainer.global_batch_size={samples // 4}", f"trainer.mini_batch_size={samples // 8}")
-        found.append(of("longer", data, *sizes.longer, *longer))
+        fewer = (f"trainer.global_batch_size={samples // 2}", f"trainer.mini_batch_size={samples // 4}")
+        found.append(of("longer", data, *sizes.longer, *fewer))
     if num_ranks in (2, 4) or num_ranks % 4 == 0:
         found.append(of("tensor parallel", tensor))
         found.append(of("wider, tensor parallel", tensor, *sizes.wider))

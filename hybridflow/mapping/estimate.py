@@ -366,15 +366,21 @@ def _layer(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, float]:
     cast = _CAST_ITEMS * _product_inputs(size) if step.fp8 else 0.0
     summed, exchanged = _passed(size, hardware, layout, tokens)
     keys = 2 * tokens * layout.cp * size.groups * size.head / tp * size.item_bytes
-    return {
+    parts = {
         "products": products,
         "attention": scores / (hardware.flops * hardware.attention_share),
         "elementwise": _elementwise(size, hardware, layout, tokens, cast),
         "tensor parallel": summed * hardware.exposed_share,
         "context parallel": _collective(hardware, layout.cp, keys, step=tp),
         "expert parallel": exchanged,
-        "launches": hardware.pass_launch + size.mean_layer(0, hardware.route_launch),
     }
+    parts["launches"] = _launching(hardware, sum(parts.values())) + size.mean_layer(0, hardware.route_launch)
+    return parts
+
+
+def _launching(hardware: Hardware, computing_s: float) -> float:
+    """Return the seconds that kernels add to a layer's forward pass, beside those in which they compute."""
+    return hardware.pass_launch + max(0.0, hardware.pass_host - computing_s)
 
 
 def _elementwise(size: Size, hardware: Hardware, layout: ParallelLayout, tokens: float, others: float = 0.0) -> float:
@@ -495,10 +501,12 @@ def _ends(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, float]:
     columns = size.output_weights / size.hidden / step.layout.tp
     # Written, turned to fp32, read for their largest and their sum, and the gradient the same way back.
     touched = tokens * columns * 6 * _FP32
+    products = _product(size, hardware, tokens, size.hidden, columns)
+    elementwise = touched / (hardware.memory_bandwidth * hardware.elementwise_share)
     return {
-        "products": 3 * _product(size, hardware, tokens, size.hidden, columns),
-        "elementwise": touched / (hardware.memory_bandwidth * hardware.elementwise_share),
-        "launches": 3 * hardware.pass_launch,
+        "products": 3 * products,
+        "elementwise": elementwise,
+        "launches": 3 * _launching(hardware, products + elementwise / 3),
     }
 
 

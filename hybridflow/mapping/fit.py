@@ -29,7 +29,7 @@ FITTED = (
 )
 """What is fitted. A figure of 0 stays 0."""
 
-FITTED_ON_GPUS = (*FITTED, "attention_share", "cache_share", "engine_launch")
+FITTED_ON_GPUS = (*FITTED, "cache_share", "engine_launch", "pass_host")
 
 PHASES = ("update", "log_probs", "values", "rollout")
 """Phases whose time is compared."""

@@ -11,7 +11,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.graph import Step
 from hybridflow.mapping.errors import error_text, known_error
 from hybridflow.mapping.hardware import Hardware
-from hybridflow.mapping.memory import job_memory
+from hybridflow.mapping.memory import job_memory, with_micro_batches
 from hybridflow.mapping.rl_step import Texts, spread_lengths, step_calls, steps_ahead, total_seconds
 from hybridflow.observe.table import format_table
 from hybridflow.recipe.load import load_recipe
@@ -34,6 +34,8 @@ def recipe_step(
         recipe.trainer.global_batch_size,
         texts_of(recipe, arguments.prompt, arguments.response, like),
     )
+    # As a job does on GPUs with so much memory.
+    recipe = with_micro_batches(recipe, meshes, None if machine.is_cpu else machine.memory_bytes)
     calls = step_calls(recipe, step_of(recipe).flow, meshes, machine, texts)
     seconds = total_seconds(calls, max_staleness=steps_ahead(recipe.trainer.max_staleness, machine))
     memory = max(job_memory(recipe, meshes), key=lambda rank: rank.least)

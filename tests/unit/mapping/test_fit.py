@@ -9,7 +9,7 @@ import pytest
 from hybridflow import cli
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.mapping.fit import PHASES, Observed, estimated_phases, fitted, observed_run
-from hybridflow.mapping.hardware import hardware
+from hybridflow.mapping.hardware import Hardware, hardware
 from hybridflow.mapping.rl_step import Call, Texts, phase_seconds, spread_lengths, step_calls
 from hybridflow.recipe.load import load_recipe
 from hybridflow.recipe.meshes import role_meshes
@@ -66,6 +66,62 @@ def test_a_share_stays_below_one_and_what_is_zero_stays_zero(described):
     found = fitted(mine, [one], flow_of)
     assert found.update_launch == 0 and 0.9 <= found.product_share <= 1
     assert set(estimated_phases(one, flow_of(recipe), found)) == set(PHASES)
+
+
+H100 = Hardware(
+    **{"ranks_per_node": 1, "flops": 812.1e12, "memory_bytes": 85e9, "memory_bandwidth": 2.977e12, "launch": 3e-5},
+    **{"node_bandwidth": 2.977e12, "network_bandwidth": 0, "host_bandwidth": 54.5e9, "product_share": 1.0},
+    **{"half_size": 124, "attention_share": 0.4, "cache_share": 0.8, "pass_host": 1e-3, "update_launch": 1e-4},
+    **{"engine_launch": 5e-4, "host_share": 1.0},
+)
+"""One H100, before the fit: rates that were measured, and what else the fit begins with."""
+
+ONE_GPU = (
+    *("model.dtype=bf16", "model.tied_embeddings=true", "cluster.ranks=1", "actor.update={tp: 1}", "loss.epochs=1"),
+    *("actor.rollout={tp: 1}", "reference.layout={tp: 1}"),
+)
+NARROW = (
+    *(*ONE_GPU, "critic.layout={tp: 1}", "model.num_layers=8", "model.hidden_size=512", "model.ffn_hidden_size=2048"),
+    *("model.vocab_size=65536", "model.max_context=288", "rollout.max_new_tokens=256"),
+    *("trainer.global_batch_size=128", "trainer.mini_batch_size=64"),
+)
+QWEN = (
+    *(*ONE_GPU, "model.num_query_groups=2", "model.vocab_size=151936", "model.max_context=544", "kl.coef=0.04"),
+    *("rollout.max_new_tokens=512", "trainer.global_batch_size=256", "trainer.mini_batch_size=128"),
+)
+SMALL = (
+    *("model.num_layers=24", "model.hidden_size=896", "model.ffn_hidden_size=4864", "model.num_attention_heads=14"),
+    "trainer.micro_batch_tokens=16384",
+)
+LARGE = (
+    *("model.num_layers=28", "model.hidden_size=1536", "model.ffn_hidden_size=8960", "model.num_attention_heads=12"),
+    "trainer.micro_batch_tokens=8192",
+)
+
+
+def test_steps_of_an_h100_are_estimated_from_those_of_smaller_models():
+    """Seconds of 2026-11-26: two trainings of PPO, and the steps of GRPO that docs/gpu.md has."""
+
+    def one(name, overrides, samples, response, seconds):
+        recipe = load_recipe(name, overrides)
+        texts = Texts(prompt=7, responses=(response,) * samples)
+        return Observed(
+            recipe=recipe, texts=texts, step_s=sum(seconds), seconds=dict(zip(PHASES, seconds, strict=True))
+        )
+
+    # The host takes longer to start the kernels of these than they compute.
+    first = one("quickstart", [*NARROW, "trainer.micro_batch_tokens=8192"], 128, 256, (0.593, 0.221, 0.103, 0.214))
+    few = ["trainer.micro_batch_tokens=1024", "rollout.max_concurrent=16"]
+    second = one("quickstart", [*NARROW, *few], 128, 256, (4.079, 1.621, 0.660, 1.169))
+    third = one("grpo", [*QWEN, *SMALL], 256, 512, (1.77, 1.12, 0.0, 1.22))
+    found = fitted(H100, [first, second, third], flow_of)
+    assert 1e-3 < found.pass_host < 4e-3
+    # On two machines of one kind.
+    for seconds in ((3.41, 2.38, 0.0, 1.97), (3.87, 2.75, 0.0, 2.05)):
+        large = one("grpo", [*QWEN, *LARGE], 256, 512, seconds)
+        estimated = estimated_phases(large, flow_of(large.recipe), found)
+        assert set(estimated) == {"update", "log_probs", "rollout"}
+        assert sum(estimated.values()) == pytest.approx(large.step_s, rel=0.1)
 
 
 def test_ranks_that_share_cores_work_in_turn(described):

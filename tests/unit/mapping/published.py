@@ -453,6 +453,29 @@ _TENSORRT = {
 }
 
 
+# Seconds of the same batches and lengths by the kernels of TensorRT-LLM 1.3, on A100 of 1.0: aiconfigurator 0.12.0, as
+# below. It has no GPT-J and no Falcon.
+_TENSORRT_AGAIN = {
+    "h100-sxm": {
+        "Mistral 7B": (4.0, 17.64, 3.71, 20.13),
+        "Mixtral 8x7B": (3.03, 27.39, 3.36, 25.12),
+        "LLaMA 7B": (6.02, 40.44, 5.31, 47.89),
+        "LLaMA 70B": (20.34, 86.54, 17.49, 62.49),
+    },
+    "h200": {
+        "Mistral 7B": (3.74, 14.33, 2.68, 16.38),
+        "Mixtral 8x7B": (4.21, 28.83, 2.83, 22.12),
+        "LLaMA 7B": (5.75, 36.4, 3.87, 43.06),
+        "LLaMA 70B": (31.78, 113.64, 19.32, 82.9),
+    },
+    "a100-80g-fused": {
+        "Mistral 7B": (15.57, 45.65, 10.5, 52.03),
+        "Mixtral 8x7B": (14.66, 82.67, 16.32, 73.9),
+        "LLaMA 7B": (5.66, 44.02, 7.64, 55.46),
+        "LLaMA 70B": (45.13, 184.26, 37.7, 101.16),
+    },
+}
+
 # Seconds of a whole batch, from its prompts to its last tokens, for 1,024 and 512 tokens unless they are named:
 # `aiconfigurator cli estimate --estimate-mode static` of aiconfigurator 0.12.0, which adds up kernels of TensorRT-LLM
 # 1.3 (of 1.0 on A100) that were measured on each GPU.
@@ -541,7 +564,26 @@ def _sums() -> list[Decoding]:
     ]
 
 
+def _again() -> list[Decoding]:
+    return [
+        _decoding(
+            *(machine, name, tp, (concurrent, prompt, response)),
+            group=f"{_GPUS[machine]}, {'bf16' if machine == 'a100-80g-fused' else 'FP8'}, {name}",
+            model=_DECODED[name],
+            fp8=machine != "a100-80g-fused",
+            fitted=False,
+            tokens_per_s=concurrent * response / seconds / tp,
+        )
+        for machine, models in _TENSORRT_AGAIN.items()
+        for name, times in models.items()
+        for seconds, (prompt, response), (concurrent, tp, _) in zip(
+            times, _LENGTHS, _TENSORRT[machine][name], strict=True
+        )
+    ]
+
+
 SUMS = tuple(_sums())
+AGAIN = tuple(_again())
 DECODINGS = tuple(_decodings())
 
 

@@ -192,8 +192,14 @@ class PlacedModel(ModelOnMesh):
         Returns:
             The column, ``[samples, response]`` ragged; None but on holders.
         """
-        found = self.rows_per_token(batch, lambda output, part: (compute(output, part).float(),))
-        return None if found is None else Ragged.from_list([row for (row,) in found], torch.float32)
+        found = self.forward(self.micro_batches(batch), lambda output, part: (part, compute(output, part).float()))
+        if not self.is_output_rank:
+            return None
+        # One copy behind all passes. A copy behind each would keep the host from starting the next one.
+        values = torch.cat([torch.empty(0, device=self._world.device), *(each for _, each in found)]).cpu()
+        rows = values.split([length for part, _ in found for length in part.response_lengths])
+        by_sample = dict(zip([index for part, _ in found for index in part.samples], rows, strict=True))
+        return Ragged.from_list([by_sample[index] for index in range(len(batch))], torch.float32)
 
     def rows_per_token(
         self, batch: Batch, compute: Callable[[Tensor, MicroBatch], tuple[Tensor, ...]]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
+from hybridflow.dataflow.batch import Ragged
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.log_probs import _VocabParallelLogProbs
+from hybridflow.placement.placed_model import PlacedModel
 from tests.cuda.fake.machine import DEVICE, Launches, fake_cuda, place
 
 TOKENS, VOCAB = 8192, 152064
@@ -31,3 +35,25 @@ def test_no_copy_of_the_logits_is_made(monkeypatch):
     assert launches.made_bytes - gradient.nbytes <= 0.05 * 4 * logits.numel()
     # Forward reads the logits once; backward reads them and writes the gradient.
     assert launches.num_bytes <= 1.01 * 3 * logits.nbytes
+
+
+def test_scores_of_all_passes_are_copied_to_the_host_at_once(monkeypatch):
+    # It sums lengths, and a fake tensor has none.
+    monkeypatch.setattr(Ragged, "from_list", lambda rows, dtype: rows)
+    with fake_cuda(monkeypatch) as world:
+        parts = [
+            SimpleNamespace(samples=[2, 0], response_lengths=[3, 1]),
+            SimpleNamespace(samples=[1], response_lengths=[2]),
+        ]
+        placed = SimpleNamespace(
+            micro_batches=lambda batch: parts,
+            forward=lambda parts, compute: [compute(None, part) for part in parts],
+            is_output_rank=True,
+            _world=world,
+        )
+        with Launches() as launches:
+            rows = PlacedModel.per_token(
+                placed, [0, 1, 2], lambda _, part: torch.empty(sum(part.response_lengths), device=DEVICE)
+            )
+    assert [(len(row), row.device.type) for row in rows] == [(1, "cpu"), (2, "cpu"), (3, "cpu")]
+    assert launches.names["_to_copy"] == 1

@@ -63,6 +63,9 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, metavar="FILE", help="keep what is found here, and use what is there")
     parser.add_argument("--draw", type=Path, metavar="DIRECTORY", help="draw all of --rows there; needs matplotlib")
     arguments = parser.parse_args()
+    if arguments.draw is not None:
+        # Now, since the search may take minutes.
+        arguments.draw.mkdir(parents=True, exist_ok=True)
     print("| model | GPUs | responses | step | tokens/s a GPU | together | split | best |")
     print("|---|---|---|---|---|---|---|---|")
     for name in arguments.models.split(","):

@@ -46,11 +46,12 @@ def test_rows_are_kept_and_drawn(tmp_path, capsys, monkeypatch):
     assert len(rows.read_text().splitlines()) == 1
     monkeypatch.setattr(table_scaling, "search", None)
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(sys, "argv", [*words, "--draw", str(tmp_path)])
+    folder = tmp_path / "new/folder"
+    monkeypatch.setattr(sys, "argv", [*words, "--draw", str(folder)])
     table_scaling.main()
     assert capsys.readouterr().out == before
-    assert "<svg" in (tmp_path / "scaling_weak.svg").read_text()
-    assert not (tmp_path / "scaling_strong.svg").exists()
+    assert "<svg" in (folder / "scaling_weak.svg").read_text()
+    assert not (folder / "scaling_strong.svg").exists()
 
 
 def test_the_best_is_the_faster_of_together_and_split():

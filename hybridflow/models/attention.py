@@ -60,8 +60,11 @@ class PackedAttention:
             places = torch.arange(total)
         num_tokens = int(places.max()) + 1 if total else 0
         self._lengths, self._host_places, self._device = lengths, places, device
-        self._places, self._starts = places.to(device), (torch.arange(total) - within).to(device)
-        self.positions = torch.empty(num_tokens, dtype=torch.int64).index_copy_(0, places, within).to(device)
+        self._places = places.to(device, non_blocking=True)
+        self._starts = (torch.arange(total) - within).to(device, non_blocking=True)
+        self.positions = (
+            torch.empty(num_tokens, dtype=torch.int64).index_copy_(0, places, within).to(device, non_blocking=True)
+        )
 
     def sums_so_far(self, values: Tensor) -> Tensor:
         """Sum ``[tokens]`` int64 values over each token's sequence, from the first token to the token itself."""
@@ -133,11 +136,13 @@ class _Rectangles:
             num_cells += len(samples) * width
         cells = torch.repeat_interleave(first_cells, counts) + within
         # A shared token's output is the same in all sequences: one of them gives it.
-        self._cells = torch.empty(num_tokens, dtype=torch.int64).index_copy_(0, places, cells).to(device)
+        self._cells = (
+            torch.empty(num_tokens, dtype=torch.int64).index_copy_(0, places, cells).to(device, non_blocking=True)
+        )
         taken = torch.cat(pieces) if pieces else places
         # Sequences of one length that share nothing are already a rectangle: nothing to gather.
         self._is_rectangle = torch.equal(taken, torch.arange(num_tokens))
-        self._taken = taken.to(device)
+        self._taken = taken.to(device, non_blocking=True)
         widest = max(lengths, default=0)
         self._sight = _Sight(torch.arange(widest, device=device), widest)
 

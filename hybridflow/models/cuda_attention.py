@@ -73,7 +73,7 @@ class Chunks:
         self.most_queries, self.most_keys = max(queries, default=0), max(keys, default=0)
         self._taken = taken
         self._order: tuple[Tensor, Tensor] | None = None
-        self.query_starts, self.key_starts = _starts(queries).to(device), _starts(keys).to(device)
+        self.query_starts, self.key_starts = (_starts(each).to(device, non_blocking=True) for each in (queries, keys))
 
     def _of_sequences(self, packed: Tensor) -> Tensor:
         """Return the keys or values of all chunks from those of ``[tokens, groups, head]``, which some share."""
@@ -164,7 +164,7 @@ class Sequences(Chunks):
         assert (where[is_new] == np.arange(is_new.sum())).all(), "tokens come in the order of sequences"
         some, taken = queries > 0, None
         if (queries != counts)[some].any():
-            taken = places[torch.from_numpy(np.repeat(some, counts))].to(device)
+            taken = places[torch.from_numpy(np.repeat(some, counts))].to(device, non_blocking=True)
         super().__init__(queries[some].tolist(), counts[some].tolist(), taken, device)
 
 

@@ -127,7 +127,7 @@ class MicroBatch:
             places: Places of them in ``all_tokens``, ``[rows]`` int64 in host memory.
         """
         if self.share is None:
-            return replace(self, rows=places.to(self.tokens.device))
+            return replace(self, rows=places.to(self.tokens.device, non_blocking=True))
         rows, dealt = self.share.rows(places)
         return replace(self, rows=rows, dealt=dealt)
 
@@ -141,7 +141,7 @@ class MicroBatch:
         width = max(self.response_lengths, default=0)
         # One copy for all samples, and one gradient.
         is_there = torch.arange(width) < lengths[:, None]
-        cells = is_there.flatten().nonzero()[:, 0].to(values.device)
+        cells = is_there.flatten().nonzero()[:, 0].to(values.device, non_blocking=True)
         return values.new_zeros(is_there.numel()).index_copy(0, cells, values).view(is_there.shape)
 
 
@@ -153,6 +153,8 @@ def pack(
     context: dist.ProcessGroup | None = None,
 ) -> MicroBatch:
     """Pack some samples of a rank's batch.
+
+    What the device reads is copied there without waiting for it, so that the host can be ahead of a GPU.
 
     Args:
         samples: Which ones.
@@ -176,7 +178,7 @@ def pack(
     targets = [sequence[prompt:] for sequence, prompt in zip(chosen, prompts, strict=True)]
     lengths = [len(sequence) for sequence in chosen]
     none = torch.empty(0, dtype=torch.int64)
-    tokens, at = torch.cat([none, *pieces]).to(device), torch.cat([none, *places])
+    tokens, at = torch.cat([none, *pieces]).to(device, non_blocking=True), torch.cat([none, *places])
     whole = MicroBatch(
         samples=samples,
         tokens=tokens,
@@ -184,7 +186,7 @@ def pack(
         places=places,
         response_lengths=[len(target) for target in targets],
         rows=torch.cat([none, *rows]),
-        targets=torch.cat([none, *targets]).to(device),
+        targets=torch.cat([none, *targets]).to(device, non_blocking=True),
         attention=PackedAttention(lengths, device, at),
         all_tokens=tokens,
         num_pairs=num_pairs,

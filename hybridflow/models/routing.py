@@ -88,9 +88,9 @@ class PackedRouting:
         device = micro_batch.tokens.device
         lengths = torch.tensor(micro_batch.lengths, dtype=torch.int64)
         none = torch.empty(0, dtype=torch.int64)
-        self._places = micro_batch.places_here(torch.cat([none, *micro_batch.places])).to(device)
-        self._samples = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
-        self._lengths = lengths.to(device)
+        self._places = micro_batch.places_here(torch.cat([none, *micro_batch.places])).to(device, non_blocking=True)
+        self._samples = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device, non_blocking=True)
+        self._lengths = lengths.to(device, non_blocking=True)
         self.weights = 0.0, 0.0
         self._choices, self._is_replayed = choices, is_replayed
         self._group = group

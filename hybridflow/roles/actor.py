@@ -277,7 +277,7 @@ class Actor(Role):
             vocab_size=self._placed.vocab_size,
             temperature=self._placed.temperature,
         )
-        mask = here.ragged("response_mask").pad(0).to(output.device)
+        mask = here.ragged("response_mask").pad(0).to(output.device, non_blocking=True)
         loss = aggregate(micro_batch.pad(micro_batch.gathered(kl)), mask, "token-mean", totals)
         return loss, loss.detach()[None]
 
@@ -331,7 +331,9 @@ class Actor(Role):
 
         def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
             log_probs, _ = model.log_probs(output, micro_batch)
-            counts = torch.cat([masks[sample] > 0 for sample in micro_batch.samples]).to(output.device)
+            counts = torch.cat([masks[sample] > 0 for sample in micro_batch.samples]).to(
+                output.device, non_blocking=True
+            )
             share = -log_probs[counts].sum() / num_tokens
             return share, share.detach()[None]
 
@@ -424,15 +426,14 @@ class Actor(Role):
         log_probs, entropy = (micro_batch.pad(each) for each in self._placed.log_probs(output, micro_batch))
         samples = torch.tensor(micro_batch.samples)
         columns = {
-            name: part.ragged(name).select(samples).pad(0).to(output.device)
+            name: part.ragged(name).select(samples).pad(0).to(output.device, non_blocking=True)
             for name in _LOSS_COLUMNS
             if name in part.columns
         }
         loss, sums = self._policy_loss(log_probs, entropy, columns, totals)
-        compared, largest = torch.zeros(len(SAMPLER_SUMS)), 0.0
+        compared, largest = torch.zeros(len(SAMPLER_SUMS)), torch.zeros(())
         if is_first:
-            compared, largest_tensor = self._policy_loss.compare(log_probs.detach(), columns)
-            largest = float(largest_tensor)
+            compared, largest = self._policy_loss.compare(log_probs.detach(), columns)
         return loss, (sums, compared, largest)
 
     def _report(self, results: list[Tensor], grad_norm: float) -> None:
@@ -456,7 +457,7 @@ class Actor(Role):
         )
         self._compared = self._compared + seen
         found = dict(zip(SAMPLER_SUMS, self._compared.tolist(), strict=True))
-        largest = max([self.metrics.get("rollout/logprob_abs_diff_max", 0.0), *(most for *_, most in results)])
+        largest = max([self.metrics.get("rollout/logprob_abs_diff_max", 0.0), *(float(most) for *_, most in results)])
         tokens = max(found["tokens"], 1.0)
         self.metrics |= {
             "rollout/logprob_abs_diff": found["abs_diff"] / tokens,

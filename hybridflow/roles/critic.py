@@ -103,7 +103,7 @@ class Critic(Role):
         assert self.model is not None, "called outside its mesh"
         values, samples = micro_batch.pad(self.model.values(output, micro_batch)), torch.tensor(micro_batch.samples)
         mask, old, returns = (
-            part.ragged(name).select(samples).pad(0).to(output.device)
+            part.ragged(name).select(samples).pad(0).to(output.device, non_blocking=True)
             for name in ("response_mask", self._values, self._returns)
         )
         per_token = value_loss(values, old, returns, value_clip=self._settings.value_clip)

@@ -41,8 +41,8 @@ class Hardware:
         cast_launch: What FP8 adds to that, seconds.
         pass_launch: What each layer adds to the forward pass of a micro-batch, and twice to the backward pass; 0 where
             kernels hide it, seconds.
-        pass_host: What the host takes to start the kernels of a layer's forward pass, and half of what it takes
-            backward. A layer takes at least as long. 0: not known, or a CPU, seconds.
+        pass_host: What the host takes to start the kernels of a layer's forward pass; backward it takes twice that. A
+            layer takes at least as long. 0 where it is not known, and on CPUs, seconds.
         route_launch: What a layer of experts adds to that: tokens are counted and sorted, and the host waits for the
             counts, seconds.
         update_launch: What each layer adds to an optimizer step, seconds.

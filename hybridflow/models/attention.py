@@ -25,6 +25,7 @@ from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 from hybridflow.models import cuda_attention
 from hybridflow.models.norm import ProjectionNorm
 from hybridflow.models.scoring import Scoring
+from hybridflow.parallel.copies import to_device
 
 _WIDENING, _NARROW = 1.3, 64
 """A rectangle of sequences is at most so many times as wide as its shortest; or so many tokens wide."""
@@ -60,11 +61,10 @@ class PackedAttention:
             places = torch.arange(total)
         num_tokens = int(places.max()) + 1 if total else 0
         self._lengths, self._host_places, self._device = lengths, places, device
-        self._places = places.to(device, non_blocking=True)
-        self._starts = (torch.arange(total) - within).to(device, non_blocking=True)
-        self.positions = (
-            torch.empty(num_tokens, dtype=torch.int64).index_copy_(0, places, within).to(device, non_blocking=True)
-        )
+        self._places = to_device(places, device)
+        self._starts = to_device(torch.arange(total) - within, device)
+        self._host_positions = torch.empty(num_tokens, dtype=torch.int64).index_copy_(0, places, within)
+        self.positions = to_device(self._host_positions, device)
 
     def sums_so_far(self, values: Tensor) -> Tensor:
         """Sum ``[tokens]`` int64 values over each token's sequence, from the first token to the token itself."""
@@ -136,13 +136,12 @@ class _Rectangles:
             num_cells += len(samples) * width
         cells = torch.repeat_interleave(first_cells, counts) + within
         # A shared token's output is the same in all sequences: one of them gives it.
-        self._cells = (
-            torch.empty(num_tokens, dtype=torch.int64).index_copy_(0, places, cells).to(device, non_blocking=True)
-        )
+        given = torch.empty(num_tokens, dtype=torch.int64).index_copy_(0, places, cells)
+        self._cells = to_device(given, device)
         taken = torch.cat(pieces) if pieces else places
         # Sequences of one length that share nothing are already a rectangle: nothing to gather.
         self._is_rectangle = torch.equal(taken, torch.arange(num_tokens))
-        self._taken = taken.to(device, non_blocking=True)
+        self._taken = to_device(taken, device)
         widest = max(lengths, default=0)
         self._sight = _Sight(torch.arange(widest, device=device), widest)
 

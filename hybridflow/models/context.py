@@ -21,6 +21,7 @@ from hybridflow.models import cuda_attention
 from hybridflow.models.attention import PackedAttention, attend
 from hybridflow.models.flash import flash_attention, flash_gradient, is_flash
 from hybridflow.models.scoring import Scoring
+from hybridflow.parallel.copies import to_device
 
 Chunk = tuple[int, int, int]
 """Piece, and where it starts and ends among all tokens."""
@@ -56,8 +57,9 @@ class Dealt:
         device: Where the rows live.
 
     Attributes:
-        mine: Which rows this rank has, ``[local rows]`` int64, on the device.
-        index: Where each row of the whole is among the gathered, ``[rows]`` int64, on the device.
+        mine: Which rows this rank has, ``[local rows]`` int64, on the device; ``host_mine`` in host memory.
+        index: Where each row of the whole is among the gathered, ``[rows]`` int64, on the device; ``host_index`` in
+            host memory.
     """
 
     def __init__(self, orders: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
@@ -66,8 +68,8 @@ class Dealt:
         index = torch.empty(sum(len(order) for order in orders), dtype=torch.int64)
         for rank, order in enumerate(orders):
             index[order] = rank * self._width + torch.arange(len(order))
-        self.index = index.to(device)
-        self.mine = orders[group.rank()].to(device)
+        self.host_index, self.host_mine = index, orders[group.rank()]
+        self.index, self.mine = to_device(self.host_index, device), to_device(self.host_mine, device)
 
     def exchange(self, values: Tensor) -> Tensor:
         """Gather ``[local rows, …]`` of all ranks as ``index`` finds them, with padding. Collective: cp."""
@@ -139,7 +141,7 @@ class ContextShare:
         """
         owners = self._owners[places]
         orders = [(owners == rank).nonzero()[:, 0] for rank in range(self._group.size())]
-        return self._local[places[orders[self._group.rank()]]].to(self._device), Dealt(
+        return to_device(self._local[places[orders[self._group.rank()]]], self._device), Dealt(
             orders, self._group, self._device
         )
 
@@ -161,7 +163,6 @@ class ContextAttention(PackedAttention):
         super().__init__(lengths, device, places)
         self._share = share
         self._sequence_places = places.split(lengths)
-        self._all_positions = self.positions.cpu()
         self.positions = self.positions[share.tokens.mine]
         self._views: dict[int | None, _View] = {}
 
@@ -177,10 +178,10 @@ class ContextAttention(PackedAttention):
 
     def _view(self, window: int | None) -> _View:
         if window not in self._views:
-            chunks, index = [], self._share.tokens.index.cpu()
+            chunks, index = [], self._share.tokens.host_index
             for piece, start, stop in self._share.chunks:
-                last = int(self._all_positions[stop - 1])
-                first = 0 if window is None else max(0, int(self._all_positions[start]) - window + 1)
+                last = int(self._host_positions[stop - 1])
+                first = 0 if window is None else max(0, int(self._host_positions[start]) - window + 1)
                 chunks.append((stop - start, index[self._sequence_places[piece][first : last + 1]]))
             self._views[window] = _View(chunks, window, self._device)
         return self._views[window]
@@ -197,7 +198,7 @@ class _View:
 
     def __init__(self, chunks: list[tuple[int, Tensor]], window: int | None, device: torch.device) -> None:
         self.counts = [count for count, _ in chunks]
-        self.taken = [taken.to(device) for _, taken in chunks]
+        self.taken = [to_device(taken, device) for _, taken in chunks]
         self._window, self._device = window, device
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 from hybridflow.models.scoring import Scoring
+from hybridflow.parallel.copies import to_device
 
 Backend = Literal["varlen", "flash_attn", "triton", "rectangles"]
 """``varlen``: torch's own, on packed tokens. ``flash_attn``: the package's. ``triton``: ours, also with caps and sinks.
@@ -73,7 +74,7 @@ class Chunks:
         self.most_queries, self.most_keys = max(queries, default=0), max(keys, default=0)
         self._taken = taken
         self._order: tuple[Tensor, Tensor] | None = None
-        self.query_starts, self.key_starts = (_starts(each).to(device, non_blocking=True) for each in (queries, keys))
+        self.query_starts, self.key_starts = (to_device(_starts(each), device) for each in (queries, keys))
 
     def _of_sequences(self, packed: Tensor) -> Tensor:
         """Return the keys or values of all chunks from those of ``[tokens, groups, head]``, which some share."""
@@ -164,7 +165,7 @@ class Sequences(Chunks):
         assert (where[is_new] == np.arange(is_new.sum())).all(), "tokens come in the order of sequences"
         some, taken = queries > 0, None
         if (queries != counts)[some].any():
-            taken = places[torch.from_numpy(np.repeat(some, counts))].to(device, non_blocking=True)
+            taken = to_device(places[torch.from_numpy(np.repeat(some, counts))], device)
         super().__init__(queries[some].tolist(), counts[some].tolist(), taken, device)
 
 

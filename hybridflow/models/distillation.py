@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.models.log_probs import CHUNK_TOKENS, Columns
+from hybridflow.parallel.copies import to_device
 
 
 @torch.no_grad()
@@ -128,8 +129,8 @@ class _ReverseKL(torch.autograd.Function):
             if ids is None:
                 kl, normalizer = _of_tokens(columns, scaled, _own(columns, teacher[part], logits))
             else:
-                at = ids[part].to(logits.device)
-                kl, normalizer, excess = _of_events(columns, scaled, teacher[part].to(logits.device), at)
+                at = to_device(ids[part], logits.device)
+                kl, normalizer, excess = _of_events(columns, scaled, to_device(teacher[part], logits.device), at)
                 excesses.append(excess)
             kls.append(kl)
             normalizers.append(normalizer)
@@ -153,7 +154,7 @@ class _ReverseKL(torch.autograd.Function):
             else:
                 others = kept[part, -1:]
                 excess = others.expand_as(log_p).clone()
-                columns.add_at(excess, ids[part].to(logits.device), kept[part, :-1] - others)
+                columns.add_at(excess, to_device(ids[part], logits.device), kept[part, :-1] - others)
             piece = log_p.exp() * (excess - kl[part, None]) * grad_kl[part, None]
             grad[part] = (piece / ctx.temperature).to(grad.dtype)
         return grad, None, None, None, None, None

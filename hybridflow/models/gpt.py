@@ -241,7 +241,7 @@ class Transformer(GPTModel):
             embedded = self.embedding(input_ids=tokens[None], position_ids=positions[None])
             if self.has_scaled_embeddings:
                 # The factor in the activations' own format, as these models were trained.
-                embedded = embedded * embedded.new_tensor(embedded.shape[-1] ** 0.5)
+                embedded = embedded * embedded.new_full((), embedded.shape[-1] ** 0.5)
         hidden: Tensor = self.decoder(
             hidden_states=embedded,
             attention_mask=None,

@@ -11,6 +11,7 @@ from torch import Tensor
 from hybridflow.models.attention import PackedAttention
 from hybridflow.models.context import ContextAttention, ContextShare, Dealt
 from hybridflow.models.flops import sequence_pairs
+from hybridflow.parallel.copies import to_device
 
 
 def split_by_tokens(
@@ -111,13 +112,15 @@ class MicroBatch:
 
     def local(self, values: Tensor) -> Tensor:
         """Return the values of this rank's rows from those of all, ``[responses, …]``."""
-        return values if self.dealt is None else values[self.dealt.mine.to(values.device)]
+        if self.dealt is None:
+            return values
+        return values[self.dealt.host_mine if values.device.type == "cpu" else self.dealt.mine]
 
     def places_here(self, places: Tensor) -> Tensor:
         """Return where tokens stand in ``tokens``, of those at ``[some]`` places in ``all_tokens``; -1: elsewhere."""
         if self.share is None:
             return places
-        mine = self.share.tokens.mine.cpu()
+        mine = self.share.tokens.host_mine
         return torch.full((len(self.all_tokens),), -1).index_copy_(0, mine, torch.arange(len(mine)))[places]
 
     def with_rows(self, places: Tensor) -> MicroBatch:
@@ -127,7 +130,7 @@ class MicroBatch:
             places: Places of them in ``all_tokens``, ``[rows]`` int64 in host memory.
         """
         if self.share is None:
-            return replace(self, rows=places.to(self.tokens.device, non_blocking=True))
+            return replace(self, rows=to_device(places, self.tokens.device))
         rows, dealt = self.share.rows(places)
         return replace(self, rows=rows, dealt=dealt)
 
@@ -141,7 +144,7 @@ class MicroBatch:
         width = max(self.response_lengths, default=0)
         # One copy for all samples, and one gradient.
         is_there = torch.arange(width) < lengths[:, None]
-        cells = is_there.flatten().nonzero()[:, 0].to(values.device, non_blocking=True)
+        cells = to_device(is_there.flatten().nonzero()[:, 0], values.device)
         return values.new_zeros(is_there.numel()).index_copy(0, cells, values).view(is_there.shape)
 
 
@@ -178,7 +181,7 @@ def pack(
     targets = [sequence[prompt:] for sequence, prompt in zip(chosen, prompts, strict=True)]
     lengths = [len(sequence) for sequence in chosen]
     none = torch.empty(0, dtype=torch.int64)
-    tokens, at = torch.cat([none, *pieces]).to(device, non_blocking=True), torch.cat([none, *places])
+    tokens, at = to_device(torch.cat([none, *pieces]), device), torch.cat([none, *places])
     whole = MicroBatch(
         samples=samples,
         tokens=tokens,
@@ -186,7 +189,7 @@ def pack(
         places=places,
         response_lengths=[len(target) for target in targets],
         rows=torch.cat([none, *rows]),
-        targets=torch.cat([none, *targets]).to(device, non_blocking=True),
+        targets=to_device(torch.cat([none, *targets]), device),
         attention=PackedAttention(lengths, device, at),
         all_tokens=tokens,
         num_pairs=num_pairs,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.models.microbatch import MicroBatch
+from hybridflow.parallel.copies import to_device
 
 NUM_SUMS = 4
 """Numbers of each layer beside its loads, see ``PackedRouting.told``."""
@@ -88,9 +89,9 @@ class PackedRouting:
         device = micro_batch.tokens.device
         lengths = torch.tensor(micro_batch.lengths, dtype=torch.int64)
         none = torch.empty(0, dtype=torch.int64)
-        self._places = micro_batch.places_here(torch.cat([none, *micro_batch.places])).to(device, non_blocking=True)
-        self._samples = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device, non_blocking=True)
-        self._lengths = lengths.to(device, non_blocking=True)
+        self._places = to_device(micro_batch.places_here(torch.cat([none, *micro_batch.places])), device)
+        self._samples = to_device(torch.repeat_interleave(torch.arange(len(lengths)), lengths), device)
+        self._lengths = to_device(lengths, device)
         self.weights = 0.0, 0.0
         self._choices, self._is_replayed = choices, is_replayed
         self._group = group
@@ -110,7 +111,7 @@ class PackedRouting:
             taken = torch.where(is_known[:, None], given, chosen[: len(given)])
             return torch.cat([taken, chosen[len(given) :]])
         is_equal = (given[:, :, None] == chosen[: len(given), None]).any(2)
-        counts = is_equal[is_known].sum(), is_known.sum() * chosen.shape[1]
+        counts = (is_equal & is_known[:, None]).sum(), is_known.sum() * chosen.shape[1]
         self._agreed[layer] = torch.stack(counts).double()
         return chosen
 
@@ -118,21 +119,25 @@ class PackedRouting:
         self, layer: int, logits: Tensor, scores: Tensor, chosen: Tensor, weights: Tensor, first: int
     ) -> Tensor:
         """See ``Routing``."""
-        cells = ((self._places >= first) & (self._places < first + len(chosen))).nonzero()[:, 0]
-        rows, samples = self._places[cells] - first, self._samples[cells]
+        # A rank may have no row of it.
+        places, samples = (each if len(chosen) else each[:0] for each in (self._places, self._samples))
+        # Nothing is picked by a condition: how many there are would be asked of the GPU.
+        is_here = (places >= first) & (places < first + len(chosen))
+        rows = torch.where(is_here, places - first, 0)
         num_samples, num_experts = len(self._lengths), scores.shape[1]
         counts = torch.zeros(num_samples * num_experts, device=scores.device)
         flat = samples[:, None] * num_experts + chosen[rows]
-        counts.index_add_(0, flat.flatten(), torch.ones_like(flat.flatten(), dtype=counts.dtype))
+        counts.index_add_(0, flat.flatten(), is_here.to(counts.dtype)[:, None].expand(-1, chosen.shape[1]).flatten())
         own = counts.view(num_samples, num_experts)
         whole = own
         if self._group is not None:
             whole = own.clone()
             dist.all_reduce(whole, group=self._group)
-        shares = torch.zeros(num_samples, num_experts, device=scores.device).index_add(0, samples, scores[rows].float())
+        own_scores = torch.where(is_here[:, None], scores[rows].float(), 0)
+        shares = torch.zeros(num_samples, num_experts, device=scores.device).index_add(0, samples, own_scores)
         factors = num_experts / (chosen.shape[1] * self._lengths.square())
         aux = ((whole * shares).sum(1) * factors).sum()
-        z = logits.float().logsumexp(-1).square()[rows].sum()
+        z = torch.where(is_here, logits.float().logsumexp(-1).square()[rows], 0).sum()
         # Set, not added: where activations are computed anew this is called twice.
         self._loads[layer] = own.sum(0).double()
         self._sums[layer] = torch.stack([aux, z]).detach().double()
@@ -175,5 +180,5 @@ def pack_choices(micro_batch: MicroBatch, rows: Iterable[Tensor]) -> Tensor:
     values = torch.cat(list(rows))
     places = torch.cat(micro_batch.places)
     packed = values.new_full((len(micro_batch.all_tokens), *values.shape[1:]), unknown_choice(values.dtype))
-    packed = packed.index_copy_(0, places, values).to(micro_batch.tokens.device)
+    packed = to_device(packed.index_copy_(0, places, values), micro_batch.tokens.device)
     return packed if micro_batch.share is None else packed[micro_batch.share.tokens.mine]

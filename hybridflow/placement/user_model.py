@@ -17,6 +17,7 @@ from hybridflow.models.lora import actor_of
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.user_model import Uncut, ask_logits, ask_values
 from hybridflow.models.user_training import UserTrainable
+from hybridflow.parallel.copies import to_device
 from hybridflow.placement.placed_model import PlacedModel
 from hybridflow.placement.user_objects import user_class_of
 
@@ -93,7 +94,7 @@ class UserModel(PlacedModel):
         # Of a prompt that several samples share any of them will do.
         sample_of, place_of = torch.empty_like(part.tokens), torch.empty_like(part.tokens)
         for sample, places in enumerate(part.places):
-            places = places.to(device)
+            places = to_device(places, device)
             ids[sample, : len(places)] = part.tokens[places]
             mask[sample, : len(places)] = 1
             sample_of[places] = sample

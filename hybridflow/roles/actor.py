@@ -20,6 +20,7 @@ from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import LossFunction, Trainable, sum_over
 from hybridflow.models.user_model import Uncut
 from hybridflow.observe.expert_loads import Loads, as_statistics
+from hybridflow.parallel.copies import to_device
 from hybridflow.placement.job import Job
 from hybridflow.placement.loss_mask import is_last_mini_batch, mini_batch
 from hybridflow.placement.peft import check_targets
@@ -277,7 +278,7 @@ class Actor(Role):
             vocab_size=self._placed.vocab_size,
             temperature=self._placed.temperature,
         )
-        mask = here.ragged("response_mask").pad(0).to(output.device, non_blocking=True)
+        mask = to_device(here.ragged("response_mask").pad(0), output.device)
         loss = aggregate(micro_batch.pad(micro_batch.gathered(kl)), mask, "token-mean", totals)
         return loss, loss.detach()[None]
 
@@ -331,10 +332,8 @@ class Actor(Role):
 
         def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
             log_probs, _ = model.log_probs(output, micro_batch)
-            counts = torch.cat([masks[sample] > 0 for sample in micro_batch.samples]).to(
-                output.device, non_blocking=True
-            )
-            share = -log_probs[counts].sum() / num_tokens
+            counts = to_device(torch.cat([masks[sample] > 0 for sample in micro_batch.samples]), output.device)
+            share = -torch.where(counts, log_probs, 0).sum() / num_tokens
             return share, share.detach()[None]
 
         return self._step(model.pack(sequences, prompt_lengths), loss, is_followed=is_followed)
@@ -426,7 +425,7 @@ class Actor(Role):
         log_probs, entropy = (micro_batch.pad(each) for each in self._placed.log_probs(output, micro_batch))
         samples = torch.tensor(micro_batch.samples)
         columns = {
-            name: part.ragged(name).select(samples).pad(0).to(output.device, non_blocking=True)
+            name: to_device(part.ragged(name).select(samples).pad(0), output.device)
             for name in _LOSS_COLUMNS
             if name in part.columns
         }

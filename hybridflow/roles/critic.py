@@ -15,6 +15,7 @@ from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.role import Role
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import Trainable
+from hybridflow.parallel.copies import to_device
 from hybridflow.placement.job import Job
 from hybridflow.placement.loss_mask import is_last_mini_batch, mini_batch
 from hybridflow.placement.place import place_model
@@ -103,7 +104,7 @@ class Critic(Role):
         assert self.model is not None, "called outside its mesh"
         values, samples = micro_batch.pad(self.model.values(output, micro_batch)), torch.tensor(micro_batch.samples)
         mask, old, returns = (
-            part.ragged(name).select(samples).pad(0).to(output.device, non_blocking=True)
+            to_device(part.ragged(name).select(samples).pad(0), output.device)
             for name in ("response_mask", self._values, self._returns)
         )
         per_token = value_loss(values, old, returns, value_clip=self._settings.value_clip)

@@ -11,6 +11,7 @@ from torch import Tensor
 from hybridflow.algorithms.preference import bradley_terry_loss, dpo_loss, ipo_loss, kto_loss
 from hybridflow.dataflow.batch import Batch
 from hybridflow.models.microbatch import MicroBatch
+from hybridflow.parallel.copies import to_device
 from hybridflow.placement.job import Job
 from hybridflow.placement.loss_mask import is_last_mini_batch, mini_batch
 from hybridflow.placement.user_objects import runs_in_transformers, user_class_of
@@ -83,7 +84,7 @@ class OfflineActor(Actor):
             match self._job.recipe.algorithm:
                 case "reward-model":
                     margins = part.dense("margins")[micro_batch.samples[::2]]
-                    each = bradley_terry_loss(chosen, rejected, margins.to(chosen.device))
+                    each = bradley_terry_loss(chosen, rejected, to_device(margins, chosen.device))
                 case "dpo":
                     each = dpo_loss(chosen, rejected, beta=settings.beta, label_smoothing=settings.label_smoothing)
                 case _:
@@ -110,11 +111,11 @@ class OfflineActor(Actor):
 
         def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
             log_ratios = self._numbers(output, micro_batch, part)
-            is_wanted = wanted[micro_batch.samples].to(log_ratios.device)
+            is_wanted = to_device(wanted[micro_batch.samples], log_ratios.device)
             each = kto_loss(
                 log_ratios,
                 is_wanted,
-                z_ref.to(log_ratios.device),
+                to_device(z_ref, log_ratios.device),
                 beta=settings.beta,
                 desirable_weight=settings.desirable_weight,
                 undesirable_weight=settings.undesirable_weight,
@@ -154,7 +155,7 @@ class OfflineActor(Actor):
         log_probs, _ = self._placed.log_probs(output, micro_batch)
         if "ref_log_probs" in part.columns:
             reference = part.ragged("ref_log_probs").select(torch.tensor(micro_batch.samples))
-            log_probs = log_probs - reference.values.to(log_probs.device)
+            log_probs = log_probs - to_device(reference.values, log_probs.device)
         return torch.stack([row.sum() for row in micro_batch.by_response(log_probs)])
 
     def _micro_batches(self, part: Batch) -> list[MicroBatch]:
@@ -172,4 +173,4 @@ def _ahead(chosen: Tensor, rejected: Tensor, scale: float) -> Tensor:
     """Return the number of wins (a tie is half), the scaled sum of differences, and the number of pairs, fp64."""
     difference = (chosen - rejected).double()
     wins = (difference > 0).double() + 0.5 * (difference == 0)
-    return torch.stack([wins.sum(), scale * difference.sum(), wins.new_tensor(len(wins))])
+    return torch.stack([wins.sum(), scale * difference.sum(), wins.new_full((), len(wins))])

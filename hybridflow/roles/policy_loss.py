@@ -96,17 +96,17 @@ class PolicyLoss:
         # Of the sampler to the trainer, over what the sampler drew.
         sampler_kl = torch.where(mask, kl_penalty(sampled, old, "k3"), 0)
         lengths = mask.sum(dim=1)
-        reference_kl = torch.zeros(len(mask), dtype=torch.float64)
+        reference_kl = mask.new_zeros(len(mask), dtype=torch.float64)
         if "ref_log_probs" in columns:
             reference_kl = sequence_means(kl_penalty(old, columns["ref_log_probs"], "k1"), columns["response_mask"])
         sums = [lengths.sum(), (lengths > 0).sum(), difference.sum(), sampler_kl.sum(), reference_kl.sum()]
-        corrected = [torch.zeros(())] * 3
+        corrected = [difference.new_zeros(())] * 3
         if self._recipe.correction_kind != "none":
             found = self._corrections(old, columns)
             weights = torch.where(mask, found.weights, 0).double()
             corrected = [found.is_bounded.sum(), weights.sum(), weights.square().sum()]
-        largest = difference.max() if difference.numel() else torch.zeros(())
-        return torch.stack([each.double().to(mask.device) for each in (*sums, *corrected)]), largest
+        largest = difference.max() if difference.numel() else difference.new_zeros(())
+        return torch.stack([each.double() for each in (*sums, *corrected)]), largest
 
     def keep(self, old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
         """Return which tokens count, ``[samples, tokens]`` as all arguments; see ``correction.kept_tokens``."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import Trainable, equally_many
+from hybridflow.parallel.copies import to_device
 from hybridflow.placement.job import Job
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
@@ -99,9 +100,11 @@ class SteppedActor(Actor):
         def take(output: Tensor, part: MicroBatch) -> None:
             if self.is_whole:
                 for row, places in zip(part.samples, part.places, strict=True):
-                    logits[row] = output[places.to(output.device), : self._job.vocab_size]
-                output = output[torch.cat([places[:-1] for places in part.places]).to(output.device)]
-            log_probs = self._placed.log_probs(output, part)[0] * labelled.counts(part.samples).to(output.device)
+                    logits[row] = output[to_device(places, output.device), : self._job.vocab_size]
+                output = output[to_device(torch.cat([places[:-1] for places in part.places]), output.device)]
+            log_probs = self._placed.log_probs(output, part)[0] * to_device(
+                labelled.counts(part.samples), output.device
+            )
             local_losses.append(-log_probs.sum() / count)
             if self._tells:
                 for row, values in zip(part.samples, part.by_response(log_probs.detach()), strict=True):
@@ -128,7 +131,7 @@ class SteppedActor(Actor):
 
         def loss(output: Tensor, part: MicroBatch) -> tuple[Tensor, Tensor]:
             log_probs, _ = self._placed.log_probs(output, part)
-            share = -(log_probs * labelled.counts(part.samples).to(output.device)).sum() / labelled.num_labels
+            share = -(log_probs * to_device(labelled.counts(part.samples), output.device)).sum() / labelled.num_labels
             return share, share.detach()
 
         self._set_rate(lr)
@@ -191,7 +194,7 @@ class SteppedActor(Actor):
         parts = []
         for part in self._placed.pack([labelled.sequences[row] for row in local_rows], [1] * len(local_rows)):
             rows = [local_rows[sample] for sample in part.samples]
-            targets = torch.cat([labelled.labels[row].clamp(min=0) for row in rows]).to(part.tokens.device)
+            targets = to_device(torch.cat([labelled.labels[row].clamp(min=0) for row in rows]), part.tokens.device)
             parts.append(replace(part, samples=rows, targets=part.local(targets)))
         return parts
 

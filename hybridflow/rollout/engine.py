@@ -21,6 +21,7 @@ from hybridflow.models.attention import PackedAttention
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.routing import unknown_choice
+from hybridflow.parallel.copies import to_device
 from hybridflow.rollout.blocks import BLOCK_TOKENS, BlockPool
 from hybridflow.rollout.budget import cache_bytes
 from hybridflow.rollout.paged import PagedCache, block_bytes
@@ -600,11 +601,11 @@ class Session:
     def _forward(self, lane: _Lane, step: Step) -> _Outcome:
         """Compute a step; on the last stage also sample, and send the others the tokens."""
         engine, scheduler = self._engine, lane.scheduler
-        rows = torch.from_numpy(np.concatenate([step.rows, step.scored])).to(engine.device)
+        rows = to_device(torch.from_numpy(np.concatenate([step.rows, step.scored])), engine.device)
         if len(step.copies):
-            self._cache.copy(*torch.from_numpy(step.copies).to(engine.device).unbind(1))
+            self._cache.copy(*to_device(torch.from_numpy(step.copies), engine.device).unbind(1))
         attention = engine.attention(self._cache, scheduler.tables, step)
-        output = engine.run(torch.from_numpy(step.tokens).to(engine.device), attention, rows)
+        output = engine.run(to_device(torch.from_numpy(step.tokens), engine.device), attention, rows)
         if output is None:
             return _Outcome(engine.receive_tokens(len(step.rows)), engine.version)
         num = len(step.rows)
@@ -620,7 +621,7 @@ class Session:
         scores = None
         if len(step.scored):
             following = scheduler.tokens[step.slots[step.scored], step.positions[step.scored] + 1]
-            targets = torch.from_numpy(following.astype(np.int64)).to(engine.device)
+            targets = to_device(torch.from_numpy(following.astype(np.int64)), engine.device)
             scores = vocab_parallel_log_probs(
                 output[num:], targets, group=engine.groups.tp, vocab_size=engine.vocab_size
             )[0]

@@ -9,6 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from hybridflow.models.gpt import Transformer
+from hybridflow.parallel.copies import to_device
 from hybridflow.rollout.gpu.cache import GpuAttention, GpuCache, rows_per_tile, tiles_of
 from hybridflow.rollout.gpu.decode import Decoder
 from hybridflow.rollout.gpu.transformer import GpuTransformer
@@ -93,14 +94,10 @@ class GpuRunner:
         """See ``Runner``."""
         most = rows_per_tile(self._model.config.params_dtype, self._transformer.sharers)
         tiles = tiles_of(sequences, most)
-        places, of, at, cut = (self._to_device(each) for each in (tables, sequences, positions, tiles))
+        places, of, at, cut = (
+            to_device(torch.from_numpy(each), self._device) for each in (tables, sequences, positions, tiles)
+        )
         return GpuAttention(cache.addresses, places, of, at, cut, most)
-
-    def _to_device(self, values: np.ndarray) -> Tensor:
-        found = torch.from_numpy(values)
-        if self._device.type == "cuda":
-            found = found.pin_memory()
-        return found.to(self._device, non_blocking=True)
 
     def __call__(self, tokens: Tensor, attention: GpuAttention, rows: Tensor) -> Tensor:
         """See ``Runner``."""

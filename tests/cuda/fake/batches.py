@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from hybridflow.families.model import ModelConfig
 from hybridflow.models.attention import PackedAttention
 from hybridflow.models.microbatch import MicroBatch, pack
+from hybridflow.models.routing import PackedRouting, choice_dtype
 from tests.cuda.fake.machine import DEVICE
 
 
@@ -39,6 +41,21 @@ def shared_prompts(prompts: int, samples: int, prompt_tokens: int, response_toke
     for holder in (batch.attention, *holders):
         _bring(holder)
     return replace(batch, tokens=on_device(batch.tokens), rows=on_device(batch.rows), targets=on_device(batch.targets))
+
+
+def routed(batch: MicroBatch, model: ModelConfig, *, is_replayed: bool = False) -> MicroBatch:
+    """Let the routers of a mixture tell of a micro-batch, next to what the rollout chose in it."""
+    with unset_fake_temporarily():
+        shape = len(batch.tokens), model.num_layers, model.experts_per_token
+        routing = PackedRouting(
+            replace(batch, tokens=torch.zeros(len(batch.tokens))),
+            choices=torch.zeros(shape, dtype=choice_dtype(model.num_experts)),
+            is_replayed=is_replayed,
+        )
+        routing.weights = 0.1, 0.1
+    _bring(routing)
+    batch.attention.routing = routing
+    return batch
 
 
 def one_sequence(tokens: int) -> PackedAttention:

@@ -147,6 +147,8 @@ def fake_cuda(monkeypatch, rank: int = 0, size: int = 1):
     monkeypatch.setattr(tracker, "fork", lambda self, name=None: contextlib.nullcontext())
     monkeypatch.setattr(tracker, "add", lambda self, name, seed: None)
     monkeypatch.setattr(torch.nn.Module, "to", _cast)
+    # Fake tensors know no pinned memory.
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     world = World.__new__(World)
     world.rank, world.size, world.ranks_per_node, world.device = rank, size, 8, DEVICE

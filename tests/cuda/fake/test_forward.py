@@ -13,8 +13,9 @@ from hybridflow.models import cuda_attention
 from hybridflow.models.attention import PackedAttention
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
+from hybridflow.models.routing import NUM_SUMS
 from hybridflow.models.scoring import Scoring
-from tests.cuda.fake.batches import one_sequence, shared_prompts
+from tests.cuda.fake.batches import one_sequence, routed, shared_prompts
 from tests.cuda.fake.machine import DEVICE, Launches, fake_cuda, place
 from tests.cuda.fake.shapes import FAMILIES, family_model
 
@@ -47,6 +48,18 @@ def test_every_family_gives_log_probabilities(monkeypatch, name):
     most = LAUNCHES_PER_LAYER if name in PLAIN else LAUNCHES_OF_OTHERS
     assert sum(launches.names.values()) <= most * model.num_layers + 40, launches.names
     assert launches.names["_grouped_mm"] == (2 * model.num_layers if model.num_experts else 0)
+
+
+@pytest.mark.parametrize("is_replayed", [False, True])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_routers_ask_nothing_of_the_host(monkeypatch, name, is_replayed):
+    model = family_model(name)
+    with fake_cuda(monkeypatch) as world:
+        _, built = build(world, model)
+        batch = routed(shared_prompts(3, 4, 90, 30), model, is_replayed=is_replayed)
+        built(batch.tokens, batch.attention, batch.rows)
+        told = batch.attention.routing.told(model.num_layers, model.num_experts)
+    assert told.device == DEVICE and told.shape == (model.num_layers, model.num_experts + NUM_SUMS)
 
 
 def test_a_critic_gives_values(monkeypatch):

@@ -25,10 +25,10 @@ def test_shards_are_in_host_memory_and_layers_on_the_device(monkeypatch):
             return make_mesh(*given)
 
     monkeypatch.setattr(fsdp, "_torch_mesh", with_values)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self.nbytes) or self)
     for name in ("Stream", "Event", "current_stream", "stream"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
     with fake_cuda(monkeypatch, size=2) as world:
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self.nbytes) or self)
         mesh, groups = place(world, ParallelLayout(fsdp=2))
         built = build_transformer(model, mesh.layout, groups, DEVICE, vocab_size=model.vocab_size)
         fsdp.shard_model(built, built.decoder.layers, world, mesh, in_host_memory=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,9 +15,11 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.log_probs import _VocabParallelLogProbs
 from hybridflow.placement.placed_model import PlacedModel
 from hybridflow.recipe.load import load_recipe
+from hybridflow.roles import offline_actor
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
-from hybridflow.roles.policy_loss import PolicyLoss
+from hybridflow.roles.offline_actor import OfflineActor
+from hybridflow.roles.policy_loss import LOSS_MASK, PolicyLoss
 from tests.cuda.fake.machine import DEVICE, Launches, fake_cuda, place
 
 TOKENS, VOCAB = 8192, 152064
@@ -80,15 +83,27 @@ def test_scores_of_all_passes_are_copied_to_the_host_at_once(monkeypatch):
     assert launches.names["_to_copy"] == 1
 
 
-def test_a_loss_asks_nothing_of_the_host(monkeypatch):
+COLUMNS = ("response_mask", "advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "columns"),
+    [
+        ([], COLUMNS),
+        (["kl.coef=0"], COLUMNS[:-1]),
+        (["correction.kind=truncate", "kl.place=loss"], COLUMNS),
+        (["loss.kind=gspo", "loss.aggregation=seq-mean-token-mean", "loss.entropy_coef=0.1"], COLUMNS),
+        (["loss.kind=cispo", "correction.kind=icepop", "correction.level=sequence"], (*COLUMNS, LOSS_MASK)),
+    ],
+    ids=["grpo", "no reference", "corrected", "gspo", "cispo"],
+)
+def test_a_loss_asks_nothing_of_the_host(monkeypatch, overrides, columns):
     """Whoever asks for a fake tensor's content gets an error."""
-    recipe = load_recipe("grpo", ["correction.kind=truncate", "kl.place=loss"])
+    recipe = load_recipe("grpo", overrides)
+    assert recipe.has_reference == ("ref_log_probs" in columns)
     rows = SimpleNamespace(pad=lambda _: torch.zeros(2, 8))
     with fake_cuda(monkeypatch), Waits() as waits:
-        part = SimpleNamespace(
-            columns=("response_mask", "advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs"),
-            ragged=lambda name: SimpleNamespace(select=lambda samples: rows),
-        )
+        part = SimpleNamespace(columns=columns, ragged=lambda name: SimpleNamespace(select=lambda samples: rows))
         micro_batch = SimpleNamespace(samples=[0, 1], pad=lambda values: values.view(2, 8))
         values = torch.zeros(16, device=DEVICE, requires_grad=True)
         actor = SimpleNamespace(
@@ -98,4 +113,41 @@ def test_a_loss_asks_nothing_of_the_host(monkeypatch):
         totals = Totals(num_tokens=16, num_sequences=2, max_response_tokens=8)
         loss, (sums, compared, largest) = Actor._loss(actor, values, micro_batch, part, totals, is_first=True)
     assert {each.device for each in (loss, sums, compared, largest)} == {DEVICE}
-    assert waits.copies == {True: 5}
+    assert waits.copies == {True: len(columns)}
+
+
+@pytest.mark.parametrize("algorithm", ["reward-model", "dpo", "ipo", "kto", "sft"])
+def test_a_loss_of_given_responses_asks_nothing_of_the_host(monkeypatch, algorithm):
+    found = []
+    monkeypatch.setattr(offline_actor, "mini_batch", lambda job, batch, index: batch)
+    monkeypatch.setattr(offline_actor, "is_last_mini_batch", lambda job, turn: True)
+    with fake_cuda(monkeypatch), Waits() as waits:
+        values = torch.zeros(16, device=DEVICE, requires_grad=True)
+        micro_batch = SimpleNamespace(samples=[0, 1, 2, 3], by_response=lambda values: values.view(4, 4).unbind())
+        columns = {} if algorithm in ("reward-model", "sft") else {"ref_log_probs": None}
+        whole = SimpleNamespace(values=torch.zeros(16), to_list=lambda: [torch.ones(4)] * 4)
+        part = SimpleNamespace(
+            columns=columns,
+            ragged=lambda name: SimpleNamespace(select=lambda samples: whole, **vars(whole)),
+            dense=lambda name: SimpleNamespace(tolist=lambda: [2] * 4) if name == "prompt_lengths" else torch.ones(4),
+        )
+        model = SimpleNamespace(
+            is_output_rank=False,
+            log_probs=lambda output, micro_batch: (values, values),
+            values=lambda output, micro_batch: values[:4],
+            totals=lambda part: Totals(num_tokens=16, num_sequences=4, max_response_tokens=4),
+            pack=lambda sequences, prompt_lengths: [micro_batch],
+        )
+        actor = OfflineActor.__new__(OfflineActor)
+        actor._job = SimpleNamespace(recipe=load_recipe(algorithm, []))
+        actor.model = model
+        actor._micro_batches = lambda part: [micro_batch]
+        actor._z_ref = lambda part: torch.zeros(())
+        actor._step = lambda micro_batches, loss, is_followed: (
+            [found.append(loss(values, each)) for each in micro_batches],
+            0.0,
+        )
+        actor.update(part, {"actor_mini_batch": {"index": 0}})
+    ((loss, told),) = found
+    assert loss.device == told.device == DEVICE
+    assert False not in waits.copies, waits.copies

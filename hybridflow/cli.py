@@ -275,7 +275,7 @@ def _plan_job(arguments: argparse.Namespace) -> int:
         plan = plan_job(recipe)
         print_out(mermaid(plan.train, plan.meshes))
         return 0
-    _print_plan(recipe)
+    _print_plan(recipe, arguments.site)
     if arguments.script:
         # Last, so that what does not fit can be looked up above.
         print(f"\nbatch file\n{batch_file(arguments)}", end="")
@@ -294,19 +294,33 @@ def _step_of(recipe: Recipe) -> Step:
     return training_step(recipe)
 
 
-def _print_plan(recipe: Recipe) -> None:
+def _print_plan(recipe: Recipe, site_file: Path | None) -> None:
     from hybridflow.dataflow.render import plan_table
-    from hybridflow.mapping.memory import job_memory, memory_summary, memory_table, with_micro_batches
+    from hybridflow.launch.site import load_site
+    from hybridflow.mapping.memory import (
+        job_memory,
+        memory_summary,
+        memory_table,
+        planned_gpu_bytes,
+        usable_bytes,
+        with_micro_batches,
+    )
     from hybridflow.trainer.plan import placement_warnings, plan_job, transformers_note
     from hybridflow.trainer.warnings import recipe_warnings
 
     plan = plan_job(recipe)
-    recipe = with_micro_batches(recipe, plan.meshes)
+    gpu_bytes = planned_gpu_bytes(recipe, load_site(site_file).gpu_memory_gb)
+    recipe = with_micro_batches(recipe, plan.meshes, gpu_bytes)
     if recipe.defaults:
         print_out(f"{defaults_text(recipe.defaults)}\n")
     print_out(plan_table(plan.whole, plan.meshes, recipe.cluster.ranks))
     memory = job_memory(recipe, plan.meshes)
     print_out(f"\nmemory of each rank, estimated\n{memory_table(memory)}\n{memory_summary(memory)}")
+    if "trainer.micro_batch_tokens" in recipe.defaults and usable_bytes(recipe, gpu_bytes) is None:
+        print_out(
+            f"with micro-batches of {recipe.trainer.micro_batch_tokens} tokens; on GPUs a job takes the largest that "
+            "fit: name the GPU to see them, as in cluster.hardware=h100-sxm"
+        )
     for warning in (*transformers_note(recipe), *placement_warnings(plan.meshes), *recipe_warnings(recipe)):
         complain(warning)
 
@@ -416,7 +430,7 @@ def _train(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     check_inputs(recipe, find_recipe(arguments.recipe).parent)
     if arguments.dry_run:
-        _print_plan(_settled(recipe, arguments))
+        _print_plan(_settled(recipe, arguments), None)
         print_out("\ninputs\n" + "\n".join(try_here(recipe, resume=arguments.resume)))
         return 0
     os.environ[LOG_VARIABLE] = arguments.log

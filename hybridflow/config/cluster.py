@@ -22,8 +22,9 @@ class ClusterConfig:
         threads_per_rank: CPU threads of each rank.
         memory_budget_gb: Accelerator memory of each rank, in 1e9 bytes. A job that needs more by our estimate
             (``hybridflow plan job``) is refused before it starts. None means no limit.
-        hardware: Hardware for which ``layout: auto`` searches: a name or file of ``hybridflow plan auto --hardware``.
-            None means what ``hybridflow doctor --measure`` has measured.
+        hardware: Hardware for which ``layout: auto`` searches and ``hybridflow plan job`` counts memory: a name or file
+            of ``hybridflow plan auto --hardware``. None means what ``hybridflow doctor --measure`` has measured for the
+            search, and the site settings for the memory.
     """
 
     ranks: ListedCount = 1

@@ -31,6 +31,9 @@ FITTED = (
 
 FITTED_ON_GPUS = (*FITTED, "cache_share", "engine_launch", "pass_host")
 
+_PASS_HOST_S = 2e-3
+"""What a fit begins with where hardware has no ``pass_host``: what it was on an H100, see docs/gpu.md."""
+
 PHASES = ("update", "log_probs", "values", "rollout")
 """Phases whose time is compared."""
 
@@ -109,6 +112,13 @@ def estimated_phases(one: Observed, flow: Flow, hardware: Hardware) -> dict[str,
     return {name: value for name, value in phase_seconds(calls, ranks).items() if name in one.seconds and value > 0}
 
 
+def with_host_time(hardware: Hardware) -> Hardware:
+    """Return GPUs on which the host takes time to start kernels. Those of the table have none: it is not published."""
+    if hardware.is_cpu or hardware.pass_host:
+        return hardware
+    return replace(hardware, pass_host=_PASS_HOST_S)
+
+
 def asked_hardware(arguments: argparse.Namespace, flow_of: Callable[[Recipe], Flow]) -> tuple[Hardware, Texts | None]:
     """Return the hardware that ``--hardware`` or the recipe names, fitted to the run of ``--like``, and its texts.
 
@@ -122,7 +132,7 @@ def asked_hardware(arguments: argparse.Namespace, flow_of: Callable[[Recipe], Fl
         return machine, None
     one = observed_run(arguments.like)
     check_estimated(one.recipe, machine)
-    machine = fitted(machine, [one], flow_of)
+    machine = fitted(with_host_time(machine), [one], flow_of)
     estimated = estimated_phases(one, flow_of(one.recipe), machine)
     worst = max(abs(seconds / one.seconds[name] - 1) for name, seconds in estimated.items())
     return replace(machine, error_percent=round(100 * worst, 1)), one.texts

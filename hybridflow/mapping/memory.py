@@ -24,6 +24,7 @@ from hybridflow.families.fp8 import LAYERS
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh, format_ranks
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.mapping.hardware import hardware
 from hybridflow.models.adapters import adapter_spec
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.observe.table import format_table
@@ -697,6 +698,22 @@ def usable_bytes(recipe: Recipe, gpu_bytes: float | None) -> float | None:
     if budget_gb is None:
         return None if gpu_bytes is None else USABLE * gpu_bytes
     return budget_gb * 1e9 if gpu_bytes is None else min(budget_gb * 1e9, gpu_bytes)
+
+
+def planned_gpu_bytes(recipe: Recipe, site_gb: float | None) -> float | None:
+    """Return the memory of the GPUs that a recipe is planned for; None: nobody says, or it is planned for CPUs.
+
+    Args:
+        recipe: The recipe; its ``cluster.hardware`` comes first.
+        site_gb: Memory of a GPU by the site settings, in 1e9 bytes.
+
+    Raises:
+        ConfigError: ``cluster.hardware`` is not known.
+    """
+    if recipe.cluster.hardware is not None:
+        machine = hardware(recipe.cluster.hardware)
+        return None if machine.is_cpu else machine.memory_bytes
+    return None if site_gb is None else site_gb * 1e9
 
 
 def with_micro_batches(recipe: Recipe, meshes: Mapping[str, DeviceMesh], gpu_bytes: float | None = None) -> Recipe:

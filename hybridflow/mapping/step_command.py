@@ -45,6 +45,7 @@ def recipe_step(
         "gpus": recipe.cluster.ranks,
         "prompt": texts.prompt,
         "response": texts.mean_response,
+        "micro_batch_tokens": recipe.trainer.micro_batch_tokens,
         "seconds": seconds,
         "tokens_per_s": (samples * texts.prompt + sum(texts.responses)) / seconds,
         "calls": [asdict(call) for call in calls if call.seconds],
@@ -78,7 +79,8 @@ def step_text(found: dict[str, Any], machine: Hardware) -> str:
     lines = [
         f"a step of {found['recipe']} on {found['gpus']} × {found['hardware']}: {seconds:.4g} s, "
         f"{found['tokens_per_s']:,.4g} tokens/s",
-        f"prompts of {found['prompt']} tokens, responses of {found['response']:.0f} on average",
+        f"prompts of {found['prompt']} tokens, responses of {found['response']:.0f} on average, micro-batches of "
+        f"{found['micro_batch_tokens']}",
         "",
     ]
     rows = [("call", "mesh", "begins", "seconds", "share")]

@@ -8,7 +8,7 @@ import pytest
 
 from hybridflow import cli
 from hybridflow.errors import ConfigError, DataError
-from hybridflow.mapping.fit import PHASES, Observed, estimated_phases, fitted, observed_run
+from hybridflow.mapping.fit import PHASES, Observed, estimated_phases, fitted, observed_run, with_host_time
 from hybridflow.mapping.hardware import Hardware, hardware
 from hybridflow.mapping.rl_step import Call, Texts, phase_seconds, spread_lengths, step_calls
 from hybridflow.recipe.load import load_recipe
@@ -116,10 +116,12 @@ def test_steps_of_an_h100_are_estimated_from_those_of_smaller_models():
     third = one("grpo", [*QWEN, *SMALL], 256, 512, (1.77, 1.12, 0.0, 1.22))
     found = fitted(H100, [first, second, third], flow_of)
     assert 1e-3 < found.pass_host < 4e-3
+    # As with --like, from published figures and one run.
+    of_table = fitted(with_host_time(hardware("h100-sxm")), [third], flow_of)
     # On two machines of one kind.
-    for seconds in ((3.41, 2.38, 0.0, 1.97), (3.87, 2.75, 0.0, 2.05)):
+    for machine, seconds in itertools.product((found, of_table), ((3.41, 2.38, 0.0, 1.97), (3.87, 2.75, 0.0, 2.05))):
         large = one("grpo", [*QWEN, *LARGE], 256, 512, seconds)
-        estimated = estimated_phases(large, flow_of(large.recipe), found)
+        estimated = estimated_phases(large, flow_of(large.recipe), machine)
         assert set(estimated) == {"update", "log_probs", "rollout"}
         assert sum(estimated.values()) == pytest.approx(large.step_s, rel=0.1)
 

@@ -149,6 +149,24 @@ def test_text_names_calls_and_memory(capsys, recipe):
     assert "actor.sample" in text and "memory of the fullest GPU: rollout" in text and "within 30.0 % of" in text
 
 
+def test_plan_job_counts_the_micro_batches_of_plan_estimate(capsys, recipe, tmp_path):
+    site, layout = tmp_path / "site.yaml", "actor.update={tp: 2, dp: 8}"
+    site.write_text("gpu_memory_gb: 80\n", encoding="utf-8")
+    chosen = estimate(capsys, recipe(), layout)["micro_batch_tokens"]
+    assert chosen == 8192
+    for words, tokens in (
+        (["cluster.hardware=h100-sxm"], chosen),
+        (["--site", str(site)], chosen),
+        # The hardware of the recipe comes first.
+        (["--site", str(site), "cluster.hardware=b200"], 16384),
+        ([], 4096),
+    ):
+        assert cli.main(["plan", "job", recipe(), layout, *words]) == 0
+        text = capsys.readouterr().out
+        assert f"trainer.micro_batch_tokens  {tokens}\n" in text
+        assert ("name the GPU" in text) == (not words)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -45,7 +45,7 @@ from hybridflow.models.norm import ProjectionNorm, RmsNorm, normalize_output
 from hybridflow.models.rotary import all_frequencies, score_scale
 from hybridflow.models.scoring import Scoring
 from hybridflow.models.sequence_parallel import SequenceSwitch
-from hybridflow.parallel.accelerators import has_transformer_engine, has_weight_gradient_kernel
+from hybridflow.parallel.accelerators import has_transformer_engine
 from hybridflow.parallel.cpu import use_cpu_for_cuda
 
 use_cpu_for_cuda()
@@ -121,7 +121,8 @@ def transformer_config(
         init_method=_leave,
         output_layer_init_method=_leave,
         use_cpu_initialization=not on_gpu,
-        gradient_accumulation_fusion=on_gpu and has_weight_gradient_kernel(),
+        # Trainable switches it on: there have to be sums to add to.
+        gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

@@ -30,7 +30,7 @@ from hybridflow.models.microbatch import MicroBatch, blank
 from hybridflow.models.overlap import Overlap
 from hybridflow.models.specs import logical_parameters
 from hybridflow.observe.work import add_work
-from hybridflow.parallel.accelerators import use_cpu_optimizer, use_gpu_optimizer
+from hybridflow.parallel.accelerators import fuse_weight_gradients, use_cpu_optimizer, use_gpu_optimizer
 from hybridflow.parallel.megatron import gathering_within
 from hybridflow.reshard.memory import HostOffload
 
@@ -109,8 +109,11 @@ class Trainable:
         for group in self._optimizer.param_groups:
             # Megatron-LM's scheduler of rates does this, which is not used here: norms and biases do not decay.
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
-        tune = use_gpu_optimizer if next(model.parameters()).device.type == "cuda" else use_cpu_optimizer
+        on_gpu = next(model.parameters()).device.type == "cuda"
+        tune = use_gpu_optimizer if on_gpu else use_cpu_optimizer
         tune(inner for _, inner in self._inner_optimizers())
+        if on_gpu:
+            fuse_weight_gradients(model)
 
     def accumulate(self, micro_batches: list[MicroBatch], loss: LossFunction) -> list[Any]:
         """Run forward and backward over this rank's micro-batches; gradients are summed over the replicas at the end.

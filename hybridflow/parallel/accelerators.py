@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 FIRST_TRANSFORMER_ENGINE, PAST_TRANSFORMER_ENGINE = (2, 9), (2, 12)
 """The releases of Transformer Engine that megatron-core 0.16.1 is written against; setup.py has them too."""
@@ -51,10 +51,37 @@ def misfit(version: str) -> str:
     return f"megatron-core needs >={first},<{past}"
 
 
-@functools.cache
-def has_weight_gradient_kernel() -> bool:
-    """Return whether Apex's product that adds weight gradients to fp32 sums is there, as megatron-core asks for it."""
-    return torch.cuda.is_available() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+def fuse_weight_gradients(model: nn.Module) -> None:
+    """Let the linear layers of a model add their weight gradients to the fp32 sums of megatron-core's DDP themselves.
+
+    Otherwise a gradient is made in the weights' format, and then added. The product is Apex's where megatron-core has
+    found it, else torch's.
+
+    Args:
+        model: On a GPU, within DDP: without its sums a backward pass fails.
+    """
+    layers: Any = importlib.import_module("megatron.core.tensor_parallel.layers")
+    if not hasattr(layers, "fused_weight_gradient_mlp_cuda"):
+        layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=add_weight_gradient)
+    for module in model.modules():
+        # Of megatron-core's layers, and of Transformer Engine's.
+        for switch in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"):
+            if hasattr(module, switch):
+                setattr(module, switch, True)
+
+
+def add_weight_gradient(inputs: Tensor, gradients: Tensor, sums: Tensor) -> None:
+    """Add a weight's gradient to its sums; in the place of Apex's ``wgrad_gemm_accum_fp32``.
+
+    Args:
+        inputs: Of the layer, ``[tokens, in]``.
+        gradients: Of its outputs, ``[tokens, out]``, in the same format.
+        sums: ``[out, in]`` fp32.
+    """
+    if inputs.dtype == sums.dtype:
+        sums.addmm_(gradients.t(), inputs)
+    else:
+        torch.addmm(sums, gradients.t(), inputs, out_dtype=sums.dtype, out=sums)
 
 
 def use_torch_optimizer() -> None:

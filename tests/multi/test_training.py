@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
+import megatron.core.tensor_parallel.layers as megatron_layers
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,9 +13,11 @@ import torch.distributed as dist
 from hybridflow.config.roles import OptimizerConfig
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.models import gpt
 from hybridflow.models.microbatch import pack
 from hybridflow.models.specs import logical_tensors
 from hybridflow.models.training import Trainable, forward_only
+from hybridflow.parallel import accelerators
 from tests.multi.models import CAPPED, MIXTURE, TINY, make_model, samples
 from tests.support.ranks import run_ranks
 
@@ -167,3 +171,40 @@ def test_stages_send_hidden_states_and_no_shapes():
     lengths = [len(sequences[0]), len(sequences[1]) + len(sequences[2]), len(sequences[3])]
     shapes = [(length, 1, TINY.hidden_size) for length in lengths]
     assert run_ranks(messages_of_stages, 2) == [shapes * 2, shapes]
+
+
+def fused_differences(world):
+    """How far gradients are from one another that layers add to the sums themselves, and that autograd hands on."""
+    found = {}
+    for name, model in {"tiny": TINY, "capped": CAPPED, "mixture": MIXTURE}.items():
+        for layout in (ParallelLayout(tp=2), ParallelLayout(dp=2)):
+            gradients, number = [], 0
+            for is_fused in (False, True):
+                # Else the products are those of CPUs.
+                with patch.object(gpt, "use_onednn"):
+                    built, _, groups, _ = make_model(world, layout, model=model)
+                trainable = Trainable(built, groups, OptimizerConfig(lr=1e-3, distributed=False), bucket_size=5000)
+                with patch.object(accelerators, "add_weight_gradient", wraps=accelerators.add_weight_gradient) as add:
+                    if is_fused:
+                        megatron_layers.__dict__.pop("fused_weight_gradient_mlp_cuda", None)
+                        accelerators.fuse_weight_gradients(built)
+                    sequences, prompts = samples(6)
+                    batches = [pack(each, sequences, prompts, world.device) for each in ([0, 1, 2], [3, 4, 5])]
+                    for _ in range(2):
+                        trainable.accumulate(batches, lambda output, _: (output.square().mean(), None))
+                        gradients.append({key: each.clone() for key, each in trainable.state()["gradient"].items()})
+                        trainable.step()
+                number = add.call_count
+            for plain, fused in zip(gradients[:2], gradients[2:], strict=True):
+                most = max(float(each.abs().max()) for each in plain.values())
+                off = max(float((each - fused[key]).abs().max()) for key, each in plain.items())
+                found[f"{name} {layout}", len(found)] = off / most, number / (4 * model.num_layers)
+    return found
+
+
+def test_layers_that_add_weight_gradients_to_the_sums_add_those_of_autograd():
+    for each in run_ranks(fused_differences, 2):
+        assert len(each) == 12
+        for case, (difference, per_layer) in each.items():
+            # Two steps of two micro-batches; a layer has four matrices, and experts as many as have tokens.
+            assert difference < 1e-5 and per_layer >= 4, (case, difference, per_layer)

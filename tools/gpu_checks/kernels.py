@@ -25,7 +25,8 @@ def main(argument: str, is_dry: bool) -> dict[str, Any]:
     else:
         sizes = dict(dtype=torch.bfloat16, rows=64, hidden=3584, ffn=18944, groups=4, sharers=7, head=128, vocab=152064)
     apart: dict[str, tuple[float, float]] = {}
-    for check in (_check_layer, _check_between_products, _check_experts, _check_attention, _check_log_probs):
+    checks = _check_layer, _check_between_products, _check_weights, _check_experts, _check_attention, _check_log_probs
+    for check in checks:
         try:
             apart |= check(SimpleNamespace(**sizes, context=40 if is_dry else 2000))
         except Exception:  # the others tell more
@@ -116,6 +117,18 @@ def _check_between_products(sizes: Any) -> dict[str, tuple[float, float]]:
         gaps = relative_gap(*outputs), relative_gap(gradients[0][0], gradients[1][0])
         found[name] = max(gaps), _BF16
     return found
+
+
+def _check_weights(sizes: Any) -> dict[str, tuple[float, float]]:
+    """A gradient of weights that is added to fp32 sums."""
+    import torch
+
+    from hybridflow.parallel.accelerators import add_weight_gradient
+
+    inputs, gradients = _random(sizes, sizes.rows, sizes.hidden), _random(sizes, sizes.rows, sizes.ffn)
+    sums = torch.ones(sizes.ffn, sizes.hidden, device=find_device())
+    add_weight_gradient(inputs, gradients, sums)
+    return {"gradients of weights": (relative_gap(sums, 1 + gradients.t().double() @ inputs.double()), _FP32)}
 
 
 def _check_experts(sizes: Any) -> dict[str, tuple[float, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import megatron.core.tensor_parallel.layers as megatron_layers
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from hybridflow.models.gpt import build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.routing import NUM_SUMS
 from hybridflow.models.scoring import Scoring
+from hybridflow.parallel import accelerators
 from tests.cuda.fake.batches import one_sequence, routed, shared_prompts
 from tests.cuda.fake.machine import DEVICE, Launches, fake_cuda, place
 from tests.cuda.fake.shapes import FAMILIES, family_model
@@ -60,6 +62,22 @@ def test_routers_ask_nothing_of_the_host(monkeypatch, name, is_replayed):
         built(batch.tokens, batch.attention, batch.rows)
         told = batch.attention.routing.told(model.num_layers, model.num_experts)
     assert told.device == DEVICE and told.shape == (model.num_layers, model.num_experts + NUM_SUMS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_weight_gradient_is_added_to_its_sums_by_one_product(monkeypatch, dtype):
+    monkeypatch.delattr(megatron_layers, "fused_weight_gradient_mlp_cuda", raising=False)
+    with fake_cuda(monkeypatch) as world:
+        _, built = build(world, family_model("qwen2"))
+        accelerators.fuse_weight_gradients(built)
+        inputs, gradients = (torch.empty(64, width, dtype=dtype, device=DEVICE) for width in (32, 48))
+        sums = torch.zeros(48, 32, device=DEVICE)
+        with Launches() as launches:
+            megatron_layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(inputs, gradients, sums)
+    assert sum(launches.names.values()) == 1 and launches.made_bytes == 0, launches.names
+    linears = [each for each in built.modules() if isinstance(each, megatron_layers.ColumnParallelLinear)]
+    assert len(linears) > family_model("qwen2").num_layers
+    assert all(each.gradient_accumulation_fusion for each in linears)
 
 
 def test_a_critic_gives_values(monkeypatch):

@@ -107,16 +107,6 @@ def test_a_gpu_clips_without_asking_it_for_each_tensor(gpu_optimizer):
         assert norm.shape == (1,)
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_fused_kernels_are_used_on_a_gpu_where_they_are(monkeypatch, is_there):
-    monkeypatch.setattr(gpt, "has_transformer_engine", lambda: is_there)
-    monkeypatch.setattr(gpt, "has_weight_gradient_kernel", lambda: is_there)
-    model = gpt.ModelConfig(num_layers=2, hidden_size=16, ffn_hidden_size=16, num_attention_heads=2, max_context=8)
-    for device in ("cpu", "cuda"):
-        config = gpt.transformer_config(model, gpt.ParallelLayout(), torch.device(device))
-        assert config.gradient_accumulation_fusion == (is_there and device == "cuda")
-
-
 @pytest.fixture
 def settings(monkeypatch):
     """Switches of this process, which are as before afterwards."""

@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm
 
 
 class RmsNorm(nn.Module):
@@ -23,15 +24,16 @@ class RmsNorm(nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
-        self._centre = 1.0 if config.layernorm_zero_centered_gamma else 0.0
-        self._eps = eps
+        self._is_around_one, self._eps = config.layernorm_zero_centered_gamma, eps
         self.weight = nn.Parameter(torch.empty(hidden_size))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map ``[…, hidden]`` to the same shape and dtype."""
-        wide = hidden.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
-        return (wide * (self._centre + self.weight.float())).to(hidden.dtype)
+        if not self._is_around_one:
+            return rms_norm(hidden, self.weight.shape, self.weight, self._eps)
+        # The sum would lose digits in bf16, and torch's kernel wants one format.
+        weight = 1 + self.weight.float()
+        return rms_norm(hidden.float(), weight.shape, weight, self._eps).to(hidden.dtype)
 
 
 class ProjectionNorm(nn.Module):

@@ -22,6 +22,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.doctor.command import add_doctor
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import DONE, REQUEUE, exit_status, system_status
+from hybridflow.launch.checks import planned_recipe
 from hybridflow.launch.command import (
     add_launch,
     add_log,
@@ -82,6 +83,13 @@ _EXAMPLES = """examples:
 exit status: 0 done; 1 a rank was lost or hybridflow itself failed: starting again may help; 2 an error in the request;
   3 a checkpoint is damaged; 4 a file cannot be written; 75 saved, more to do: start again with --resume;
   128 + n ended by signal n
+"""
+
+_JOB_EXAMPLES = """examples:
+  hybridflow plan job quickstart
+  hybridflow plan job recipe.yaml cluster.hardware=h100-sxm
+  hybridflow plan job recipe.yaml --nodes 2
+  hybridflow plan job recipe.yaml --nodes 2 --time 24:00:00 --script
 """
 
 _RESHARD_EXAMPLES = """examples:
@@ -190,8 +198,10 @@ def _parser() -> argparse.ArgumentParser:
         "job",
         help="show which rank calls what, the schedule, and the memory of each rank",
         description="Print roles and calls of every rank, the program of the job, and the memory of each rank. With "
-        "--script, check the job against the site settings and print the batch file too. The command starts "
-        "no process and imports no torch.",
+        "--nodes or --script these are of its Slurm job. With --script, check the job against the site settings and "
+        "print the batch file too. The command starts no process and imports no torch.",
+        epilog=_JOB_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_recipe(job)
     what = job.add_mutually_exclusive_group()
@@ -267,7 +277,13 @@ def _settled(recipe: Recipe, arguments: argparse.Namespace, num_ranks: int = 0, 
 
 
 def _plan_job(arguments: argparse.Namespace) -> int:
-    recipe = _settled(load_recipe(arguments.recipe, arguments.overrides), arguments)
+    for option in ("time", "partition"):
+        if getattr(arguments, option) is not None and not arguments.script:
+            raise ConfigError(f"--{option} is for the batch file; give --script too, or leave it out")
+    if arguments.script or arguments.nodes is not None:
+        recipe = planned_recipe(arguments)
+    else:
+        recipe = _settled(load_recipe(arguments.recipe, arguments.overrides), arguments)
     if arguments.mermaid:
         from hybridflow.dataflow.render import mermaid
         from hybridflow.trainer.plan import plan_job

@@ -118,7 +118,9 @@ def read_yaml(path: Path) -> object:
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(_MOST_CHARACTERS + 1)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
     return parse_yaml(text, str(path))
 

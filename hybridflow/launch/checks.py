@@ -14,7 +14,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError, HybridflowError, LayoutError
 from hybridflow.launch.batch import BatchJob, shipped_body
 from hybridflow.launch.layout import with_layouts
-from hybridflow.launch.site import Site, absolute, check_line, load_site, seconds_of, texts
+from hybridflow.launch.site import SITE_FILE, Site, absolute, check_line, load_site, seconds_of, texts
 from hybridflow.mapping.memory import RankMemory, job_memory, with_micro_batches
 from hybridflow.recipe.dry_run import try_inputs
 from hybridflow.recipe.inputs import check_inputs
@@ -51,25 +51,14 @@ def check_job(arguments: argparse.Namespace, site: Site) -> tuple[Recipe, BatchJ
         ConfigError: The time limit is missing or too short; or a rank needs more memory than a GPU has.
         LayoutError: The ranks do not fill the nodes.
     """
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
-    if "cluster.ranks" in recipe.defaults:
-        recipe = _filling_nodes(recipe, site, arguments)
+    recipe, per_node, (fewest, most) = _on_nodes(arguments, site)
     for key, value in texts(to_dict(recipe)):
         if key in ("name", "run_dir"):
             check_line(value, key)
-    per_node = ranks_per_node(recipe, site)
-    # A search fills the nodes that are asked for.
-    needed = recipe.cluster.ranks if recipe.layout is None or arguments.nodes is None else 1
-    fewest, most = node_range(arguments.nodes, needed, per_node)
     time = time_limit(site)
-    warnings = [*recipe_warnings(recipe)]
+    warnings = [*recipe_warnings(recipe), *_no_site(arguments)]
     for count in dict.fromkeys((most, fewest)):
-        told = f"{count} node{'s' if count > 1 else ''} × {per_node} = {count * per_node} ranks"
-        chosen, ranks = recipe, count * per_node
-        if recipe.layout is None:
-            chosen = recipe_for_ranks(recipe, arguments.recipe, arguments.overrides, ranks, told=told)
-        chosen = replace(chosen, cluster=replace(chosen.cluster, ranks_per_node=per_node))
-        chosen, _, line = with_layouts(chosen, arguments.recipe, arguments.overrides, ranks)
+        chosen, told, line = _filled(recipe, arguments, count, per_node)
         warnings += [f"{told}: {line}; the job searches again when it starts"] if line is not None else []
         meshes = role_meshes(chosen)
         warnings += placement_warnings(meshes)
@@ -92,6 +81,48 @@ def check_job(arguments: argparse.Namespace, site: Site) -> tuple[Recipe, BatchJ
         inputs=inputs_of(recipe),
     )
     return recipe, job, list(dict.fromkeys(warnings))
+
+
+def planned_recipe(arguments: argparse.Namespace) -> Recipe:
+    """Return the recipe with the ranks and layouts that its Slurm job has on the most nodes that it may get.
+
+    Raises:
+        ConfigError: The recipe is wrong, or contradicts the site settings.
+        LayoutError: The ranks do not fill the nodes.
+    """
+    recipe, per_node, (_, most) = _on_nodes(arguments, site_of(arguments))
+    return _filled(recipe, arguments, most, per_node)[0]
+
+
+def _on_nodes(arguments: argparse.Namespace, site: Site) -> tuple[Recipe, int, tuple[int, int]]:
+    """Return the recipe as it is written, with a number of ranks, the ranks of a node, and the range of nodes."""
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if "cluster.ranks" in recipe.defaults:
+        recipe = _filling_nodes(recipe, site, arguments)
+    per_node = ranks_per_node(recipe, site, arguments.nodes)
+    # A search fills the nodes that are asked for.
+    needed = recipe.cluster.ranks if recipe.layout is None or arguments.nodes is None else 1
+    return recipe, per_node, node_range(arguments.nodes, needed, per_node)
+
+
+def _filled(recipe: Recipe, arguments: argparse.Namespace, count: int, per_node: int) -> tuple[Recipe, str, str | None]:
+    """Return the recipe on so many nodes, these in words, and what a search of layouts says."""
+    told, ranks = f"{count} node{'s' if count > 1 else ''} × {per_node} = {count * per_node} ranks", count * per_node
+    if recipe.layout is None:
+        recipe = recipe_for_ranks(recipe, arguments.recipe, arguments.overrides, ranks, told=told)
+    recipe = replace(recipe, cluster=replace(recipe.cluster, ranks_per_node=per_node))
+    chosen, _, line = with_layouts(recipe, arguments.recipe, arguments.overrides, ranks)
+    return chosen, told, line
+
+
+def _no_site(arguments: argparse.Namespace) -> list[str]:
+    """Return a warning where there are no site settings: then a job asks for no GPU."""
+    if arguments.site is not None or SITE_FILE.expanduser().exists():
+        return []
+    return [
+        f"no site settings in {SITE_FILE}: the job asks for no GPUs, account or partition; write gpus_per_node and the "
+        "others there (docs/slurm.md)"
+    ]
 
 
 def inputs_of(recipe: Recipe) -> tuple[Path, ...]:
@@ -178,8 +209,13 @@ def _may_be_there(error: HybridflowError, site: Site) -> bool:
     return (cause is not None and has_own_packages) or (cause is None and renamed)
 
 
-def ranks_per_node(recipe: Recipe, site: Site) -> int:
+def ranks_per_node(recipe: Recipe, site: Site, nodes: str | None) -> int:
     """Return the number of ranks on each node.
+
+    Args:
+        recipe: The recipe.
+        site: The cluster.
+        nodes: ``--nodes``. Where nothing else says it, the ranks are dealt to so many nodes.
 
     Raises:
         ConfigError: Recipe and site contradict each other, or a node has fewer GPUs.
@@ -192,13 +228,22 @@ def ranks_per_node(recipe: Recipe, site: Site) -> int:
         )
     chosen = said if said is not None else here
     if chosen is None:
-        chosen = min(recipe.cluster.ranks, site.gpus_per_node) if site.gpus_per_node else recipe.cluster.ranks
+        chosen = _dealt(recipe, nodes)
+        if site.gpus_per_node:
+            chosen = min(recipe.cluster.ranks, site.gpus_per_node)
     if site.gpus_per_node and chosen > site.gpus_per_node:
         raise ConfigError(
             f"cluster.ranks_per_node={chosen} with gpus_per_node={site.gpus_per_node} in the site settings: each rank "
             f"has a GPU of its own; set cluster.ranks_per_node={site.gpus_per_node}"
         )
     return chosen
+
+
+def _dealt(recipe: Recipe, nodes: str | None) -> int:
+    """Return the ranks of each of so many nodes, if the recipe's fill them; else all."""
+    number = int(nodes) if nodes is not None and nodes.isdecimal() else 0
+    is_even = number > 0 and recipe.layout is None and recipe.cluster.ranks % number == 0
+    return recipe.cluster.ranks // number if is_even else recipe.cluster.ranks
 
 
 def node_range(nodes: str | None, num_ranks: int, per_node: int) -> tuple[int, int]:

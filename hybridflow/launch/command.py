@@ -106,7 +106,9 @@ def add_launch(commands: Any) -> None:
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """Add the recipe and its overrides."""
     parser.add_argument("recipe", help="YAML file, or name of a shipped recipe such as quickstart")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the recipe's")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="settings that override the recipe's"
+    )
 
 
 def add_log(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
+import json
 import os
 import signal
 import sys
@@ -200,8 +201,15 @@ def _is_scored(algorithm: str) -> bool:
 
 def _values(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the recipe's keys, in the order of the file."""
-    data = arguments.data if arguments.held_out is None else {"train": arguments.data, "held_out": arguments.held_out}
-    values: dict[str, Any] = {"algorithm": arguments.algorithm, "model": arguments.model, "data": data}
+    data: dict[str, Any] = {"train": arguments.data}
+    if arguments.held_out is not None:
+        data["held_out"] = arguments.held_out
+    if _has_chat_template(Path(arguments.model)):
+        data["prompt_as_message"] = True
+    values: dict[str, Any] = {
+        **{"algorithm": arguments.algorithm, "model": arguments.model},
+        "data": data if len(data) > 1 else arguments.data,
+    }
     if arguments.reward is not None and not _is_scored(arguments.algorithm):
         raise ConfigError(f"--reward {arguments.reward}: algorithm={arguments.algorithm} scores nothing; remove it")
     if _is_scored(arguments.algorithm):
@@ -219,6 +227,16 @@ def _values(arguments: argparse.Namespace) -> dict[str, Any]:
                 )
             values["cluster"]["ranks_per_node"] = arguments.ranks // arguments.nodes
     return values
+
+
+def _has_chat_template(model: Path) -> bool:
+    """Return whether a directory of Hugging Face has a chat template: the model expects messages."""
+    if (model / "chat_template.jinja").is_file():
+        return True
+    try:
+        return "chat_template" in json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def _functions_of(values: Mapping[str, Any], *, is_named: bool) -> dict[Path, str]:
@@ -301,9 +319,10 @@ def _comments(values: Mapping[str, Any]) -> dict[str, str]:
     elif traits.is_offline:
         rows = "prompt, solution"
     _, colon, name = values.get("reward", "").partition(":")
+    is_chat = isinstance(values["data"], dict) and values["data"].get("prompt_as_message")
     return {
         "model": "a directory",
-        "data": f"rows with {rows}",
+        "data": f"rows with {rows}" + ("; prompts go through the model's chat template" if is_chat else ""),
         "reward": f"{name}(prompt, response, answer), larger is better" if colon else "",
         "cost": "smaller is better; lagrange.limit is the mean that is allowed",
         "teacher": "its distribution is learned",

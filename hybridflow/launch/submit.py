@@ -61,6 +61,8 @@ def submit(batch: Path) -> str:
 
 
 _REMEDIES = {
+    "resolve_ctls": "no cluster answers here; submit on a login node, or set SLURM_CONF",
+    "configuration source": "no cluster answers here; submit on a login node, or set SLURM_CONF",
     "account": "set account and partition in the site settings (`sacctmgr show associations user=$USER`)",
     "partition": "set partition in the site settings, or give --partition (`sinfo -s` lists them)",
     "qos": "set qos in the site settings (`sacctmgr show qos`)",

@@ -214,7 +214,10 @@ def hardware(name: str) -> Hardware:
         return _TABLE[name]
     path = MEASURED_FILE.expanduser() if name == MEASURED else Path(name)
     if name == MEASURED and not path.exists():
-        raise ConfigError(f"hardware {name}: {path} is missing; write it with `hybridflow doctor --measure`")
+        raise ConfigError(
+            f"hardware {name}: {path} is missing; write it with `hybridflow doctor --measure` on a node of the job, or "
+            f"name one of {', '.join(_TABLE)} (--hardware, cluster.hardware)"
+        )
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"hardware {name}: not one of {', '.join(hardware_names())}, and no file NAME.yaml")
     try:

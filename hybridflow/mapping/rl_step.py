@@ -330,7 +330,7 @@ def check_estimated(recipe: Recipe, hardware: Hardware) -> None:
     if recipe.model.dtype != hardware.dtype:
         raise ConfigError(
             f"model.dtype={recipe.model.dtype}: this hardware is described for {hardware.dtype}; change the dtype, or "
-            "name other hardware, such as what `hybridflow doctor --measure` wrote"
+            "name other hardware, such as --hardware measured, which `hybridflow doctor --measure` writes"
         )
 
 

@@ -111,8 +111,20 @@ def runs_in(folder: Path) -> list[Path]:
         return [folder]
     found = sorted(inner for inner in folder.iterdir() if _is_run(inner)) if folder.is_dir() else []
     if not found:
-        raise DataError(f"{folder}: holds no run (none of {', '.join(_FILES)}); give the run_dir of a recipe")
+        raise _no_run(folder)
     return found
+
+
+def _no_run(folder: Path) -> DataError:
+    """Return the error of a directory that is no run; the job of one may wait in the queue."""
+    job_ids = [each.read_text(encoding="ascii", errors="replace").strip() for each in folder.glob("launch/*/job_id")]
+    waiting = max((int(job_id) for job_id in job_ids if job_id.isdecimal()), default=None)
+    if waiting is not None:
+        return DataError(
+            f"{folder}: job {waiting} was submitted and has not started; see `squeue -j {waiting}`, and "
+            f"{folder}/slurm-{waiting}.out once it has"
+        )
+    return DataError(f"{folder}: holds no run (none of {', '.join(_FILES)}); give the run_dir of a recipe")
 
 
 def holds_data_alone(folder: Path) -> bool:
@@ -139,7 +151,7 @@ def read_status(run_dir: Path, now_s: float | None = None) -> RunStatus:
     now_s = time.time() if now_s is None else now_s
     latest = run_dir / "checkpoints" / "latest"
     if not _is_run(run_dir):
-        raise DataError(f"{run_dir}: holds no run (none of {', '.join(_FILES)}); give the run_dir of a recipe")
+        raise _no_run(run_dir)
     starts = read_starts(run_dir)
     start = starts[-1] if starts else None
     told = kept = _Values(_object(_read(run_dir / STATUS_FILE)))

@@ -107,5 +107,10 @@ def _try_reward(settings: RewardConfig, role: str, example: Example) -> str:
             return (
                 f"{scorer.counts.first_failure}; the run would go on, as {role}.on_failure={settings.on_failure} says"
             )
-        given = f"the answer of {example.place} as a response" if response else f"an empty response to {example.place}"
+        given = f"the answer of {example.place} as a response"
+        if not response:
+            there = ", ".join(example.row)
+            given = (
+                f"an empty response to {example.place}, which has no answer (fields: {there}; see data.answer_field)"
+            )
         return f"{role} {scorer.kind.name!r}: gives {score:g} for {given}"

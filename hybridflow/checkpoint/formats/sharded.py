@@ -19,7 +19,7 @@ from hybridflow.checkpoint.manifest import NAME, WEIGHT, Manifest, Piece, Tensor
 from hybridflow.checkpoint.model_dir import ModelDir, write_assets, write_manifest
 from hybridflow.checkpoint.store import BASE
 from hybridflow.checkpoint.tensor_file import TensorFileWriter
-from hybridflow.errors import CheckpointError, LayoutError
+from hybridflow.errors import CheckpointError, ConfigError, LayoutError
 from hybridflow.families.assets import ADAPTER_CONFIG, ASSETS, CONFIG, FOLDER, identity_of, read_assets, read_json
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -30,13 +30,14 @@ _ASSET_NAMES = (*ASSETS, ADAPTER_CONFIG)
 
 
 def find_model(path: Path) -> Path | None:
-    """Find the model directory of a path: itself, or the one role of a step, of the latest step of a run.
+    """Find the model directory of a path: itself, or the actor or only role of a step, of the latest step of a run.
 
     Returns:
         None where there is no model directory.
 
     Raises:
-        CheckpointError: There are several roles, which the message names.
+        ConfigError: There are several roles, which the message names, and none is the actor.
+        CheckpointError: The note of the latest step is damaged.
     """
     if (path / NAME).is_file():
         return path
@@ -55,8 +56,10 @@ def find_model(path: Path) -> Path | None:
         # Beside the steps of a run lies its reference, which is not what was trained.
         return None
     roles = sorted(file.parent for file in folder.glob(f"*/{NAME}"))
+    if folder / "actor" in roles:
+        return folder / "actor"
     if len(roles) > 1:
-        raise CheckpointError(f"{path}: holds several models; give one of {', '.join(map(str, roles))}")
+        raise ConfigError(f"{path}: holds several models; give one of {', '.join(map(str, roles))}")
     return roles[0] if roles else None
 
 

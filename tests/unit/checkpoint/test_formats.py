@@ -366,9 +366,11 @@ def test_the_role_of_a_run_is_found(saved, tmp_path):
     for path in (run, run / "checkpoints", step, step / "actor"):
         assert open_source(path).path == step / "actor"
     shutil.copytree(saved / "ours", step / "critic")
-    with pytest.raises(CheckpointError, match=f"holds several models; give one of {step}/actor, {step}/critic"):
-        open_source(run)
+    assert open_source(run).path == step / "actor"
     assert open_source(step / "critic").path == step / "critic"
+    (step / "actor").rename(step / "cost_critic")
+    with pytest.raises(ConfigError, match=f"holds several models; give one of {step}/cost_critic, {step}/critic"):
+        open_source(run)
     (run / "checkpoints/latest").write_text("../../etc")
     with pytest.raises(CheckpointError, match="latest: found '../../etc'"):
         open_source(run)

@@ -51,6 +51,18 @@ def test_a_short_recipe_that_loads_and_its_functions(algorithm, folder, capsys):
     assert len(shown) >= 2 and load_recipe("out.yaml") == recipe
 
 
+def test_prompts_go_through_the_chat_template_of_a_model_that_has_one(folder):
+    assert init("--algorithm", "grpo") == 0 and not load_recipe("recipe.yaml").data.prompt_as_message
+    config = folder / "model/tokenizer_config.json"
+    for text, has_one in (('{"chat_template": "{{ messages }}"}', True), ("{}", False), ("[", False), ("3", False)):
+        config.write_text(text)
+        assert init("--algorithm", "grpo", "--force") == 0
+        assert load_recipe("recipe.yaml").data.prompt_as_message is has_one
+        assert ("chat template" in (folder / "recipe.yaml").read_text()) is has_one
+    (folder / "model/chat_template.jinja").write_text("{{ messages }}")
+    assert init("--algorithm", "grpo", "--force") == 0 and load_recipe("recipe.yaml").data.prompt_as_message
+
+
 UNSCORED = ("distill", "dpo", "ipo", "kto", "reward-model", "sft")
 
 

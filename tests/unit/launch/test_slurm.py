@@ -434,8 +434,8 @@ def test_without_sbatch_the_error_says_what_else_there_is(on_a_login_node, monke
     [
         ([], "no time limit"),
         (
-            ["--time", "30", "--nodes", "2"],
-            "2 nodes × 4 = 8 ranks, but quickstart's layouts need 4; these fit: cluster.ranks=8 actor.update.dp=4",
+            ["--time", "30", "--nodes", "3"],
+            "3 nodes × 4 = 12 ranks, but quickstart's layouts need 4; these fit: cluster.ranks=12 actor.update.dp=6",
         ),
         (["--time", "30", "cluster.ranks_per_node=3"], "cluster.ranks=4 do not fill nodes of 3 ranks"),
         (["--time", "30", "--site", "site.yaml"], "cluster.ranks_per_node=4 with gpus_per_node=2"),
@@ -479,6 +479,30 @@ def test_a_recipe_without_ranks_fills_the_nodes(on_a_login_node, capsys):
     (on_a_login_node / "site.yaml").write_text('time: "24:00:00"\n')
     assert cli.main([*given, "--nodes", "3", "--print"]) == 0
     assert "#SBATCH --nodes=3\n#SBATCH --ntasks-per-node=1\n" in capsys.readouterr().out
+
+
+def test_ranks_are_dealt_to_the_nodes_and_missing_settings_are_told(on_a_login_node, capsys):
+    assert cli.main([*QUICK, "--nodes", "2", "--print"]) == 0
+    found = capsys.readouterr()
+    assert "\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n" in found.out
+    assert "no site settings in ~/.config/hybridflow/site.yaml: the job asks for no GPUs" in found.err
+    (on_a_login_node / "home/.config/hybridflow").mkdir(parents=True)
+    (on_a_login_node / "home/.config/hybridflow/site.yaml").write_text("gpus_per_node: 0\n")
+    assert cli.main([*QUICK, "--nodes", "2", "--print"]) == 0
+    assert "no site settings" not in capsys.readouterr().err
+
+
+def test_a_plan_is_that_of_the_job_on_its_nodes(on_a_login_node, capsys):
+    write_config(on_a_login_node / "model")
+    (on_a_login_node / "site.yaml").write_text('time: "24:00:00"\ngpus_per_node: 4\n')
+    given = ["plan", "job", "grpo", "model=model", "data=d.jsonl", "data.held_out=d.jsonl", "--site", "site.yaml"]
+    for more, ranks in ((["--nodes", "2"], 8), (["--nodes", "2", "--script"], 8), (["--script"], 4), ([], 1)):
+        assert cli.main([*given, *more]) == 0
+        printed = capsys.readouterr().out
+        assert f"actor.update tp1.pp1.dp{ranks} " in printed
+        assert (f"--nodes={ranks // 4}\n#SBATCH --ntasks-per-node=4\n" in printed) is ("--script" in more)
+    assert cli.main([*given, "--time", "1:00:00"]) == 2
+    assert "--time is for the batch file; give --script too" in capsys.readouterr().err
 
 
 def test_memory_is_checked_against_the_sites_gpus(on_a_login_node, capsys):

@@ -166,6 +166,14 @@ def test_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         assert capsys.readouterr().err.startswith(f"hybridflow: {path}: holds no run")
 
 
+def test_a_job_that_waits_in_the_queue_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for number, job_id in enumerate(("4710", "4711", "not a number")):
+        (tmp_path / f"launch/000{number}").mkdir(parents=True)
+        (tmp_path / f"launch/000{number}/job_id").write_text(f"{job_id}\n")
+    assert cli.main(["status", str(tmp_path)]) == 2
+    assert f"{tmp_path}: job 4711 was submitted and has not started; see `squeue -j 4711`" in capsys.readouterr().err
+
+
 def test_the_command(run_dir: Path, capsys: pytest.CaptureFixture[str]):
     other = run_dir.parent / "y"
     other.mkdir()

@@ -186,7 +186,8 @@ def test_a_dry_run_tells_what_it_has_tried(folders, capsys):
     assert told.splitlines() == [
         "data.train: train.jsonl:1 can be read",
         "data.held_out: held.jsonl:1 can be read",
-        f"reward '{name}:score': gives 3 for an empty response to train.jsonl:1",
+        f"reward '{name}:score': gives 3 for an empty response to train.jsonl:1, which has no answer "
+        "(fields: prompt, level; see data.answer_field)",
     ]
     wrong = [f"reward.function={module(here, WRONG)}:wrong", "reward.on_failure=drop"]
     status, told, error = dry(folders, capsys, *wrong)

@@ -18,6 +18,9 @@ from hybridflow.recipe.load import load_recipe
 from hybridflow.recipe.meshes import role_meshes
 from hybridflow.reshard.report import format_bytes
 
+_OWN_ENGINE_S = 1e-3
+"""Host time of a token by a fit, see docs/mapping.md."""
+
 
 def recipe_step(
     arguments: argparse.Namespace, machine: Hardware, like: Texts | None, step_of: Callable[[Recipe], Step]
@@ -91,4 +94,11 @@ def step_text(found: dict[str, Any], machine: Hardware) -> str:
     most = found["memory_bytes"]
     fits = "" if max(most.values()) <= machine.memory_bytes else f": more than {machine.memory_bytes / 1e9:.0f} GB"
     phases = ", ".join(f"{name} {format_bytes(number)}" for name, number in most.items())
-    return "\n".join([*lines, f"memory of the fullest GPU: {phases}{fits}", error_text(found["error"])])
+    lines.append(f"memory of the fullest GPU: {phases}{fits}")
+    if machine.engine_launch > _OWN_ENGINE_S:
+        lines.append(
+            f"of each token of a rollout {1e3 * machine.engine_launch:g} ms are the host's, as in published steps with "
+            f"vLLM; hybridflow's own engine took about {1e3 * _OWN_ENGINE_S:g} ms on an H100, so a rollout of a small "
+            "model is shorter: see `hybridflow doctor --measure` and --like"
+        )
+    return "\n".join([*lines, error_text(found["error"])])

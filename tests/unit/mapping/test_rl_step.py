@@ -146,6 +146,7 @@ def test_text_names_calls_and_memory(capsys, recipe):
     assert cli.main(["plan", "estimate", recipe(), "actor.recompute=full", "--prompt", "100"]) == 0
     text = capsys.readouterr().out
     assert "a step of paper on 16 × h100-sxm" in text and "prompts of 100 tokens" in text
+    assert "of each token of a rollout 7 ms are the host's, as in published steps with vLLM" in text
     assert "actor.sample" in text and "memory of the fullest GPU: rollout" in text and "within 30.0 % of" in text
 
 

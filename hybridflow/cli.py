@@ -332,7 +332,8 @@ def _print_plan(recipe: Recipe, site_file: Path | None) -> None:
     print_out(plan_table(plan.whole, plan.meshes, recipe.cluster.ranks))
     memory = job_memory(recipe, plan.meshes)
     print_out(f"\nmemory of each rank, estimated\n{memory_table(memory)}\n{memory_summary(memory)}")
-    if "trainer.micro_batch_tokens" in recipe.defaults and usable_bytes(recipe, gpu_bytes) is None:
+    is_open = "trainer.micro_batch_tokens" in recipe.defaults and recipe.cluster.hardware is None
+    if is_open and usable_bytes(recipe, gpu_bytes) is None:
         print_out(
             f"with micro-batches of {recipe.trainer.micro_batch_tokens} tokens; on GPUs a job takes the largest that "
             "fit: name the GPU to see them, as in cluster.hardware=h100-sxm"

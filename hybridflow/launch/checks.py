@@ -15,7 +15,7 @@ from hybridflow.errors import ConfigError, HybridflowError, LayoutError
 from hybridflow.launch.batch import BatchJob, shipped_body
 from hybridflow.launch.layout import with_layouts
 from hybridflow.launch.site import SITE_FILE, Site, absolute, check_line, load_site, seconds_of, texts
-from hybridflow.mapping.memory import RankMemory, job_memory, with_micro_batches
+from hybridflow.mapping.memory import RankMemory, job_memory, planned_gpu_bytes, with_micro_batches
 from hybridflow.recipe.dry_run import try_inputs
 from hybridflow.recipe.inputs import check_inputs
 from hybridflow.recipe.load import load_recipe, recipe_for_ranks
@@ -63,7 +63,7 @@ def check_job(arguments: argparse.Namespace, site: Site) -> tuple[Recipe, BatchJ
         meshes = role_meshes(chosen)
         warnings += placement_warnings(meshes)
         if site.gpu_memory_gb is not None:
-            chosen = with_micro_batches(chosen, meshes, site.gpu_memory_gb * 1e9)
+            chosen = with_micro_batches(chosen, meshes, planned_gpu_bytes(chosen, site.gpu_memory_gb))
             warnings += check_memory(job_memory(chosen, meshes), site.gpu_memory_gb)
     folder = Path.cwd()
     job = BatchJob(

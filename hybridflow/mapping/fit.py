@@ -113,7 +113,7 @@ def estimated_phases(one: Observed, flow: Flow, hardware: Hardware) -> dict[str,
 
 
 def with_host_time(hardware: Hardware) -> Hardware:
-    """Return GPUs on which the host takes time to start kernels. Those of the table have none: it is not published."""
+    """Return the hardware with a host time. The table's GPUs have none, because none is published."""
     if hardware.is_cpu or hardware.pass_host:
         return hardware
     return replace(hardware, pass_host=_PASS_HOST_S)

@@ -83,7 +83,7 @@ def _forward(
     gradient_accumulation_fusion: bool,
     **_: Any,
 ) -> Tensor:
-    assert not gradient_accumulation_fusion, "gpt.py has it off"
+    assert not gradient_accumulation_fusion, "fusion is for GPUs alone"
     group = tp_group if allreduce_dgrad or sequence_parallel else None
     output: Tensor = _Linear.apply(input, weight, group, sequence_parallel)
     return output if bias is None else output + bias

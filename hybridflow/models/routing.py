@@ -123,7 +123,9 @@ class PackedRouting:
         places, samples = (each if len(chosen) else each[:0] for each in (self._places, self._samples))
         # Nothing is picked by a condition: how many there are would be asked of the GPU.
         is_here = (places >= first) & (places < first + len(chosen))
-        rows = torch.where(is_here, places - first, 0)
+        # Any row does where it does not count; if all took one, its gradients would be added one by one.
+        others = torch.arange(len(places), device=places.device) % max(1, len(chosen))
+        rows = torch.where(is_here, places - first, others)
         num_samples, num_experts = len(self._lengths), scores.shape[1]
         counts = torch.zeros(num_samples * num_experts, device=scores.device)
         flat = samples[:, None] * num_experts + chosen[rows]

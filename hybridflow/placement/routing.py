@@ -16,6 +16,7 @@ from hybridflow.models.gpt import Transformer
 from hybridflow.models.layers import Chunks, chunks_of
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.routing import NUM_SUMS, PackedRouting, pack_choices
+from hybridflow.models.training import sum_over
 from hybridflow.observe.expert_loads import Loads
 
 ROUTER_CHOICES = "router_choices"
@@ -64,16 +65,15 @@ class RouterWatch:
     ) -> None:
         self._model, self._groups, self._settings = model, groups, settings
         lengths = [length for part in parts for length in part.lengths]
-        device = next(model.parameters()).device
-        self._totals = torch.tensor([len(lengths), sum(lengths)], dtype=torch.float64, device=device)
-        dist.all_reduce(self._totals, group=groups.dp)
-        num_samples, num_tokens = self._totals.clamp(min=1).tolist()
+        # In host memory: a GPU would be asked for the sums.
+        totals = sum_over(groups.dp)(torch.tensor([len(lengths), sum(lengths)], dtype=torch.float64))
+        self._num_samples, self._num_tokens = totals.clamp(min=1).tolist()
         self._routings: list[PackedRouting] = []
         for part in parts:
             routing = part.attention.routing
             if routing is None:
                 routing = part.attention.routing = PackedRouting(part, group=_sharers(model, groups))
-            routing.weights = settings.aux_loss / num_samples, settings.z_loss / num_tokens
+            routing.weights = settings.aux_loss / self._num_samples, settings.z_loss / self._num_tokens
             self._routings.append(routing)
 
     def finish(self) -> tuple[dict[str, float], Loads]:
@@ -84,7 +84,8 @@ class RouterWatch:
         """
         config, groups = chunks_of(self._model)[0].config, self._groups
         num_experts = config.num_moe_experts
-        sums = torch.zeros(config.num_layers, num_experts + NUM_SUMS, dtype=torch.float64, device=self._totals.device)
+        device = next(self._model.parameters()).device
+        sums = torch.zeros(config.num_layers, num_experts + NUM_SUMS, dtype=torch.float64, device=device)
         for routing in self._routings:
             sums += routing.told(config.num_layers, num_experts)
         dist.all_reduce(sums, group=groups.dp_cp)
@@ -110,13 +111,12 @@ class RouterWatch:
 
     def _metrics(self, shares: Tensor, totals: list[float]) -> dict[str, float]:
         aux, z, agreed, compared = totals
-        num_samples, num_tokens = self._totals.tolist()
         found = {
             "actor/expert_load_max": float(shares.max()),
             "actor/expert_load_max_mean": float(shares.amax(1).mean()),
             "actor/expert_load_min": float(shares.min()),
-            "actor/router_aux_loss": aux / (num_samples * len(shares)),
-            "actor/router_z_loss": z / (num_tokens * len(shares)),
+            "actor/router_aux_loss": aux / (self._num_samples * len(shares)),
+            "actor/router_z_loss": z / (self._num_tokens * len(shares)),
         }
         return found | ({"rollout/router_agreement": agreed / compared} if compared else {})
 

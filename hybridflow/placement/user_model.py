@@ -88,17 +88,15 @@ class UserModel(PlacedModel):
         Raises:
             ConfigError: The module gave something of another shape.
         """
-        device, width = part.tokens.device, max(part.lengths)
-        ids = torch.zeros(len(part.places), width, dtype=torch.int64, device=device)
-        mask = torch.zeros_like(ids)
+        samples = torch.repeat_interleave(torch.arange(len(part.places)), torch.tensor(part.lengths))
+        within = torch.cat([torch.arange(length) for length in part.lengths])
+        where = to_device(torch.stack([samples, within, torch.cat(part.places)]), part.tokens.device)
+        (sample, place, token), shape = where, (len(part.places), max(part.lengths))
+        ids = part.tokens.new_zeros(shape).index_put((sample, place), part.tokens[token])
+        mask = part.tokens.new_zeros(shape).index_put((sample, place), torch.ones_like(token))
         # Of a prompt that several samples share any of them will do.
-        sample_of, place_of = torch.empty_like(part.tokens), torch.empty_like(part.tokens)
-        for sample, places in enumerate(part.places):
-            places = to_device(places, device)
-            ids[sample, : len(places)] = part.tokens[places]
-            mask[sample, : len(places)] = 1
-            sample_of[places] = sample
-            place_of[places] = torch.arange(len(places), device=device)
+        sample_of = torch.empty_like(part.tokens).index_copy(0, token, sample)
+        place_of = torch.empty_like(part.tokens).index_copy(0, token, place)
         if self._has_values:
             found = ask_values(self.module, ids, mask, name=self._name)[:, :, None]
         else:

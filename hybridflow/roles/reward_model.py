@@ -113,10 +113,11 @@ def last_tokens(part: MicroBatch, pad_id: int | None) -> MicroBatch:
         pad_id: The model's padding token, which may be the very token that ends a response; None: it has none.
     """
     rows = []
+    is_text = None if pad_id is None else (part.all_tokens != pad_id).cpu()
     for places in part.places:
         last = len(places) - 1
-        if pad_id is not None:
-            others = (part.all_tokens[places] != pad_id).nonzero()
+        if is_text is not None:
+            others = is_text[places].nonzero()
             last = int(others[-1]) if len(others) else 0
         rows.append(int(places[last]))
     return part.with_rows(torch.tensor(rows, dtype=torch.int64))

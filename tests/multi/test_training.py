@@ -177,7 +177,7 @@ def fused_differences(world):
     """How far gradients are from one another that layers add to the sums themselves, and that autograd hands on."""
     found = {}
     for name, model in {"tiny": TINY, "capped": CAPPED, "mixture": MIXTURE}.items():
-        for layout in (ParallelLayout(tp=2), ParallelLayout(dp=2)):
+        for layout in (ParallelLayout(tp=2), ParallelLayout(dp=2), ParallelLayout(pp=2)):
             gradients, number = [], 0
             for is_fused in (False, True):
                 # Else the products are those of CPUs.
@@ -198,13 +198,13 @@ def fused_differences(world):
             for plain, fused in zip(gradients[:2], gradients[2:], strict=True):
                 most = max(float(each.abs().max()) for each in plain.values())
                 off = max(float((each - fused[key]).abs().max()) for key, each in plain.items())
-                found[f"{name} {layout}", len(found)] = off / most, number / (4 * model.num_layers)
+                found[f"{name} {layout}", len(found)] = off / most, number * layout.pp / (4 * model.num_layers)
     return found
 
 
 def test_layers_that_add_weight_gradients_to_the_sums_add_those_of_autograd():
     for each in run_ranks(fused_differences, 2):
-        assert len(each) == 12
+        assert len(each) == 18
         for case, (difference, per_layer) in each.items():
             # Two steps of two micro-batches; a layer has four matrices, and experts as many as have tokens.
             assert difference < 1e-5 and per_layer >= 4, (case, difference, per_layer)

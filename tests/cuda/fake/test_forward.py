@@ -75,8 +75,10 @@ def test_a_weight_gradient_is_added_to_its_sums_by_one_product(monkeypatch, dtyp
         with Launches() as launches:
             megatron_layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(inputs, gradients, sums)
     assert sum(launches.names.values()) == 1 and launches.made_bytes == 0, launches.names
-    linears = [each for each in built.modules() if isinstance(each, megatron_layers.ColumnParallelLinear)]
-    assert len(linears) > family_model("qwen2").num_layers
+    kinds = megatron_layers.ColumnParallelLinear, megatron_layers.RowParallelLinear
+    linears = [each for each in built.modules() if isinstance(each, kinds)]
+    # Four of each layer, and the output.
+    assert len(linears) == 4 * family_model("qwen2").num_layers + 1
     assert all(each.gradient_accumulation_fusion for each in linears)
 
 

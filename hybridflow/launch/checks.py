@@ -228,9 +228,7 @@ def ranks_per_node(recipe: Recipe, site: Site, nodes: str | None) -> int:
         )
     chosen = said if said is not None else here
     if chosen is None:
-        chosen = _dealt(recipe, nodes)
-        if site.gpus_per_node:
-            chosen = min(recipe.cluster.ranks, site.gpus_per_node)
+        chosen = min(recipe.cluster.ranks, site.gpus_per_node) if site.gpus_per_node else _dealt(recipe, nodes)
     if site.gpus_per_node and chosen > site.gpus_per_node:
         raise ConfigError(
             f"cluster.ranks_per_node={chosen} with gpus_per_node={site.gpus_per_node} in the site settings: each rank "

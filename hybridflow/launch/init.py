@@ -206,8 +206,9 @@ def _values(arguments: argparse.Namespace) -> dict[str, Any]:
         data["held_out"] = arguments.held_out
     if _has_chat_template(Path(arguments.model)):
         data["prompt_as_message"] = True
-    values: dict[str, Any] = {
-        **{"algorithm": arguments.algorithm, "model": arguments.model},
+    values = {
+        "algorithm": arguments.algorithm,
+        "model": arguments.model,
         "data": data if len(data) > 1 else arguments.data,
     }
     if arguments.reward is not None and not _is_scored(arguments.algorithm):

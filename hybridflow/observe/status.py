@@ -118,7 +118,7 @@ def runs_in(folder: Path) -> list[Path]:
 def _no_run(folder: Path) -> DataError:
     """Return the error of a directory that is no run; the job of one may wait in the queue."""
     job_ids = [each.read_text(encoding="ascii", errors="replace").strip() for each in folder.glob("launch/*/job_id")]
-    waiting = max((int(job_id) for job_id in job_ids if job_id.isdecimal()), default=None)
+    waiting = max((int(job_id) for job_id in job_ids if job_id.isdecimal() and len(job_id) < 20), default=None)
     if waiting is not None:
         return DataError(
             f"{folder}: job {waiting} was submitted and has not started; see `squeue -j {waiting}`, and "

@@ -33,9 +33,10 @@ def top_log_probs(
         temperature: Divides the logits first.
 
     Returns:
-        In host memory and the same on every rank of the group: with ``top_k`` 0 the log-probabilities of all tokens,
-        ``[tokens, vocab_size]`` fp32, alone. Else those of the likeliest, in descending order, and of any other token,
-        ``[tokens, top_k + 1]`` fp32; and the ids of the likeliest, ``[tokens, top_k]`` int64.
+        The same on every rank of the group. With ``top_k`` 0 the log-probabilities of all tokens, ``[tokens,
+        vocab_size]`` fp32, alone, in host memory. Else on the logits' device those of the likeliest, in descending
+        order, and of any other token, ``[tokens, top_k + 1]`` fp32; and the ids of the likeliest, ``[tokens, top_k]``
+        int64.
     """
     columns = Columns(logits.shape[-1], group, vocab_size)
     found = [_top(columns, columns.scaled(rows, temperature), top_k, vocab_size) for rows in logits.split(CHUNK_TOKENS)]
@@ -55,7 +56,7 @@ def _top(columns: Columns, scaled: Tensor, top_k: int, vocab_size: int) -> tuple
     rest = _without(columns, scaled, ids)
     largest = columns.max(rest.amax(-1))
     others = largest + columns.sum((rest - largest[:, None]).exp().sum(-1)).log()
-    return (torch.cat([likeliest, others[:, None]], dim=1) - normalizer[:, None]).cpu(), ids.cpu()
+    return torch.cat([likeliest, others[:, None]], dim=1) - normalizer[:, None], ids
 
 
 def _gather(columns: Columns, local: Tensor) -> Tensor:

@@ -52,6 +52,8 @@ class Teacher(Role):
 
         def top(output: Tensor, part: MicroBatch) -> tuple[Tensor, ...]:
             local = top_log_probs(output, self._top_k, **how)
+            if part.dealt is None:
+                return local
             return tuple(part.gathered(each.to(output.device)) for each in local)
 
         found = model.rows_per_token(batch, top)

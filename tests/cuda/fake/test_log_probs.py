@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybridflow.algorithms.losses import Totals
 from hybridflow.dataflow.batch import Ragged
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.log_probs import _VocabParallelLogProbs
+from hybridflow.models.distillation import top_log_probs
+from hybridflow.models.log_probs import CHUNK_TOKENS, _VocabParallelLogProbs
 from hybridflow.placement.placed_model import PlacedModel
 from hybridflow.recipe.load import load_recipe
 from hybridflow.roles import offline_actor
@@ -59,6 +60,17 @@ def test_no_copy_of_the_logits_is_made(monkeypatch):
     assert launches.made_bytes - gradient.nbytes <= 0.05 * 4 * logits.numel()
     # Forward reads the logits once; backward reads them and writes the gradient.
     assert launches.num_bytes <= 1.01 * 3 * logits.nbytes
+
+
+@pytest.mark.parametrize(("top_k", "copies"), [(4, 0), (0, 3)])
+def test_what_a_teacher_says_of_a_few_tokens_stays_on_the_gpu(monkeypatch, top_k, copies):
+    with fake_cuda(monkeypatch) as world, Launches() as launches:
+        group = place(world, ParallelLayout())[1].tp
+        logits = torch.empty(3 * CHUNK_TOKENS, 512, device=DEVICE)
+        found = top_log_probs(logits, top_k, group=group, vocab_size=500)
+    # All of a vocabulary are as much as the logits.
+    assert {each.device.type for each in found} == {"cuda" if top_k else "cpu"}
+    assert launches.names["_to_copy"] == copies
 
 
 def test_scores_of_all_passes_are_copied_to_the_host_at_once(monkeypatch):

@@ -281,9 +281,10 @@ def _plan_job(arguments: argparse.Namespace) -> int:
         if getattr(arguments, option) is not None and not arguments.script:
             raise ConfigError(f"--{option} is for the batch file; give --script too, or leave it out")
     if arguments.script or arguments.nodes is not None:
-        recipe = planned_recipe(arguments)
+        recipe, num_ranks = planned_recipe(arguments)
     else:
-        recipe = _settled(load_recipe(arguments.recipe, arguments.overrides), arguments)
+        recipe, num_ranks = load_recipe(arguments.recipe, arguments.overrides), 0
+    recipe = _settled(recipe, arguments, num_ranks)
     if arguments.mermaid:
         from hybridflow.dataflow.render import mermaid
         from hybridflow.trainer.plan import plan_job

@@ -10,6 +10,7 @@ import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hybridflow.data.limited import LimitedProcess
@@ -26,12 +27,16 @@ _MEMORY_BYTES = 1 << 29
 
 
 def chat_template(tokenizer: Tokenizer) -> str | None:
-    """Return the template beside a tokenizer; None: it has none.
+    """Return the template beside a tokenizer, as ``template_in`` does."""
+    return template_in(tokenizer.path.parent)
+
+
+def template_in(folder: Path) -> str | None:
+    """Return the template in a tokenizer's directory; None: it has none.
 
     Raises:
         DataError: It cannot be read.
     """
-    folder = tokenizer.path.parent
     try:
         return read_small(folder / FILE, _MOST_CHARACTERS).decode("utf-8")
     except FileNotFoundError:

@@ -58,7 +58,8 @@ def check_job(arguments: argparse.Namespace, site: Site) -> tuple[Recipe, BatchJ
     time = time_limit(site)
     warnings = [*recipe_warnings(recipe), *_no_site(arguments)]
     for count in dict.fromkeys((most, fewest)):
-        chosen, told, line = _filled(recipe, arguments, count, per_node)
+        chosen, ranks, told = _filled(recipe, arguments, count, per_node)
+        chosen, _, line = with_layouts(chosen, arguments.recipe, arguments.overrides, ranks)
         warnings += [f"{told}: {line}; the job searches again when it starts"] if line is not None else []
         meshes = role_meshes(chosen)
         warnings += placement_warnings(meshes)
@@ -83,15 +84,17 @@ def check_job(arguments: argparse.Namespace, site: Site) -> tuple[Recipe, BatchJ
     return recipe, job, list(dict.fromkeys(warnings))
 
 
-def planned_recipe(arguments: argparse.Namespace) -> Recipe:
-    """Return the recipe with the ranks and layouts that its Slurm job has on the most nodes that it may get.
+def planned_recipe(arguments: argparse.Namespace) -> tuple[Recipe, int]:
+    """Return the recipe as its Slurm job runs it on the most nodes that it may get, and the ranks there.
+
+    Layouts that are searched are still open, see ``with_layouts``.
 
     Raises:
         ConfigError: The recipe is wrong, or contradicts the site settings.
         LayoutError: The ranks do not fill the nodes.
     """
     recipe, per_node, (_, most) = _on_nodes(arguments, site_of(arguments))
-    return _filled(recipe, arguments, most, per_node)[0]
+    return _filled(recipe, arguments, most, per_node)[:2]
 
 
 def _on_nodes(arguments: argparse.Namespace, site: Site) -> tuple[Recipe, int, tuple[int, int]]:
@@ -105,14 +108,13 @@ def _on_nodes(arguments: argparse.Namespace, site: Site) -> tuple[Recipe, int, t
     return recipe, per_node, node_range(arguments.nodes, needed, per_node)
 
 
-def _filled(recipe: Recipe, arguments: argparse.Namespace, count: int, per_node: int) -> tuple[Recipe, str, str | None]:
-    """Return the recipe on so many nodes, these in words, and what a search of layouts says."""
-    told, ranks = f"{count} node{'s' if count > 1 else ''} × {per_node} = {count * per_node} ranks", count * per_node
+def _filled(recipe: Recipe, arguments: argparse.Namespace, count: int, per_node: int) -> tuple[Recipe, int, str]:
+    """Return the recipe on so many nodes, the ranks there, and both in words."""
+    ranks = count * per_node
+    told = f"{count} node{'s' if count > 1 else ''} × {per_node} = {ranks} ranks"
     if recipe.layout is None:
         recipe = recipe_for_ranks(recipe, arguments.recipe, arguments.overrides, ranks, told=told)
-    recipe = replace(recipe, cluster=replace(recipe.cluster, ranks_per_node=per_node))
-    chosen, _, line = with_layouts(recipe, arguments.recipe, arguments.overrides, ranks)
-    return chosen, told, line
+    return replace(recipe, cluster=replace(recipe.cluster, ranks_per_node=per_node)), ranks, told
 
 
 def _no_site(arguments: argparse.Namespace) -> list[str]:

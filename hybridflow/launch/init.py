@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
-import json
 import os
 import signal
 import sys
@@ -14,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.recipe import Recipe
-from hybridflow.errors import ConfigError, WriteError
+from hybridflow.data.chat import template_in
+from hybridflow.errors import ConfigError, DataError, WriteError
 from hybridflow.exit_status import DONE
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.observe.console import complain
@@ -232,11 +232,10 @@ def _values(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _has_chat_template(model: Path) -> bool:
     """Return whether a directory of Hugging Face has a chat template: the model expects messages."""
-    if (model / "chat_template.jinja").is_file():
-        return True
     try:
-        return "chat_template" in json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
+        return template_in(model) is not None
+    except DataError:
+        # Training reads it again, and says what is wrong.
         return False
 
 

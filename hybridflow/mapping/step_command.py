@@ -95,7 +95,8 @@ def step_text(found: dict[str, Any], machine: Hardware) -> str:
     fits = "" if max(most.values()) <= machine.memory_bytes else f": more than {machine.memory_bytes / 1e9:.0f} GB"
     phases = ", ".join(f"{name} {format_bytes(number)}" for name, number in most.items())
     lines.append(f"memory of the fullest GPU: {phases}{fits}")
-    if machine.engine_launch > _OWN_ENGINE_S:
+    # Hardware that was fitted to measured times has the time of the engine that ran.
+    if machine.error_percent is None and machine.engine_launch > _OWN_ENGINE_S:
         lines.append(
             f"of each token of a rollout {1e3 * machine.engine_launch:g} ms are the host's, as in published steps with "
             f"vLLM; hybridflow's own engine took about {1e3 * _OWN_ENGINE_S:g} ms on an H100, so a rollout of a small "

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -47,7 +48,7 @@ def write_remedy(error: OSError, otherwise: str = "set another run_dir") -> str:
 def replace_file(path: Path, content: bytes) -> None:
     """Write the content aside, sync it, then rename it over ``path``, so that a reader finds the old or the new one.
 
-    One writer per path.
+    Of several writers the last one's content stays, as the jobs of an array write the same data.
 
     Raises:
         OSError: The disk refused; ``path`` is as it was.
@@ -61,18 +62,17 @@ def replace_by_pieces(path: Path, pieces: Iterable[bytes]) -> None:
     Raises:
         OSError: The disk refused, or the pieces did; ``path`` is as it was.
     """
-    aside = path.with_name(f".{path.name}.tmp")
-    # What a killed writer left, or a link that another user has put there.
-    aside.unlink(missing_ok=True)
+    # Each writer's own, and no name that another user can foresee and put a link under.
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with aside.open("xb") as file:
             file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
-    except OSError:
+    finally:
+        # There only if something failed.
         aside.unlink(missing_ok=True)
-        raise
     # The rename itself lasts only once the directory that records it is on disk.
     sync_path(path.parent)
 

@@ -13,6 +13,7 @@ from hybridflow.data.pieces import train_tokenizer
 from hybridflow.errors import WriteError
 from hybridflow.exit_status import FAILURE, TARGET
 from hybridflow.observe import rank_log
+from hybridflow.observe.files import replace_by_pieces, replace_file
 from hybridflow.observe.metrics import MetricsLog
 from hybridflow.observe.rank_log import note, open_rank_log, tell
 from hybridflow.observe.report import write_summary
@@ -68,6 +69,19 @@ WRITERS = {
     "recipe.yaml": lambda run_dir: lambda: keep_recipe(run_dir, 1, {"name": "x"}),
     "summary.json": lambda run_dir: lambda: write_summary(run_dir, {}),
 }
+
+
+def test_two_writers_of_a_file_do_not_meet(tmp_path):
+    path = tmp_path / "rows"
+
+    def pieces():
+        yield b"fir"
+        replace_file(path, b"second")
+        assert path.read_bytes() == b"second"
+        yield b"st"
+
+    replace_by_pieces(path, pieces())
+    assert path.read_bytes() == b"first" and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("file", WRITERS)

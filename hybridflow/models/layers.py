@@ -96,3 +96,9 @@ def recompute(
         layer.forward = functools.partial(
             checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
         )
+
+
+def recomputed(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model that ``recompute`` was given, and what is in them."""
+    outer = [each for each in model.modules() if getattr(vars(each).get("forward"), "func", None) is checkpoint]
+    return [inner for each in outer for inner in each.modules()]

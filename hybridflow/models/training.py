@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from hybridflow.config.roles import OptimizerConfig
 from hybridflow.models.flops import ModelFlops
 from hybridflow.models.gpt import Transformer
-from hybridflow.models.layers import Chunks, chunks_of
+from hybridflow.models.layers import Chunks, chunks_of, recomputed
 from hybridflow.models.microbatch import MicroBatch, blank
 from hybridflow.models.overlap import Overlap
 from hybridflow.models.specs import logical_parameters
@@ -112,8 +112,9 @@ class Trainable:
         on_gpu = next(model.parameters()).device.type == "cuda"
         tune = use_gpu_optimizer if on_gpu else use_cpu_optimizer
         tune(inner for _, inner in self._inner_optimizers())
-        if on_gpu:
-            fuse_weight_gradients(model)
+        # Such a layer returns an unfilled tensor as its gradient, in which torch's search for NaN would find some.
+        if on_gpu and not torch.is_anomaly_enabled():
+            fuse_weight_gradients({*model.modules()} - {*recomputed(model)})
 
     def accumulate(self, micro_batches: list[MicroBatch], loss: LossFunction) -> list[Any]:
         """Run forward and backward over this rank's micro-batches; gradients are summed over the replicas at the end.

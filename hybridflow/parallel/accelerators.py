@@ -51,19 +51,20 @@ def misfit(version: str) -> str:
     return f"megatron-core needs >={first},<{past}"
 
 
-def fuse_weight_gradients(model: nn.Module) -> None:
+def fuse_weight_gradients(modules: Iterable[nn.Module]) -> None:
     """Let the linear layers of a model add their weight gradients to the fp32 sums of megatron-core's DDP themselves.
 
     Otherwise a gradient is made in the weights' format, and then added. The product is Apex's where megatron-core has
     found it, else torch's.
 
     Args:
-        model: On a GPU, within DDP: without its sums a backward pass fails.
+        modules: On a GPU, within DDP: without its sums a backward pass fails. None whose activations are computed anew:
+            there torch gives the backward pass copies of the weights, which do not lead to the sums.
     """
     layers: Any = importlib.import_module("megatron.core.tensor_parallel.layers")
     if not hasattr(layers, "fused_weight_gradient_mlp_cuda"):
         layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=add_weight_gradient)
-    for module in model.modules():
+    for module in modules:
         # Of megatron-core's layers, and of Transformer Engine's.
         for switch in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"):
             if hasattr(module, switch):

@@ -94,9 +94,9 @@ class UserModel(PlacedModel):
         (sample, place, token), shape = where, (len(part.places), max(part.lengths))
         ids = part.tokens.new_zeros(shape).index_put((sample, place), part.tokens[token])
         mask = part.tokens.new_zeros(shape).index_put((sample, place), torch.ones_like(token))
-        # Of a prompt that several samples share any of them will do.
-        sample_of = torch.empty_like(part.tokens).index_copy(0, token, sample)
-        place_of = torch.empty_like(part.tokens).index_copy(0, token, place)
+        # A prompt that several samples share is read in the last of them.
+        sample_of = torch.zeros_like(part.tokens).scatter_reduce(0, token, sample, "amax")
+        place_of = torch.zeros_like(part.tokens).scatter_reduce(0, token, place, "amax")
         if self._has_values:
             found = ask_values(self.module, ids, mask, name=self._name)[:, :, None]
         else:

@@ -69,7 +69,7 @@ def test_a_weight_gradient_is_added_to_its_sums_by_one_product(monkeypatch, dtyp
     monkeypatch.delattr(megatron_layers, "fused_weight_gradient_mlp_cuda", raising=False)
     with fake_cuda(monkeypatch) as world:
         _, built = build(world, family_model("qwen2"))
-        accelerators.fuse_weight_gradients(built)
+        accelerators.fuse_weight_gradients(built.modules())
         inputs, gradients = (torch.empty(64, width, dtype=dtype, device=DEVICE) for width in (32, 48))
         sums = torch.zeros(48, 32, device=DEVICE)
         with Launches() as launches:

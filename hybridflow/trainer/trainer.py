@@ -384,6 +384,9 @@ class Trainer(Role):
         self.roles.actor.mark_changed()
         if self.job.world.rank == 0:
             say(f"resumed from {checkpoint.path}")
+            steps = self.job.recipe.trainer.steps
+            if 0 < steps <= progress.step:
+                say(f"{progress.step} steps are done, and trainer.steps={steps}: nothing is left to train")
 
     def stop_if_asked(self) -> str | None:
         """Save and end the job between two calls, if a signal or the time limit asks for it. Collective: all ranks.

@@ -167,7 +167,8 @@ def _text(found: Sequence[Found], request: Request, arguments: argparse.Namespac
     best, texts = found[0], request.texts
     ways = f"the best {len(found)} ways" if len(found) > 1 else "the best way"
     lines = [
-        f"{best.recipe.name} on {request.num_ranks} × {arguments.hardware}: {ways} to share them, found in {took_s:.0f} s",
+        f"{best.recipe.name} on {request.num_ranks} × {arguments.hardware}: {ways} to share them, "
+        f"found in {took_s:.0f} s",
         f"prompts of {texts.prompt} tokens, responses of {texts.mean_response:.0f} on average; "
         f"up to {request.memory_bytes / 1e9:.0f} GB of a GPU",
         "",

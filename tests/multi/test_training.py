@@ -13,9 +13,9 @@ import torch.distributed as dist
 from hybridflow.config.roles import OptimizerConfig
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models import gpt
+from hybridflow.models import context, gpt
 from hybridflow.models.layers import recompute_activations, recomputed
-from hybridflow.models.microbatch import pack
+from hybridflow.models.microbatch import blank, pack
 from hybridflow.models.specs import logical_tensors
 from hybridflow.models.training import Trainable, forward_only
 from hybridflow.parallel import accelerators
@@ -172,6 +172,32 @@ def test_stages_send_hidden_states_and_no_shapes():
     lengths = [len(sequences[0]), len(sequences[1]) + len(sequences[2]), len(sequences[3])]
     shapes = [(length, 1, TINY.hidden_size) for length in lengths]
     assert run_ranks(messages_of_stages, 2) == [shapes * 2, shapes]
+
+
+def differences_with_a_blank(world):
+    """How far gradients are from one another with and without a micro-batch of which one rank has no token."""
+    found = {}
+    for name, model in {"tiny": TINY, "capped": CAPPED}.items():
+        built, _, groups, _ = make_model(world, ParallelLayout(cp=2), model=model)
+        trainable = Trainable(built, groups, OptimizerConfig(lr=1e-3, distributed=False))
+        sequences, prompts = samples(3)
+        some = [pack([0, 1, 2], sequences, prompts, world.device, context=groups.cp)]
+        gradients = []
+        for batches in (some, [*some, blank(world.device, groups.cp)]):
+            trainable.accumulate(batches, lambda output, _: (output.square().mean(), None))
+            gradients.append({key: each.clone() for key, each in trainable.state()["gradient"].items()})
+        plain, other = gradients
+        found[name] = max(float((each - other[key]).abs().max()) for key, each in plain.items())
+    return found
+
+
+@pytest.mark.parametrize("is_flash", [None, lambda *_: False], ids=["flash", "gathered"])
+def test_a_rank_without_a_token_takes_part_in_the_backward_pass(monkeypatch, is_flash):
+    if is_flash is not None:
+        # As on a GPU.
+        monkeypatch.setattr(context, "is_flash", is_flash)
+    for each in run_ranks(differences_with_a_blank, 2):
+        assert each == {"tiny": 0.0, "capped": 0.0}
 
 
 def fused_differences(world):

@@ -101,6 +101,10 @@ class KeeperStore(dist.Store):
         except (StrangerError, OSError) as error:
             raise dist.DistNetworkError(f"the keeper of the store is gone: {error}") from error
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the longest wait, also of connections made by ``clone`` from now on."""
+        self._timeout_s = timeout.total_seconds()
+
     def set(self, key: str, value: str | bytes) -> None:
         """Put a value under a name."""
         self._ask(b"set", key, value)

@@ -11,12 +11,13 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import groupby
 from signal import Signals
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -211,7 +212,24 @@ class World:
 
     def close(self) -> None:
         """Leave the job in order."""
+        for holder in _holders:
+            holder.let_go()
         dist.destroy_process_group()
+
+
+class Holder(Protocol):
+    """Holds on to messages of process groups, as a captured graph does."""
+
+    def let_go(self) -> None:
+        """Let go of them."""
+
+
+_holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+
+
+def let_go_at_close(holder: Holder) -> None:
+    """Have ``World.close`` call ``holder.let_go()`` first, if the holder is still there."""
+    _holders.add(holder)
 
 
 def find_device(local_rank: int) -> torch.device:
@@ -379,6 +397,8 @@ def join_world(
     """
     device = find_device(start.local_rank)
     signatures = wait_for_all(store, start, start_deadline_s, device, signals)
+    # NCCL's groups find one another by it at their first message, for which a rank may come late.
+    store.set_timeout(timedelta(seconds=deadline_s))
     check_nodes(start, [each.host for each in signatures])
     check_gpus(signatures)
     if start.is_local and sys.platform.startswith("linux"):

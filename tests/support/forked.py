@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from pathlib import Path
 
-import matplotlib.backends.backend_agg  # noqa: F401
-import matplotlib.figure  # noqa: F401
 import tensorboard.summary.writer.record_writer  # noqa: F401
 
 import hybridflow.parallel.watch  # noqa: F401
 import hybridflow.trainer.trainer  # noqa: F401
 from hybridflow.trainer import record
+
+with contextlib.suppress(ImportError):  # .venv-cuda has none
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure  # noqa: F401
 
 
 def begin_rank() -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.models.log_probs import Columns
+from hybridflow.parallel.world import let_go_at_close
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.gpu import ops
 from hybridflow.rollout.gpu.cache import GpuAttention, GpuCache, splits_for
@@ -72,12 +73,29 @@ class Decoder:
         self._is_cuda = device.type == "cuda"
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if self._is_cuda else 1
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._captured_at: tuple[object, ...] = ()
+        self._captured_at: tuple[int, ...] = ()
         self._device = device
         self._context = context
         table_width = -(-context // BLOCK_TOKENS)
         self._state = _State(max_rows, max_steps, table_width, len(transformer.layers), device)
         self._edits: GpuEdits | None = None
+        let_go_at_close(self)
+
+    def find_weights(self) -> None:
+        """Let go of all graphs if any rank's weights have moved, so that all ranks capture anew. Collective: tp."""
+        found = self._transformer.locate()
+        has_moved = torch.tensor(int(found != self._captured_at))
+        if self._group.size() > 1:
+            dist.all_reduce(has_moved, dist.ReduceOp.MAX, group=self._group)
+        if has_moved:
+            self._graphs.clear()
+            self._captured_at = found
+
+    def let_go(self) -> None:
+        """Let go of all graphs: NCCL does not end a communicator while a graph holds messages of it."""
+        if self._graphs:
+            torch.cuda.synchronize(self._device)
+            self._graphs.clear()
 
     def decode(
         self, cache: GpuCache, tables: np.ndarray, chosen: np.ndarray, most: int, version: int, **arrays: np.ndarray
@@ -88,7 +106,8 @@ class Decoder:
         """
         rows = self._buckets[bisect_left(self._buckets, len(chosen))]
         most = min(most, int((arrays["ends"] - arrays["lengths"])[chosen].max()))
-        self._state.widen_stops(arrays["stops"].shape[1])
+        if self._state.widen_stops(arrays["stops"].shape[1]):
+            self._graphs.clear()
         edits = self._edits_for(arrays["rules"]) if "rules" in arrays else None
         graph = self._graph(rows, edits) if self._is_cuda else None
         self._state.fill(cache, tables, chosen, rows, arrays)
@@ -143,11 +162,7 @@ class Decoder:
         )
 
     def _graph(self, rows: int, edits: GpuEdits | None) -> torch.cuda.CUDAGraph:
-        """Return the captured step; capture it where there is none, or the weights have moved. Collective: tp."""
-        captured_at = (*self._transformer.locate(), self._state.stops.data_ptr())
-        if captured_at != self._captured_at:
-            self._graphs.clear()
-            self._captured_at = captured_at
+        """Return the captured step; capture it where there is none. Collective: tp."""
         key = rows, edits is not None
         if key not in self._graphs:
             # Rows that have ended: they read and write no cache.
@@ -211,10 +226,12 @@ class _State:
         host = torch.zeros(shape, dtype=dtype, pin_memory=self._device.type == "cuda")
         return torch.zeros(shape, dtype=dtype, device=self._device), host
 
-    def widen_stops(self, num_stops: int) -> None:
-        """Make room for so many stop tokens of each row."""
-        if num_stops > self.stops.shape[1]:
-            self.stops, self._host_stops = self.pair(len(self.stops), num_stops, dtype=torch.int32)
+    def widen_stops(self, num_stops: int) -> bool:
+        """Make room for so many stop tokens of each row; return whether they are elsewhere now."""
+        if num_stops <= self.stops.shape[1]:
+            return False
+        self.stops, self._host_stops = self.pair(len(self.stops), num_stops, dtype=torch.int32)
+        return True
 
     def fill(
         self, cache: GpuCache, tables: np.ndarray, chosen: np.ndarray, rows: int, arrays: dict[str, np.ndarray]

@@ -22,8 +22,10 @@ class GpuExperts:
 
     @staticmethod
     def can_compute(layer: ExpertLayer) -> bool:
-        """Return whether the kernels know the layer: experts that are all here, chosen by softmax alone."""
-        is_here = layer.config.expert_model_parallel_size == 1
+        """Return whether the kernels know the layer: all experts are here, cut as all else, and chosen by softmax."""
+        config = layer.config
+        is_cut_alike = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
+        is_here = config.expert_model_parallel_size == 1 and is_cut_alike
         return is_here and layer.router.is_softmax and layer.shared_experts is None
 
     def __init__(self, layer: ExpertLayer, *, is_gelu: bool) -> None:

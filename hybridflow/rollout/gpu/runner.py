@@ -74,8 +74,14 @@ class GpuRunner:
         return True
 
     def prepare(self) -> None:
-        """Find the weights, which may have moved, and merge adapters anew after a change; all else is read in place."""
-        self._transformer.locate()
+        """Find the weights, which may have moved, and merge adapters anew after a change; all else is read in place.
+
+        Collective: tp.
+        """
+        if self._decoder is None:
+            self._transformer.locate()
+        else:
+            self._decoder.find_weights()
         if self._is_stale:
             self._transformer.merge_adapters()
             self._is_stale = False

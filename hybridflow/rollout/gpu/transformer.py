@@ -117,6 +117,9 @@ class GpuTransformer:
         Hidden states come in by ``set_input_tensor`` of the model. Collective: tp.
         """
         model = self._model
+        if model.sequence_switch is not None:
+            # Left on by training; experts would take these tokens for slices.
+            model.sequence_switch.turn(False)
         hidden = self._embed(tokens) if model.pre_process else model.decoder.input_tensor[:, 0].clone()
         product, post = self._through_layers(hidden, attention)
         if not model.post_process:

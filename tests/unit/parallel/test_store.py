@@ -65,6 +65,14 @@ def test_a_wait_ends_when_all_is_there_or_time_is_up(store):
     assert store.get("late/1") == b"1"
 
 
+def test_what_waits_0_2_s_waits_longer_when_told_to(store):
+    other = store.clone()
+    store.set_timeout(timedelta(seconds=20))
+    threading.Timer(0.5, other.set, ("torch/slow", "1")).start()
+    # As NCCL's groups ask, through torch's own prefix.
+    assert dist.PrefixStore("torch", store).get("slow") == b"1"
+
+
 def test_many_ask_at_once(store):
     stores = [store.clone() for _ in range(8)]
 

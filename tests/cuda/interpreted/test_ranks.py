@@ -1,0 +1,93 @@
+"""The GPU engine on several ranks: mixtures of experts give the CPU engine's texts; ranks capture graphs together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.parallel.world import World, let_go_at_close
+from hybridflow.rollout.engine import MegatronEngine
+from hybridflow.rollout.gpu.decode import Decoder
+from hybridflow.rollout.gpu.runner import GpuRunner
+from hybridflow.rollout.gpu.transformer import GpuTransformer
+from hybridflow.rollout.request import Request, SamplingParams
+from tests.multi.models import MIXTURE, TINY, VOCAB, make_model, samples
+from tests.support.ranks import run_ranks
+
+
+def texts_of(world, layout: ParallelLayout):
+    """What both engines generate, and whether the kernels compute the experts."""
+    model, _, groups, _ = make_model(world, layout, model=replace(MIXTURE, num_layers=2))
+    sequences, prompts = samples(2)
+    # Replicas end at different times.
+    most = 2 + 2 * (world.rank * layout.dp // world.size)
+    asked = [
+        Request(
+            prompt=sequence[:length], params=SamplingParams(max_new_tokens=most + index), prompt_index=index, index=0
+        )
+        for index, (sequence, length) in enumerate(zip(sequences, prompts, strict=True))
+    ]
+    found = []
+    for is_gpu in (False, True):
+        engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=7, max_concurrent=4)
+        if is_gpu:
+            if model.sequence_switch is not None:
+                # As training leaves it.
+                model.sequence_switch.turn(True)
+            engine._runner = GpuRunner(model, groups, VOCAB, max_rows=4, max_steps=8)
+        found.append([(each.tokens.tolist(), each.log_probs.tolist()) for each in engine.generate(asked)])
+    return *found, engine._runner._transformer.is_capturable
+
+
+@pytest.mark.parametrize(
+    ("layout", "size", "has_kernels"),
+    [
+        (ParallelLayout(tp=2), 2, True),
+        (ParallelLayout(tp=2, etp=1), 2, False),
+        (ParallelLayout(dp=2, etp=2), 2, False),
+        (ParallelLayout(tp=2, dp=2, ep=2), 4, False),
+    ],
+)
+def test_texts_are_those_of_the_cpu_engine(layout, size, has_kernels):
+    for ours, theirs, is_capturable in run_ranks(texts_of, size, layout):
+        assert is_capturable == has_kernels
+        for (tokens, log_probs), (others, other_log_probs) in zip(ours, theirs, strict=True):
+            assert tokens == others and log_probs == pytest.approx(other_log_probs, abs=1e-5)
+
+
+def graphs_kept(world):
+    """Whether a graph is kept at first, where no weights have moved, and where those of rank 1 have."""
+    model, _, groups, _ = make_model(world, ParallelLayout(tp=2), model=replace(TINY, num_layers=2))
+    transformer = GpuTransformer(model, groups.tp, VOCAB)
+    decoder = Decoder(transformer, groups.tp, max_rows=2, max_steps=2, context=8, device=world.device)
+    found = []
+    for moves in (True, False, world.rank == 1):
+        decoder._graphs = {(2, False): None}
+        if moves:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
+        decoder.find_weights()
+        found.append(bool(decoder._graphs))
+    return found
+
+
+def test_all_ranks_capture_anew_where_the_weights_of_one_have_moved():
+    assert run_ranks(graphs_kept, 2) == [[False, True, False]] * 2
+
+
+def test_graphs_are_let_go_before_the_groups_end(monkeypatch):
+    """NCCL would wait for them for ever."""
+    ends = []
+
+    class Held:
+        def let_go(self) -> None:
+            ends.append("graphs")
+
+    held = Held()
+    let_go_at_close(held)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: ends.append("groups"))
+    World.close(None)
+    assert ends == ["graphs", "groups"]

@@ -204,7 +204,7 @@ class _View:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Attend with gathered keys and values; differentiable."""
         if not len(query):
-            # Of no token, but with a gradient: the ranks of the others wait for this one's backward pass.
+            # Empty, but with a graph: the other ranks wait for this one's backward pass.
             return query.sum(-1, keepdim=True).expand(-1, -1, value.shape[2])
         width = value.shape[2]
         if query.is_cuda and width < query.shape[2]:

@@ -48,7 +48,8 @@ def write_remedy(error: OSError, otherwise: str = "set another run_dir") -> str:
 def replace_file(path: Path, content: bytes) -> None:
     """Write the content aside, sync it, then rename it over ``path``, so that a reader finds the old or the new one.
 
-    Of several writers the last one's content stays, as the jobs of an array write the same data.
+    Several may write one path, as the jobs of an array do: the last one's content stays. One that is killed leaves a
+    hidden file behind.
 
     Raises:
         OSError: The disk refused; ``path`` is as it was.

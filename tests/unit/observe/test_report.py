@@ -49,6 +49,8 @@ def test_a_killed_write_leaves_the_old_summary_and_the_next_one_succeeds(tmp_pat
     assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 1}
     write_summary(tmp_path, {"steps": 3})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 3}
+    left, summary = sorted(path.name for path in tmp_path.iterdir())
+    assert left.startswith(".summary.json.") and summary == "summary.json"
 
 
 def test_content_is_synced_before_the_rename_and_the_directory_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import textwrap
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +17,7 @@ from hybridflow.rewards.sample import Sample, Unscored
 from hybridflow.rewards.sandbox import Ended, run_confined
 
 _FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
-_PYTHON = ("", "python", "python3", "py")
+_PYTHON = ("python", "python3", "py")
 _NAME = "answer.py"
 _ASSERTS = Path(__file__).with_name("asserts.py")
 
@@ -70,9 +72,16 @@ class CodeTests:
 
 
 def program_of(response: str) -> str:
-    """Return the last block of Python between fences in a response; without fences, all of it."""
-    blocks = [code for language, code in _FENCED.findall(response) if language.lower() in _PYTHON]
-    return blocks[-1] if blocks else response
+    """Return the last block of Python between fences in a response; without fences, all of it.
+
+    A block that names no language counts only if no block says that it is Python: it may be what the program prints.
+    """
+    found = [(language.lower(), code) for language, code in _FENCED.findall(response)]
+    blocks = [code for language, code in found if language in _PYTHON] or [code for name, code in found if not name]
+    if not blocks:
+        return response
+    # A block in a list is indented as the list is.
+    return textwrap.dedent(blocks[-1]) if blocks[-1][:1].isspace() else blocks[-1]
 
 
 def _cases(answer: str) -> list[tuple[str, str]] | None:
@@ -86,6 +95,7 @@ def _cases(answer: str) -> list[tuple[str, str]] | None:
     try:
         found: Any = json.loads(answer)
     except (ValueError, RecursionError):
+        _check_tests(answer)
         return None
     is_right = isinstance(found, list) and all(
         isinstance(case, dict) and all(isinstance(case.get(key), str) for key in ("input", "output")) for case in found
@@ -96,6 +106,29 @@ def _cases(answer: str) -> list[tuple[str, str]] | None:
             is_final=True,
         )
     return [(case["input"], case["output"]) for case in found]
+
+
+def _check_tests(answer: str) -> None:
+    """Refuse Python that tests nothing, since every program would pass: definitions alone, or cases as Python has them.
+
+    Raises:
+        Unscored: It tests nothing, or is not Python.
+    """
+    expected = "expected Python with asserts, or cases in JSON"
+    try:
+        left: list[ast.AST] = [ast.parse(answer)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise Unscored(f"the answer is {answer[:100]!r}, not Python: {error}; {expected}", is_final=True) from error
+    while left:
+        node = left.pop()
+        if isinstance(node, (ast.Assert, ast.Call, ast.Raise)):
+            return
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            left += ast.iter_child_nodes(node)
+    raise Unscored(
+        f"the answer is {answer[:100]!r}, which asserts and calls nothing, so every program would pass; {expected}",
+        is_final=True,
+    )
 
 
 def _stripped(text: str) -> list[str]:

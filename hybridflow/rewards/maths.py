@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -29,6 +30,10 @@ _LAST_S = 0.2
 """So long a worker that ends by itself may take to be gone."""
 _MEMORY_BYTES = 4 << 30
 _UNREADABLE = "unreadable"
+_MARKS = re.compile(r"\n|\$|\\[(\[]|\\boxed")
+"""What is before LaTeX in a text, or between lines of it."""
+_COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mbox|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
+_WORD = re.compile(r"[A-Za-z]{3}|(?<!\S)[A-Za-z]{2}(?![^\s.,:;!?])")
 
 
 class Maths:
@@ -150,15 +155,31 @@ def compare(answer: str, response: str) -> str:
     """Return ``equal``, ``different``, or ``unreadable`` if the answer has no expression."""
     from math_verify import parse, verify
 
-    right = parse(answer, parsing_timeout=None) or parse(f"${answer}$", parsing_timeout=None)
+    def read(text: str) -> list[object]:
+        found = parse(_boxed(text), parsing_timeout=None) if _is_formula(text) else []
+        return found or parse(text, parsing_timeout=None)
+
+    right = read(answer) or parse(f"${answer}$", parsing_timeout=None)
     if not right:
         return _UNREADABLE
     try:
-        said = parse(response, parsing_timeout=None)
+        said = read(response)
         return "equal" if said and verify(right, said, timeout_seconds=None) else "different"
     # What a response says may make an algebra system fail in any way.
     except Exception:
         return "different"
+
+
+def _is_formula(text: str) -> bool:
+    """Return whether a text is one formula: no words, and no marks that tell where LaTeX begins."""
+    return _MARKS.search(text.strip()) is None and _WORD.search(_COMMAND.sub(" ", text)) is None
+
+
+def _boxed(formula: str) -> str:
+    """Return a formula with marks around it. Without them the library takes one number out of it: of 3\\sqrt{2} the 3."""
+    bare = formula.strip().rstrip(".").replace("°", r"^\circ")
+    bare = re.sub(r"(?<=\d) (?=\d{3}(?!\d))", "", bare)
+    return rf"\boxed{{{bare}}}"
 
 
 if __name__ == "__main__":

@@ -43,6 +43,23 @@ def sample(response, answer):
         (r"\boxed{\frac{1}{", "4", 0),
         ("\ud800 4", "4", 1),
         ("$" * 5000, "4", 0),
+        # An answer without marks of LaTeX, as in the data set MATH, is read whole.
+        (r"so $\boxed{3\sqrt{2}}$", r"3\sqrt{2}", 1),
+        (r"so $\boxed{3}$", r"3\sqrt{2}", 0),
+        (r"3\sqrt{2}", r"3\sqrt{2}", 1),
+        (r"3\sqrt{2}", "3", 0),
+        (r"$2\pi$", r"2\pi", 1),
+        (r"\boxed{4, 3}", "3, 4", 1),
+        (r"\boxed{4}", "3, 4", 0),
+        (r"\boxed{1.2}", "1,2", 0),
+        (r"\boxed{1000}", "1,000", 1),
+        (r"\boxed{1000}", "1 000", 1),
+        (r"\boxed{30}", "30°", 1),
+        ("6", "6.", 1),
+        ("2 + 2 = 4", "4", 1),
+        ("so 4", "4", 1),
+        ("It is 5.", "x = 5", 1),
+        ("It is 18.", "18 dollars", 1),
     ],
 )
 def test_what_is_equal(made, response, answer, score):

@@ -1026,10 +1026,16 @@ def test_work_on_cores_is_measured():
 def test_what_stands_between_fences():
     assert program_of("no fence") == "no fence" and program_of("```\nx\n```") == "x\n"
     assert program_of("```python\nx\n```\n```bash\nls\n```") == "x\n"
+    assert program_of("```python\nx\n```\nThis prints:\n```\n3\n```") == "x\n"
+    assert program_of("```\nx\n```\n```\ny\n```") == "y\n"
+    assert program_of("1. So:\n   ```python\n   if x:\n       y\n   ```") == "if x:\n    y\n"
 
 
 @pytest.mark.parametrize(
-    "answer", ["", " ", "[]", "3", '{"input": "1"}', '[{"input": "1"}]', '[{"input": 1, "output": "2"}]']
+    "answer",
+    ["", " ", "[]", "3", '{"input": "1"}', '[{"input": "1"}]', '[{"input": 1, "output": "2"}]']
+    + ["[{'input': '1', 'output': '2'}]", "['assert add(1, 2) == 3']", '[{"input": "1", "output": "2"},]']
+    + ["def check(add):\n    assert add(1, 2) == 3", "from answer import add", "assert add(1, 2) = 3", "\0"],
 )
 def test_tests_that_are_none_are_a_failure_of_their_sample(answer):
     settings = RewardConfig(function="code", on_failure="drop", retries=3)

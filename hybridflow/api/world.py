@@ -11,6 +11,7 @@ import os
 import sys
 from types import TracebackType
 
+import torch
 import torch.distributed as dist
 
 from hybridflow.errors import ConfigError
@@ -32,7 +33,8 @@ _worlds: list[World] = []
 def find_world() -> World:
     """Return the ranks of this program, which meet at the first call. Collective: all ranks.
 
-    Where the program has called ``torch.distributed.init_process_group`` itself, these are its ranks.
+    Where the program has called ``torch.distributed.init_process_group`` itself, these are its ranks. Without
+    ``LOCAL_RANK``, each keeps the GPU that the program chose by ``torch.cuda.set_device``.
 
     Raises:
         DeadlineError: A rank did not come.
@@ -76,7 +78,7 @@ def _adopt() -> World:
         )
     store = dist.distributed_c10d._get_default_store()
     start = Start(launcher="env", rank=dist.get_rank(), size=dist.get_world_size())
-    device = find_device(int(os.environ.get("LOCAL_RANK", "0")))
+    device = find_device(_own_place())
     check_gpus(wait_for_all(store, start, START_DEADLINE_S, device))
     return World(
         rank=start.rank,
@@ -86,6 +88,13 @@ def _adopt() -> World:
         deadline_s=DEADLINE_S,
         store=store,
     )
+
+
+def _own_place() -> int:
+    """Return this rank's place on its node: that of the launcher, else that of the GPU that the program chose."""
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    return torch.cuda.current_device() if torch.cuda.is_available() else 0
 
 
 def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,8 +1,9 @@
 """Experts of a mixture by grouped products: one kernel for all of them, and no question to the device.
 
-The rows of each expert begin at a multiple of ``ALIGNED_ROWS``, as the product of gradients with inputs wants it. How
-many rows that takes is known without their counts: at most so many more for each expert. What is past the last
-expert's rows is computed by nobody, and read by nobody.
+The rows of each expert begin at a multiple of ``ALIGNED_ROWS``, as the product of gradients with inputs wants it. An
+expert without a token has so many rows of zeros: on Blackwell torch gives a group without rows a gradient that is not
+zero (pytorch issue 172439). How many rows that takes is known without their counts: at most ``ALIGNED_ROWS`` more for
+each expert. What is past the last expert's rows is computed by nobody, and read by nobody.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def grouped_experts(
         ``[pairs, hidden]``.
     """
     num_rows = len(hidden) + ALIGNED_ROWS * len(first)
-    room = (counts + ALIGNED_ROWS - 1) // ALIGNED_ROWS * ALIGNED_ROWS
+    room = (counts.clamp(min=1) + ALIGNED_ROWS - 1) // ALIGNED_ROWS * ALIGNED_ROWS
     ends = room.cumsum(0)
     shifts = (ends - room) - (counts.cumsum(0) - counts)
     places = torch.arange(len(hidden), device=hidden.device)

@@ -159,6 +159,7 @@ def optimizer_steps(found: Findings, name: str, role: Any, batch: Batch, rank: i
 
 def keep_tensors(found: Findings, quantity: str, role: Any, rank: int, flat: dict[str, Tensor] | None = None) -> None:
     """Keep this rank's part of every tensor: its weights, or what lies in flat tensors as they do."""
+    role.model.settle()
     for name, regions in local_regions(role.model.transformer, role.spec, role.model.mesh, rank).items():
         if flat is not None:
             if name.endswith("expert_bias"):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import grouped_mm, silu
 
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -36,6 +36,19 @@ def test_grouped_experts_are_what_each_computes(counts):
         torch.autograd.grad(found, given, gradient), torch.autograd.grad(expected, given, gradient), strict=True
     ):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+
+
+def test_no_group_is_without_rows(monkeypatch):
+    stops = []
+
+    def keep_stops(rows, weights, *, offs):
+        stops.append(offs.tolist())
+        return grouped_mm(rows, weights, offs=offs)
+
+    monkeypatch.setattr("hybridflow.models.grouped.grouped_mm", keep_stops)
+    hidden, first, second = torch.ones(9, 8), [torch.ones(16, 8)] * 4, [torch.ones(8, 8)] * 4
+    grouped_experts(hidden, torch.tensor([0, 9, 0, 0]), torch.ones(9), first, second, silu)
+    assert stops == [[8, 24, 32, 40]] * 2
 
 
 MIXTURE = ModelConfig(

@@ -27,6 +27,7 @@ from hybridflow.reshard.spec import DType
 TORCH_DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _FORMAT_DTYPES: dict[DType, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+_CAST_ELEMENTS = 1 << 22
 _HASHED_BYTES = 1 << 24
 """So much of a tensor is in memory while it is hashed."""
 
@@ -44,6 +45,36 @@ _OF_THREAD = threading.local()
 def entry_of(tensor: Tensor) -> TensorEntry:
     """Return what a tensor is in a file."""
     return TensorEntry(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+
+
+def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a tensor to another dtype, rounded to nearest, ties to even.
+
+    Args:
+        name: Name of the tensor.
+        values: Finite or not.
+        dtype: Asked for.
+
+    Raises:
+        ConfigError: A finite number would become infinite.
+    """
+    if values.dtype == dtype:
+        return values
+    result = torch.empty(values.shape, dtype=dtype)
+    is_narrower = torch.finfo(dtype).max < torch.finfo(values.dtype).max
+    # In pieces, so that what finds infinities stays small.
+    flat = values.is_contiguous() and values.numel() > 0
+    before = values.view(-1).split(_CAST_ELEMENTS) if flat else [values]
+    after = result.view(-1).split(_CAST_ELEMENTS) if flat else [result]
+    for old, new in zip(before, after, strict=True):
+        new.copy_(old)
+        if is_narrower and bool((new.isinf() & old.isfinite()).any()):
+            largest = float(old.abs()[old.isfinite()].max())
+            raise ConfigError(
+                f"{name}: holds {largest:g}, beyond {torch.finfo(dtype).max:g}, the largest number of "
+                f"{DTYPE_NAMES[dtype]}; choose another --dtype"
+            )
+    return result
 
 
 class CodeEntry(NamedTuple):

@@ -299,6 +299,12 @@ def _make(auto_class: str, folder: Path, model: ModelConfig, filling: Filling) -
             f"{folder}: {missing[0]}: missing, one of {len(missing)} tensors that {type(module).__name__} has and the "
             "files have not; restore them from a copy"
         )
+    extra = sorted(found.get("unexpected_keys", ()))
+    if extra:
+        raise CheckpointError(
+            f"{folder}: {extra[0]}: is in the files, one of {len(extra)} tensors that {type(module).__name__} has not; "
+            "mend config.json, for instance the number of layers, or restore the directory from a copy"
+        )
     # What a directory says of sampling is not what the recipe says.
     if hasattr(module, "generation_config"):
         module.generation_config = library.GenerationConfig()

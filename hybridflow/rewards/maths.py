@@ -176,7 +176,7 @@ def _is_formula(text: str) -> bool:
 
 
 def _boxed(formula: str) -> str:
-    """Return a formula with marks around it. Without them the library takes one number out of it: of 3\\sqrt{2} the 3."""
+    """Return a formula with marks. Without them the library may take one number of it, such as the 3 of 3 pi."""
     bare = formula.strip().rstrip(".").replace("°", r"^\circ")
     bare = re.sub(r"(?<=\d) (?=\d{3}(?!\d))", "", bare)
     return rf"\boxed{{{bare}}}"

@@ -601,6 +601,13 @@ def test_settings_to_arguments_and_back(changed):
     assert to_model(args, where="args") == model
 
 
+@pytest.mark.parametrize(("name", "value"), [("softmax_scale", 1.0), ("moe_apply_probs_on_input", True)])
+def test_arguments_of_another_model_are_refused(name, value):
+    args = to_args(SMALL, SMALL.dtype)
+    with pytest.raises(ConfigError, match=name):
+        to_model({**args, name: value}, where="args")
+
+
 def test_latent_attention_to_arguments_and_back():
     plain_yarn = RotaryScaling(kind="yarn", factor=4.0, original_context=16)
     for changed in ({}, {"rotary_scaling": None}, {"rotary_scaling": plain_yarn}, {"q_lora_rank": None}):

@@ -252,6 +252,10 @@ def check_export(folder: Path, capsys: Any) -> None:
             assert torch.equal(each.data, weights["weight", names.get(name, name)]), name
         assert (out / "tokenizer.json").read_bytes() == (folder / "StableLm/tokenizer.json").read_bytes()
         assert cli.main(["inspect", str(out)]) == 0 and "stablelm" in capsys.readouterr().out
+        # A directory that no table knows is copied as any other.
+        assert cli.main(["convert", str(out), str(folder / f"again-{role}"), "--to", "hf"]) == 0
+        (file,) = (path.name for path in out.glob("*.safetensors"))
+        assert (folder / f"again-{role}" / file).read_bytes() == (out / file).read_bytes()
     complains(
         lambda: convert(folder / "whole/checkpoints/step_000002/actor", "megatron", folder / "no"),
         ["a stablelm that runs in transformers", "write hf"],
@@ -530,15 +534,22 @@ def test_layers_are_found_beside_more_experts():
     complains(lambda: transformer_layers(nn.Linear(1, 1), "actor"), ["actor: has no nn.ModuleList"], ConfigError)
 
 
-def test_a_directory_that_lacks_a_tensor_is_refused(folder, tmp_path):
+def test_a_directory_that_lacks_a_tensor_or_has_another_is_refused(folder, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    write_model(tmp_path / "lacking", "StableLm")
-    tensors = load_file(tmp_path / "lacking/model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, tmp_path / "lacking/model.safetensors", metadata={"format": "pt"})
-    make = lambda: make_actor(tmp_path / "lacking", settings(tmp_path / "lacking"), filling="read")  # noqa: E731
-    complains(make, ["model.layers.1.mlp.up_proj.weight: missing"], CheckpointError)
+    path = tmp_path / "other"
+    write_model(path, "StableLm")
+    tensors = load_file(path / "model.safetensors")
+    make = lambda: make_actor(path, settings(path), filling="read")  # noqa: E731
+    name = "model.layers.1.mlp.up_proj.weight"
+    lacking = {each: tensor for each, tensor in tensors.items() if each != name}
+    save_file(lacking, path / "model.safetensors", metadata={"format": "pt"})
+    complains(make, [f"{name}: missing"], CheckpointError)
+    # As where config.json says fewer layers than there are.
+    save_file({**tensors, name.replace("1", "7"): tensors[name].clone()}, path / "model.safetensors")
+    complains(
+        make, ["model.layers.7.mlp.up_proj.weight: is in the files", "one of 1", "mend config.json"], CheckpointError
+    )
 
 
 def test_the_plan_says_what_runs_in_transformers(folder, capsys):

@@ -19,9 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from hybridflow import __version__
 from hybridflow.checkpoint.convert.journal import (
     FILES,
@@ -38,12 +35,11 @@ from hybridflow.checkpoint.convert.progress import Monitor, Progress
 from hybridflow.checkpoint.convert.ranks import PeerError, Ranks, refusing
 from hybridflow.checkpoint.convert.write import Output, as_write_errors
 from hybridflow.checkpoint.formats.source import Source, Target
-from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES
-from hybridflow.errors import CheckpointError, ConfigError, WriteError
+from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, cast
+from hybridflow.errors import CheckpointError, WriteError
 from hybridflow.exit_status import exit_status
 from hybridflow.observe.files import make_own_folder, sync_path
 
-_CAST_ELEMENTS = 1 << 22
 _POLL_S = 0.05
 
 
@@ -178,36 +174,6 @@ def deal(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
         loads[rank] += sizes[name] + 1
     order = list(sizes)
     return [sorted(files, key=order.index) for files in dealt]
-
-
-def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a tensor to another dtype, rounded to nearest, ties to even.
-
-    Args:
-        name: Name of the tensor.
-        values: Finite or not.
-        dtype: Asked for.
-
-    Raises:
-        ConfigError: A finite number would become infinite.
-    """
-    if values.dtype == dtype:
-        return values
-    result = torch.empty(values.shape, dtype=dtype)
-    is_narrower = torch.finfo(dtype).max < torch.finfo(values.dtype).max
-    # In pieces, so that what finds infinities stays small.
-    flat = values.is_contiguous() and values.numel() > 0
-    before = values.view(-1).split(_CAST_ELEMENTS) if flat else [values]
-    after = result.view(-1).split(_CAST_ELEMENTS) if flat else [result]
-    for old, new in zip(before, after, strict=True):
-        new.copy_(old)
-        if is_narrower and bool((new.isinf() & old.isfinite()).any()):
-            largest = float(old.abs()[old.isfinite()].max())
-            raise ConfigError(
-                f"{name}: holds {largest:g}, beyond {torch.finfo(dtype).max:g}, the largest number of "
-                f"{DTYPE_NAMES[dtype]}; choose another --dtype"
-            )
-    return result
 
 
 @dataclass(frozen=True, kw_only=True)

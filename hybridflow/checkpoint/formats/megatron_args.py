@@ -78,6 +78,8 @@ _COMPUTED: dict[str, tuple[object, ...]] = {
     "moe_router_load_balancing_type": ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
     "moe_latent_size": (None,),
     "retro_add_retriever": (False,),
+    "softmax_scale": (None,),
+    "moe_apply_probs_on_input": (False,),
 }
 # Argument -> the setting of latent attention that says the same.
 _LATENT = {

@@ -19,13 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from hybridflow.checkpoint import tensor_file
 from hybridflow.checkpoint.convert import engine
 from hybridflow.checkpoint.convert import write as convert_write
-from hybridflow.checkpoint.convert.engine import Place, cast, deal
+from hybridflow.checkpoint.convert.engine import Place, deal
 from hybridflow.checkpoint.convert.journal import FILES, Journal, Part, part_folder, read_journals
 from hybridflow.checkpoint.convert.ranks import FOLDER, Ranks
 from hybridflow.checkpoint.formats.torch_archive import ArchivesWriter
-from hybridflow.checkpoint.tensor_file import TensorFileWriter
+from hybridflow.checkpoint.tensor_file import TensorFileWriter, cast
 from hybridflow.errors import CheckpointError, ConfigError, WriteError
 from hybridflow.observe.files import replace_file
 from tests.support.convert_doubles import PEER_FAILED, fork, make_tensors, run_plain, wait_for
@@ -127,7 +128,7 @@ def test_casting_rounds_to_the_nearest_even_and_refuses_new_infinities():
     assert cast("t", torch.tensor([65504.0, math.inf]), torch.float16)[0] == 65504
     with pytest.raises(ConfigError, match=r"layers\.0\.weight: holds 65520, beyond 65504, .* fp16; choose another"):
         cast("layers.0.weight", torch.tensor([[1.0, 65520.0]]).t(), torch.float16)
-    many = torch.zeros(engine._CAST_ELEMENTS + 3)
+    many = torch.zeros(tensor_file._CAST_ELEMENTS + 3)
     many[-1] = 1e6
     with pytest.raises(ConfigError, match="holds 1e\\+06"):
         cast("t", many, torch.float16)

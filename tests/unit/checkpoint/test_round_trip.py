@@ -9,9 +9,9 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from hybridflow.checkpoint.formats.registry import open_source
+from hybridflow.checkpoint.formats.registry import make_target, open_source
 from hybridflow.checkpoint.manifest import digest
-from hybridflow.errors import CheckpointError
+from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.tables import FAMILIES
 from hybridflow.layout.parallel_layout import ParallelLayout
 from tests.support.checkpoint_cases import make_model, same_bits, save, tensors_of
@@ -55,6 +55,19 @@ def answers(path):
         logits = model(PROMPTS).logits
         tokens = model.generate(PROMPTS, attention_mask=torch.ones_like(PROMPTS), max_new_tokens=4, do_sample=False)
     return logits, tokens
+
+
+def test_no_expert_of_a_shared_tensor_becomes_infinite(tmp_path):
+    model = make_model("gpt_oss")
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[2, 0, 0] = 1e6
+    source = open_source(save(model, tmp_path / "start"))
+    target = make_target("hf", source, dtype="fp16")
+    first = "decoder.layers.1.mlp.experts.0.linear_fc2.weight"
+    with pytest.raises(
+        ConfigError, match=r"layers\.1\.mlp\.experts\.2\.linear_fc2\.weight: holds 1e\+06, beyond 65504"
+    ):
+        target.parts(first, source.read(first).half())
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -117,7 +117,7 @@ def config_findings(config: Mapping[str, str]) -> list[Finding]:
             "WaitTime",
             f"{wait:g} s" + ("" if wait == 0 else " after the first task ends srun kills the others"),
             wait == 0 or wait >= 10,
-            "start with srun --wait=30: ranks leave together, but not within a second",
+            "start with srun --wait=150: ranks leave together, but not within a second",
         )
     if config.get("KillOnBadExit", "0") != "0":
         note("KillOnBadExit", "1", False, "start with srun --kill-on-bad-exit=0: it hides the ranks' own status")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -56,7 +58,7 @@ def check_job(arguments: argparse.Namespace, site: Site) -> tuple[Recipe, BatchJ
         if key in ("name", "run_dir"):
             check_line(value, key)
     time = time_limit(site)
-    warnings = [*recipe_warnings(recipe), *_no_site(arguments)]
+    warnings = [*recipe_warnings(recipe), *_no_site(arguments), *_no_program(site)]
     for count in dict.fromkeys((most, fewest)):
         chosen, ranks, told = _filled(recipe, arguments, count, per_node)
         chosen, _, line = with_layouts(chosen, arguments.recipe, arguments.overrides, ranks)
@@ -124,6 +126,16 @@ def _no_site(arguments: argparse.Namespace) -> list[str]:
     return [
         f"no site settings in {SITE_FILE}: the job asks for no GPUs, account or partition; write gpus_per_node and the "
         "others there (docs/slurm.md)"
+    ]
+
+
+def _no_program(site: Site) -> list[str]:
+    """Return a warning where the job would not find the command ``hybridflow``, since PATH of here is all it has."""
+    if site.modules or site.setup or site.container.kind != "none" or shutil.which("hybridflow") is not None:
+        return []
+    return [
+        "the command hybridflow is not on PATH, so the job will not find it: activate the environment that has it "
+        f"(source {Path(sys.prefix) / 'bin/activate'}) before you launch, or set setup in the site settings"
     ]
 
 

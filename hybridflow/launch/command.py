@@ -15,7 +15,7 @@ from typing import Any
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError
 from hybridflow.exit_status import DONE
-from hybridflow.launch.batch import BatchJob, render_batch
+from hybridflow.launch.batch import BatchJob, directives, render_batch
 from hybridflow.launch.checks import check_job, missing_files, site_of, try_job
 from hybridflow.launch.layout import with_layouts
 from hybridflow.launch.local import local_environment, run_local
@@ -175,7 +175,7 @@ def _slurm(arguments: argparse.Namespace) -> int:
         with_code=not arguments.installed,
     )
     try:
-        job_id = submit(folder / "batch.sh")
+        job_id = submit(folder / "batch.sh", directives(job))
     except ConfigError:
         # What never became a job is no launch of the run.
         shutil.rmtree(folder, ignore_errors=True)

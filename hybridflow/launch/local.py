@@ -28,6 +28,7 @@ _TOLD = (FAILURE, REQUEST, SOURCE, TARGET, REQUEUE)
 """Exit statuses of ranks that have told a person why."""
 
 _POLL_S = 0.05
+_SAVE_S = 60.0
 _BEFORE_MEETING_S = 1.5
 """So long the others have to end once a rank has failed before all had met: they do not notice it themselves."""
 
@@ -40,7 +41,7 @@ def run_local(
     num_ranks: int,
     threads_per_rank: int = 1,
     end_s: float = 15.0,
-    save_s: float = 60.0,
+    save_s: float | None = None,
     program: Sequence[str] = (sys.executable, "-m", "hybridflow"),
     ahead: str | None = None,
 ) -> int:
@@ -60,7 +61,8 @@ def run_local(
             MASTER_ADDR and MASTER_PORT.
         threads_per_rank: CPU threads of each (OMP_NUM_THREADS).
         end_s: Seconds that the others have to end once a rank has failed.
-        save_s: Seconds that the ranks have to save and end once they are asked to.
+        save_s: Seconds that the ranks have to save and end once they are asked to. None: 60, and in a job of Slurm,
+            which ends what takes too long, as long as they need.
         program: What to start.
         ahead: Module that ranks of hybridflow will import. This process imports it once, and the ranks are forked from
             it: on two cores four ranks start in half the time. None starts each anew, as does a machine with a GPU,
@@ -70,6 +72,8 @@ def run_local(
         0 if every rank exited with 0; else the exit status of the rank that failed first; 128 + the signal where a
         signal ended that rank, or this process before the ranks could end by themselves.
     """
+    if save_s is None:
+        save_s = float("inf") if "SLURM_JOB_ID" in os.environ else _SAVE_S
     with _caught_signals() as received:
         can_fork = ahead is not None and _import(ahead, threads_per_rank)
         if received:

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +26,13 @@ _GOING_ON = (
 )
 
 
-def submit(batch: Path) -> str:
+def submit(batch: Path, options: Iterable[str]) -> str:
     """Submit a batch file and return the job's number.
+
+    Args:
+        batch: The file.
+        options: Those of its directives. They are given once more, since variables such as ``SBATCH_PARTITION`` rule
+            over directives.
 
     Raises:
         ConfigError: This machine has no sbatch, or Slurm refuses the job.
@@ -40,7 +45,7 @@ def submit(batch: Path) -> str:
         )
     try:
         done = subprocess.run(
-            ["sbatch", "--parsable", str(batch)],
+            ["sbatch", "--parsable", *options, str(batch)],
             capture_output=True,
             text=True,
             timeout=_SBATCH_DEADLINE_S,

@@ -13,6 +13,7 @@ Where several launchers left their variables, the first of these is believed:
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -193,12 +194,21 @@ def _unreadable(what: str, text: str) -> str:
 
 def _from_env(env: Mapping[str, str]) -> Start:
     size = _number(env, "WORLD_SIZE")
+    hosts: tuple[str, ...] = ()
+    if "LOCAL_WORLD_SIZE" not in env and (env.get("SLURM_PROCID"), env.get("SLURM_STEP_NUM_TASKS")) == (
+        env["RANK"],
+        env["WORLD_SIZE"],
+    ):
+        # Tasks of srun, whose variables Enroot's hook for PyTorch, or a script, has put into torch's words.
+        with contextlib.suppress(LayoutError):
+            hosts = _hosts_of_step(env, size)
     return Start(
         launcher="env",
         rank=_number(env, "RANK"),
         size=size,
         local_rank=_number(env, "LOCAL_RANK", 0),
-        ranks_per_node=_number(env, "LOCAL_WORLD_SIZE", size),
+        ranks_per_node=_number(env, "LOCAL_WORLD_SIZE", shared_by(hosts) if hosts else size),
+        hosts=hosts,
         address=env["MASTER_ADDR"],
         port=_number(env, "MASTER_PORT", 29500),
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.errors import DeadlineError, LayoutError, StopError
+from hybridflow.layout.mesh import format_ranks
 from hybridflow.parallel.coordinator import Coordinator, GlooMessenger, Messenger
 from hybridflow.parallel.handshake import StrangerError, key_for, listen
 from hybridflow.parallel.secret import VARIABLE, find_secret
@@ -173,11 +174,22 @@ class World:
         return self.coordinator(ranks)
 
     def gpu_bytes(self) -> int | None:
-        """Return the memory of the job's smallest GPU; None on CPUs. Collective: all ranks."""
-        if self.device.type != "cuda":
-            return None
-        own: int = torch.cuda.get_device_properties(self.device).total_memory
-        return int(min(self.everyone().gather(own, "memory")))
+        """Return the memory of the job's smallest GPU; None on CPUs. Collective: all ranks.
+
+        Raises:
+            LayoutError: Some ranks see no GPU; names their nodes. On all ranks.
+        """
+        own = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
+        found = self.everyone().gather([own, _host()], "memory")
+        sizes = [size for size, _ in found if size is not None]
+        if len(sizes) not in (0, len(found)):
+            without = [rank for rank, (size, _) in enumerate(found) if size is None]
+            hosts = ", ".join(dict.fromkeys(found[rank][1] for rank in without))
+            raise LayoutError(
+                f"rank{'s' if len(without) > 1 else ''} {format_ranks(without)} on {hosts} see no GPU, and the others "
+                "do; look there with nvidia-smi, leave the node out (sbatch --exclude), or ask for GPUs on every node"
+            )
+        return min(sizes, default=None)
 
     def mpi_link(self, ranks: tuple[int, ...]) -> MpiLink:
         """Return messages over MPI among these ranks, if MPI started the job; the first use is collective over them."""

@@ -219,7 +219,7 @@ def _start(
     check: Callable[[], None],
     load: Load,
     *,
-    save_s: float = 60.0,
+    save_s: float | None = None,
     is_server: bool = False,
 ) -> int:
     """Run as a rank, or start ranks on this machine, after the checks that need no ranks."""

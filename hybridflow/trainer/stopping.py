@@ -98,7 +98,9 @@ class Stopping:
         """
         if self._is_short(work_s) and time.time() - self._asked_s > _ASK_AGAIN_S:
             # It may have been prolonged.
-            self._asked_s, self.job_end_s = time.time(), find_job_end(is_fresh=True)
+            self._asked_s, fresh_s = time.time(), find_job_end(is_fresh=True)
+            # A controller that does not answer has not taken the limit away.
+            self.job_end_s = self.job_end_s if fresh_s is None else fresh_s
         if not self._is_short(work_s):
             return None
         assert self.job_end_s is not None, "a job without an end is never short of time"

@@ -1,10 +1,13 @@
 """Process groups over any subset of ranks, and the coordinator's messages."""
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from hybridflow.errors import DeadlineError, WriteError
+from hybridflow.errors import DeadlineError, LayoutError, WriteError
 from hybridflow.parallel.world import World
 from tests.support.ranks import run_ranks
 
@@ -65,3 +68,24 @@ def one_rank_never_comes(world: World) -> str:
 
 def test_a_rank_that_never_comes_ends_the_wait_with_its_name():
     assert "lost contact with some of ranks [0, 1]" in run_ranks(one_rank_never_comes, 2, wait_s=5)[0]
+
+
+def find_memory(world: World) -> list[object]:
+    """What each rank finds where all have a GPU, none has, and rank 0 alone has one."""
+    cpu, gpu, found = world.device, torch.device("cuda", 0), []
+    size = SimpleNamespace(total_memory=100 - world.rank)
+    with mock.patch.object(torch.cuda, "get_device_properties", lambda device: size):
+        for with_gpu in ((0, 1, 2), (), (0,)):
+            world.device = gpu if world.rank in with_gpu else cpu
+            try:
+                found.append(world.gpu_bytes())
+            except LayoutError as error:
+                found.append(str(error))
+    world.device = cpu
+    return found
+
+
+def test_memory_is_that_of_the_smallest_gpu_and_nodes_without_one_are_named():
+    for smallest, none, told in run_ranks(find_memory, 3):
+        assert (smallest, none) == (98, None)
+        assert told.startswith("ranks 1-2 on ") and "see no GPU, and the others do" in told and "--exclude" in told

@@ -161,6 +161,19 @@ def test_ranks_that_do_not_save_in_time_are_killed(none_left, tmp_path):
     assert parent.wait(5) == 128 + signal.SIGTERM
 
 
+@pytest.mark.parametrize(("job", "status"), [({"SLURM_JOB_ID": "7"}, 75), ({}, 128 + signal.SIGUSR1)])
+def test_in_a_job_of_slurm_ranks_save_as_long_as_they_need(none_left, tmp_path, monkeypatch, job, status):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("hybridflow.launch.local._SAVE_S", 0.5)
+    code = "def save(*_):\n    time.sleep(1.5)\n    sys.exit(75)\nsignal.signal(signal.SIGUSR1, save)\n"
+    code += "open(f'up{rank}', 'w')\n"
+    # The rank asks the process that started it.
+    code += "if rank == 0:\n    while not os.path.exists('up1'): time.sleep(0.01)\n    os.kill(os.getppid(), 10)\n"
+    assert run(code + "time.sleep(60)", num_ranks=2) == status
+
+
 def test_ctrl_c_asks_the_ranks_to_save_and_says_so(none_left, tmp_path, capfd):
     code = "def seen(*_):\n    open(f'seen{rank}', 'w')\n    sys.exit(75)\n"
     parent = start_parent(tmp_path, code + "signal.signal(signal.SIGTERM, seen)")

@@ -329,7 +329,7 @@ def on_a_login_node(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bin").mkdir()
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}")
     put_program(tmp_path / "bin/sbatch", 'printf "%s\\n" "$@" > sbatch.seen; echo "4711;alps"')
     return tmp_path
 
@@ -344,6 +344,16 @@ def test_printing_checks_all_and_writes_nothing(on_a_login_node, capsys):
     assert f"\nset -- {run}/recipe.yaml\n" in printed and f"\nexport PYTHONPATH={run}/code$" in printed
     assert "\n#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=4\n" in printed and printed.endswith(shipped_body())
     assert sorted(path.name for path in on_a_login_node.iterdir()) == ["bin"]
+
+
+def test_a_command_that_the_job_will_not_find_is_warned_of(on_a_login_node, monkeypatch, capsys):
+    says = "the command hybridflow is not on PATH"
+    monkeypatch.setenv("PATH", f"{on_a_login_node / 'bin'}:/usr/bin:/bin")
+    assert cli.main([*QUICK, "--print"]) == 0 and says in capsys.readouterr().err
+    (on_a_login_node / "site.yaml").write_text("setup: [source venv/bin/activate]")
+    assert cli.main([*QUICK, "--print", "--site", "site.yaml"]) == 0 and says not in capsys.readouterr().err
+    put_program(on_a_login_node / "bin/hybridflow", "exit 0")
+    assert cli.main([*QUICK, "--print"]) == 0 and says not in capsys.readouterr().err
 
 
 def test_a_container_sees_the_paths_of_the_recipe_and_the_cache_of_hugging_face(on_a_login_node, capsys, monkeypatch):
@@ -374,7 +384,12 @@ def test_a_launch_keeps_what_the_job_runs_and_submits_that(on_a_login_node, caps
     assert cli.main([*QUICK, "--parsable", "--partition", "debug"]) == 0
     assert capsys.readouterr().out == "4711\n"
     folder = on_a_login_node / "runs/quickstart/launch/0001"
-    assert (on_a_login_node / "sbatch.seen").read_text().split() == ["--parsable", str(folder / "batch.sh")]
+    parsable, *options, batch = (on_a_login_node / "sbatch.seen").read_text().split()
+    assert (parsable, batch) == ("--parsable", str(folder / "batch.sh"))
+    # As directives alone SBATCH_PARTITION and the like would rule over them.
+    lines = (folder / "batch.sh").read_text().splitlines()
+    assert [f"#SBATCH {option}" for option in options] == [line for line in lines if line.startswith("#SBATCH")]
+    assert {"--partition=debug", "--time=30"} <= set(options)
     assert sorted(path.name for path in folder.iterdir()) == [
         *("about.json", "batch.sh", "code", "job_id", "recipe.yaml", "site.yaml")
     ]

@@ -13,6 +13,7 @@ SCRIPTS = Path(__file__).parents[3] / "slurm"
 # Each call is a line, its words between bars. An id counts up; the job that is asked for runs; srun ends as it is told.
 NOTE = r"""
 name=${0##*/}
+[ $name != srun ] || echo "$SLURM_EXPORT_ENV $SLURM_KILL_BAD_EXIT" > settings
 { printf '%s' "$name"; printf '|%s' "$@"; echo; } >> "$LOG"
 case $name in
     sbatch) echo $((100 + $(grep -c ^sbatch "$LOG"))) ;;
@@ -82,7 +83,7 @@ def test_line_of_a_sweep_is_words_and_nothing_else(call, tmp_path):
         "v=&&",
         "bad",
     ]
-    train = ["srun", "--wait=30", "hybridflow", "train", "tiny.yaml", "seed=3", *words, "run_dir=runs/lr/2", "--resume"]
+    train = ["srun", "--wait=150", "hybridflow", "train", "tiny.yaml", "seed=3", *words, "run_dir=runs/lr/2", "--resume"]
     assert (status, calls) == (0, [train]) and not (tmp_path / "bad").exists()
 
 
@@ -105,6 +106,17 @@ def test_begins_again_where_that_helps(call, tmp_path, script, status):
     # After scancel it would be there again.
     found, (_, *calls), _ = call(script, *argv, STATUS=str(status), STATE="CANCELLED", SLURM_JOB_ID="7", **ARRAY)
     assert found == status and calls == ([] if status in (0, 2, 3, 4) else again[:1])
+
+
+@pytest.mark.parametrize("script", [path.name for path in sorted(SCRIPTS.glob("*.sbatch"))])
+def test_ranks_have_the_environment_of_the_script_and_end_by_themselves(call, tmp_path, script):
+    (tmp_path / "lr.txt").write_text("a=1\na=2\n")
+    # As sbatch --export=NONE sets the one, and a site the other.
+    given = {"SLURM_EXPORT_ENV": "NONE", "SLURM_KILL_BAD_EXIT": "1", "SLURM_NTASKS_PER_NODE": "1"}
+    call(script, "tiny.yaml", "lr.txt", SLURM_JOB_ID="7", **given, **ARRAY)
+    # A conversion ends with the first rank that fails, by an option that rules over the variable.
+    expected = "ALL 1\n" if script == "convert.sbatch" else "ALL 0\n"
+    assert (tmp_path / "settings").read_text() == expected
 
 
 @pytest.mark.parametrize("script", ["sweep.sbatch", "hetjob.sbatch"])

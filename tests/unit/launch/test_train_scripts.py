@@ -101,7 +101,7 @@ def test_ranks_are_the_tasks_of_the_job_and_words_stay_words(run, tmp_path):
     nasty = ("my recipe.yaml", "run_dir=it's; $(touch bad)", 'data.train="`touch bad`"')
     status, (step,), is_requeued = run(0, argv=nasty, SLURM_CPUS_PER_TASK="4")
     assert (status, is_requeued) == (0, False) and not (tmp_path / "bad").exists()
-    ranks = ["--nodes=3", "--nodelist=n1,n2,n3", "--ntasks=6", "--ntasks-per-node=2", "--overlap", "--wait=30"]
+    ranks = ["--nodes=3", "--nodelist=n1,n2,n3", "--ntasks=6", "--ntasks-per-node=2", "--overlap", "--wait=150"]
     assert step == [*ranks, "hybridflow", "train", *nasty, "--resume"]
 
 
@@ -125,6 +125,9 @@ def test_what_fails_early_each_time_on_the_same_nodes_ends_the_job(run):
     assert run(127, 127, 127, 127, 0)[::2] == (127, False)
     # A rank that was killed, or a node that is gone, says nothing of the next time.
     assert run(1, 1, 1, 137, 1, 1, 1, 0)[0] == 0
+    # Unless it is killed again and again, as by a node that lacks what the ranks need.
+    assert run(*[137] * 7, 0)[0] == 0
+    assert run(*[137] * 8, 0)[::2] == (137, False)
     status, steps, is_requeued = run(1, 1, "1 n1 n2", 1, 1, 1, 0)
     assert (status, len(steps), is_requeued) == (0, 7, False)
 

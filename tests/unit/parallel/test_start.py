@@ -283,3 +283,14 @@ def test_shared_by():
 
 def test_hint_of_the_rank():
     assert [rank_hint(env) for env in ({}, {"RANK": "2"}, {"PMI_RANK": "3"}, {"SLURM_PROCID": "4"})] == [0, 2, 3, 4]
+
+
+def test_torch_variables_for_the_tasks_of_a_step_leave_its_nodes():
+    """As Enroot's hook for PyTorch sets them: without LOCAL_WORLD_SIZE."""
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+    step |= {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_ID": "5"}
+    hook = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+    start = find_start({**step, **hook})
+    assert (start.launcher, start.rank, start.ranks_per_node, start.hosts) == ("env", 3, 2, ("n1", "n1", "n2", "n2"))
+    # One task that starts several ranks is no such step.
+    assert find_start({**step, **hook, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}).ranks_per_node == 4

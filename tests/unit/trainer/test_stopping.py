@@ -87,6 +87,13 @@ def test_prolonged_job_goes_on(monkeypatch):
     assert "100 s are left" in stops.find_time_up()
 
 
+def test_a_controller_that_does_not_answer_takes_no_limit_away(monkeypatch):
+    clock = Clock(monkeypatch, end_s=1000.0)
+    stops = Stopping(WORLD, [start(1, None, save_s=100.0)])
+    clock.now_s, clock.end_s = 900.0, None
+    assert "100 s are left" in stops.find_time_up() and clock.num_asked == 1
+
+
 def test_without_a_limit_or_on_another_rank_time_is_never_up(monkeypatch):
     Clock(monkeypatch, end_s=None)
     assert Stopping(WORLD).find_time_up(1e9) is None

@@ -112,9 +112,7 @@ class Trainable:
         on_gpu = next(model.parameters()).device.type == "cuda"
         tune = use_gpu_optimizer if on_gpu else use_cpu_optimizer
         tune(inner for _, inner in self._inner_optimizers())
-        # Such a layer returns an unfilled tensor as its gradient, in which torch's search for NaN would find some.
-        if on_gpu and not torch.is_anomaly_enabled():
-            fuse_weight_gradients({*model.modules()} - {*recomputed(model)})
+        self._fused = {*model.modules()} - {*recomputed(model)} if on_gpu else set()
 
     def accumulate(self, micro_batches: list[MicroBatch], loss: LossFunction) -> list[Any]:
         """Run forward and backward over this rank's micro-batches; gradients are summed over the replicas at the end.
@@ -134,6 +132,9 @@ class Trainable:
 
     def begin(self) -> None:
         """Set the gradients to zero, for backward passes of one's own; without pipeline stages."""
+        if self._fused:
+            # Such a layer returns an unfilled tensor as its gradient, in which torch's search for NaN would find some.
+            fuse_weight_gradients(self._fused, not torch.is_anomaly_enabled())
         for chunk in self._ddp:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()

@@ -51,7 +51,7 @@ def misfit(version: str) -> str:
     return f"megatron-core needs >={first},<{past}"
 
 
-def fuse_weight_gradients(modules: Iterable[nn.Module]) -> None:
+def fuse_weight_gradients(modules: Iterable[nn.Module], is_fused: bool = True) -> None:
     """Let the linear layers of a model add their weight gradients to the fp32 sums of megatron-core's DDP themselves.
 
     Otherwise a gradient is made in the weights' format, and then added. The product is Apex's where megatron-core has
@@ -60,6 +60,7 @@ def fuse_weight_gradients(modules: Iterable[nn.Module]) -> None:
     Args:
         modules: On a GPU, within DDP: without its sums a backward pass fails. None whose activations are computed anew:
             there torch gives the backward pass copies of the weights, which do not lead to the sums.
+        is_fused: Whether they do so from now on.
     """
     layers: Any = importlib.import_module("megatron.core.tensor_parallel.layers")
     if not hasattr(layers, "fused_weight_gradient_mlp_cuda"):
@@ -68,7 +69,7 @@ def fuse_weight_gradients(modules: Iterable[nn.Module]) -> None:
         # Of megatron-core's layers, and of Transformer Engine's.
         for switch in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"):
             if hasattr(module, switch):
-                setattr(module, switch, True)
+                setattr(module, switch, is_fused)
 
 
 def add_weight_gradient(inputs: Tensor, gradients: Tensor, sums: Tensor) -> None:

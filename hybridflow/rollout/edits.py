@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.models.log_probs import Columns
+from hybridflow.parallel.copies import to_device
 from hybridflow.rollout.cpu.kernels import load_kernels
 
 _ORDER_BITS = 0x7FFFFFFF
@@ -81,7 +82,7 @@ class Rows:
 
     def tensor(self, name: str) -> Tensor:
         """Return a parameter of each row, ``[rows]``."""
-        return torch.from_numpy(self.values[name].copy()).to(self.device)
+        return to_device(torch.from_numpy(self.values[name].copy()), self.device)
 
 
 def penalized(logits: Tensor, rows: Rows, columns: Columns) -> Tensor:
@@ -92,7 +93,7 @@ def penalized(logits: Tensor, rows: Rows, columns: Columns) -> Tensor:
     is_mine = (places < rows.positions[:, None]) & (local >= 0) & (local < columns.num_real)
     owner, place = is_mine.nonzero()
     is_sampled = place >= rows.values["num_prompt"][owner]
-    at = tuple(torch.from_numpy(each).to(rows.device) for each in (owner, local[is_mine]))
+    at = tuple(to_device(torch.from_numpy(each), rows.device) for each in (owner, local[is_mine]))
     counts = torch.zeros_like(logits).index_put_(
         at, torch.from_numpy(is_sampled).to(rows.device, logits.dtype), accumulate=True
     )[at]
@@ -166,7 +167,7 @@ def edited(
             continue
         local = tokens - columns.first
         is_mine = (local >= 0) & (local < columns.num_real)
-        at = tuple(torch.from_numpy(each[is_mine]).to(rows.device) for each in (places, local))
+        at = tuple(to_device(torch.from_numpy(each[is_mine]), rows.device) for each in (places, local))
         logits = logits.clone()
         logits[at] += torch.from_numpy(amounts[is_mine].astype(np.float32)).to(rows.device)
     return logits
@@ -186,10 +187,10 @@ def floors(scaled: Tensor, rows: Rows, columns: Columns) -> Tensor:
     largest = columns.max(scaled.amax(-1))
     # Rows without a cut are spared.
     if top_k.any():
-        where = torch.from_numpy(np.flatnonzero(top_k)).to(rows.device)
+        where = to_device(torch.from_numpy(np.flatnonzero(top_k)), rows.device)
         floor[where] = _top_k_edge(scaled[where], rows.tensor("top_k")[where], columns)
     if (top_p < 1).any():
-        where = torch.from_numpy(np.flatnonzero(top_p < 1)).to(rows.device)
+        where = to_device(torch.from_numpy(np.flatnonzero(top_p < 1)), rows.device)
         top_shares = rows.tensor("top_p")[where].double()
         edge = _nucleus_edge(scaled[where], floor[where], largest[where], top_shares, columns)
         floor[where] = torch.maximum(floor[where], edge)

@@ -497,10 +497,11 @@ class Session:
         self._follow_moves(lane)
         if step is None:
             return ended
-        num_steps = self._reserve(lane, step, min(most, FEW_STEPS) if lane.scheduler.waiting else most)
-        self.num_steps += num_steps
-        if num_steps > 1:
+        if self._is_decodable(lane, step):
+            num_steps = lane.scheduler.reserve(min(most, FEW_STEPS) if lane.scheduler.waiting else most)
+            self.num_steps += num_steps
             return ended + self._decode(lane, step.slots, num_steps)
+        self.num_steps += 1
         lane.pending = step, self._forward(lane, step)
         return ended
 
@@ -627,17 +628,16 @@ class Session:
             )[0]
         return _Outcome(take_tokens, engine.version, sampled, scores)
 
-    def _reserve(self, lane: _Lane, step: Step, most: int) -> int:
-        """Return how many steps one call can do, including this one."""
+    def _is_decodable(self, lane: _Lane, step: Step) -> bool:
+        """Return whether the runner can take this step by itself, and further ones in the same call."""
         is_one_token_each = len(step.rows) == len(step.tokens) and not len(step.copies) + len(step.scored)
+        if not self._engine.can_decode or not is_one_token_each:
+            return False
         known = {"with_cuts": self._engine.can_cut, "with_edits": self._engine.can_edit}
-        is_plain = lane.sampler.is_plain(step.slots, **known) and not lane.is_watched[step.slots].any()
-        if most > 1 and self._engine.can_decode and is_one_token_each and is_plain:
-            return lane.scheduler.reserve(most)
-        return 1
+        return lane.sampler.is_plain(step.slots, **known) and not bool(lane.is_watched[step.slots].any())
 
     def _decode(self, lane: _Lane, slots: np.ndarray, num_steps: int) -> list[tuple[Request, Response]]:
-        """Sample several tokens of each running sequence; return what ended."""
+        """Sample up to ``num_steps`` tokens of each running sequence; return what ended."""
         arrays = {**lane.scheduler.arrays(), **lane.sampler.arrays(slots), **lane.records.arrays()}
         begin = slots[lane.scheduler.lengths[slots] == lane.num_prompt[slots]]
         failures = self._engine.decode(self._cache, lane.scheduler.tables, slots, num_steps, **arrays)[slots]

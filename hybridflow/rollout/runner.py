@@ -10,6 +10,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from hybridflow.models.gpt import Transformer
+from hybridflow.parallel.copies import to_device
 from hybridflow.rollout.cpu.transformer import CpuTransformer, runs_on_cpu
 from hybridflow.rollout.paged import PagedAttention, PagedCache
 
@@ -119,7 +120,7 @@ class PlainRunner:
         self, cache: PagedCache, tables: np.ndarray, sequences: np.ndarray, positions: np.ndarray
     ) -> PagedAttention:
         """See ``Runner``."""
-        given = (torch.from_numpy(each).to(self._device) for each in (tables, sequences, positions))
+        given = (to_device(torch.from_numpy(each), self._device) for each in (tables, sequences, positions))
         return PagedAttention(cache, *given)
 
     def __call__(self, tokens: Tensor, attention: PagedAttention, rows: Tensor) -> Tensor:

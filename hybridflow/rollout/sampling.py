@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.models.log_probs import Columns, uses_kernels
+from hybridflow.parallel.copies import to_device
 from hybridflow.rollout.cpu.kernels import load_kernels
 from hybridflow.rollout.edits import Entries, Rows, edited, floors, forbidden, gather_over, penalized, rules_of
 from hybridflow.rollout.request import PURPOSES, SamplingParams
@@ -230,7 +231,7 @@ class Sampler:
             )
             if not len(asked):
                 return
-            where = torch.from_numpy(asked).to(self._device)
+            where = to_device(torch.from_numpy(asked), self._device)
             if num_tried == MAX_TRIES:
                 sampled.tokens[where] = BAD_TEXT
                 return
@@ -262,7 +263,7 @@ class Sampler:
             columns: Columns of this rank.
             never: Slots, and tokens that they may not have beside those that their parameters forbid.
         """
-        where = torch.from_numpy(chosen).to(self._device)
+        where = to_device(torch.from_numpy(chosen), self._device)
         some = rows.take(chosen)
         raw = columns.scaled(logits[where], 1.0)
         temperatures = some.tensor("temperature")[:, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -43,6 +44,8 @@ def requests(count: int) -> list[Request]:
 def decoded(shape, count: int, threads: int, blocks: int | None, max_concurrent: int, is_damaged: bool = False):
     """Of several numbers of steps at a time: calls, steps, preemptions, and all that is known of each response.
 
+    The first time step by step, as a runner does that cannot decode by itself.
+
     In this process, since one that was forked has none of the threads that were used before.
     """
     world = World(rank=0, size=1, ranks_per_node=1, device=torch.device("cpu"), deadline_s=60.0, store=dist.HashStore())
@@ -53,7 +56,7 @@ def decoded(shape, count: int, threads: int, blocks: int | None, max_concurrent:
     num_threads, found = torch.get_num_threads(), []
     try:
         torch.set_num_threads(threads)
-        for most in (1, 16, 3):
+        for most in (None, 16, 3, 1):
             engine = MegatronEngine(
                 model, groups, vocab_size=VOCAB, seed=7, max_concurrent=max_concurrent, cache_memory=budget
             )
@@ -61,11 +64,13 @@ def decoded(shape, count: int, threads: int, blocks: int | None, max_concurrent:
             asked, responses, num_calls = requests(count), {}, 0
             session = engine.open(asked)
             session.add(asked)
-            while not session.is_idle:
-                num_calls += 1
-                for ask, got in session.step(most):
-                    parts = got.tokens, got.log_probs, got.sampled_log_probs, got.versions
-                    responses[ask.prompt_index, ask.index] = (*(each.tolist() for each in parts), got.finish, got.error)
+            with mock.patch.object(MegatronEngine, "can_decode", most is not None):
+                while not session.is_idle:
+                    num_calls += 1
+                    for ask, got in session.step(most or 1):
+                        parts = [each.tolist() for each in (got.tokens, got.log_probs, got.sampled_log_probs)]
+                        known = *parts, got.versions.tolist(), got.finish, got.error
+                        responses[ask.prompt_index, ask.index] = known
             counts = num_calls, session.num_steps, session.num_preempted, session.num_computed
             found.append((*counts, session.metrics()["prefill_share"], responses))
     finally:
@@ -85,13 +90,14 @@ def decoded(shape, count: int, threads: int, blocks: int | None, max_concurrent:
     ],
 )
 def test_several_steps_by_one_call_are_those_of_single_ones(shape, count, threads, blocks, max_concurrent):
-    single, many, some = decoded(shape, count, threads, blocks, max_concurrent)
+    single, many, some, one = decoded(shape, count, threads, blocks, max_concurrent)
     assert len(single[-1]) == count and single[0] == single[1] + 1, "one step a call; what it gave comes with the next"
-    assert many[-1] == single[-1] and some[-1] == single[-1]
+    assert many[-1] == single[-1] and some[-1] == single[-1] and one[-1] == single[-1]
+    assert one[1] <= one[0] <= single[0]
     assert {row[4] for row in single[-1].values()} == {"stop", "length"}
     assert all(set(row[3]) == {3} for row in single[-1].values())
     if blocks is None:
-        assert many[3:5] == some[3:5] == single[3:5], "as many tokens go through the model, and of prompts"
+        assert many[3:5] == some[3:5] == one[3:5] == single[3:5], "as many tokens go through the model, and of prompts"
         assert many[0] < single[0] / FEW_STEPS and many[0] < some[0] < single[0]
     else:
         assert single[2] > 0 and many[2] > 0, "some lose their place"
@@ -105,7 +111,7 @@ def test_capped_logits_that_are_not_finite_fail():
 
 def test_a_sequence_that_fails_within_a_call_harms_no_other():
     sound = decoded(PLAIN, 90, 2, None, 96)[1][-1]
-    single, many, _ = decoded(PLAIN, 90, 2, None, 96, is_damaged=True)
+    single, many, *_ = decoded(PLAIN, 90, 2, None, 96, is_damaged=True)
     assert sorted(many[-1].items()) == sorted(single[-1].items())
     failed = {name for name, row in many[-1].items() if row[4] == "failed"}
     assert 3 <= len(failed) <= 60

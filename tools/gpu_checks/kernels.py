@@ -25,7 +25,10 @@ def main(argument: str, is_dry: bool) -> dict[str, Any]:
     else:
         sizes = dict(dtype=torch.bfloat16, rows=64, hidden=3584, ffn=18944, groups=4, sharers=7, head=128, vocab=152064)
     apart: dict[str, tuple[float, float]] = {}
-    checks = _check_layer, _check_between_products, _check_weights, _check_experts, _check_attention, _check_log_probs
+    checks = (
+        *(_check_layer, _check_between_products, _check_weights, _check_experts, _check_grouped),
+        *(_check_attention, _check_log_probs),
+    )
     for check in checks:
         try:
             apart |= check(SimpleNamespace(**sizes, context=40 if is_dry else 2000))
@@ -163,6 +166,36 @@ def _check_experts(sizes: Any) -> dict[str, tuple[float, float]]:
         "experts' shares": (relative_gap(shares, largest), _BF16),
         "experts' gates": (relative_gap(inner, wanted_inner), _BF16),
         "experts": (relative_gap(output, wanted), _BF16),
+    }
+
+
+def _check_grouped(sizes: Any) -> dict[str, tuple[float, float]]:
+    """Experts in training, some of which have no pair; with all gradients."""
+    import torch
+    from torch.nn.functional import silu
+
+    from hybridflow.models.grouped import grouped_experts
+
+    counts = [0, sizes.rows, 1, 0, 9, 0]
+    given = [_random(sizes, sum(counts), sizes.hidden), _random(sizes, sum(counts)).abs()]
+    given += [_random(sizes, 2 * sizes.ffn, sizes.hidden) / math.sqrt(sizes.hidden) for _ in counts]
+    given += [_random(sizes, sizes.hidden, sizes.ffn) / math.sqrt(sizes.ffn) for _ in counts]
+    given = [each.requires_grad_() for each in given]
+    hidden, weights, *matrices = given
+    first, second = matrices[: len(counts)], matrices[len(counts) :]
+    found = grouped_experts(hidden, torch.tensor(counts, device=hidden.device), weights, first, second, silu)
+    parts = []
+    for rows, shares, one, two in zip(hidden.split(counts), weights.split(counts), first, second, strict=True):
+        gate, up = (rows @ one.T).chunk(2, dim=-1)
+        parts.append((silu(gate) * up * shares[:, None]) @ two.T)
+    expected, gradient = torch.cat(parts), _random(sizes, *found.shape).flip(0)
+    both = [torch.autograd.grad(each, given, gradient) for each in (found, expected)]
+    pairs = list(zip(*both, strict=True))
+    empty = [one for count, (one, _) in zip(counts * 2, pairs[2:], strict=True) if not count]
+    return {
+        "grouped experts": (relative_gap(found, expected), _BF16),
+        "their gradients": (max(relative_gap(*pair) for pair in pairs if pair[1].any()), 2 * _BF16),
+        "those of experts without pairs": (max(float(each.abs().max().nan_to_num(math.inf)) for each in empty), 0.0),
     }
 
 

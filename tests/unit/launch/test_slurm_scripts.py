@@ -83,7 +83,17 @@ def test_line_of_a_sweep_is_words_and_nothing_else(call, tmp_path):
         "v=&&",
         "bad",
     ]
-    train = ["srun", "--wait=150", "hybridflow", "train", "tiny.yaml", "seed=3", *words, "run_dir=runs/lr/2", "--resume"]
+    train = [
+        "srun",
+        "--wait=150",
+        "hybridflow",
+        "train",
+        "tiny.yaml",
+        "seed=3",
+        *words,
+        "run_dir=runs/lr/2",
+        "--resume",
+    ]
     assert (status, calls) == (0, [train]) and not (tmp_path / "bad").exists()
 
 

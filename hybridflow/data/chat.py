@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.data.limited import LimitedProcess
-from hybridflow.data.tokenizer import Tokenizer, read_object
+from hybridflow.data.pieces import PieceTokenizer
+from hybridflow.data.tokenizer import Tokenizer, read_object, tokenizer_settings
 from hybridflow.errors import DataError
 from hybridflow.foreign import read_small
 
@@ -52,7 +53,7 @@ def template_in(folder: Path) -> str | None:
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     """Return the special tokens that a template may use: ``bos_token``, ``eos_token``, ``unk_token``, ``pad_token``."""
-    settings = read_object(tokenizer.path.parent / "tokenizer_config.json")
+    settings = tokenizer_settings(tokenizer.path.parent)
     pieces = {name: _piece(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     return {name: piece for name, piece in pieces.items() if piece is not None}
 
@@ -64,8 +65,44 @@ def render_chat(template: str, tokenizer: Tokenizer, messages: Sequence[Mapping[
         template: From ``chat_template``.
         tokenizer: The tokenizer whose special tokens the template may name.
         messages: With ``role`` and ``content`` each.
+
+    Raises:
+        DataError: As for ``Chat.render`` and ``check_special``.
     """
-    return _shared(os.getpid(), template, json.dumps(special_tokens(tokenizer))).render(messages)
+    text = _shared(os.getpid(), template, json.dumps(special_tokens(tokenizer))).render(messages)
+    check_special(text, messages, tokenizer)
+    return text
+
+
+def check_special(text: str, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> None:
+    """Refuse a conversation of whose special tokens, written by its template, sentencepiece would make letters.
+
+    Args:
+        text: The conversation, rendered.
+        messages: What was rendered. What they say of such tokens themselves are letters.
+        tokenizer: What will encode the text.
+
+    Raises:
+        DataError: Names the token, and how to make a tokenizer that knows it.
+    """
+    if not isinstance(tokenizer, PieceTokenizer):
+        return
+    for piece in _spelled(tokenizer):
+        said = sum(str(message["content"]).count(piece) for message in messages)
+        if text.count(piece) > said:
+            raise DataError(
+                f"tokenizer {tokenizer.path}: the chat template writes {piece}, of which sentencepiece makes letters; "
+                "put a tokenizer.json beside it (save_pretrained of a fast tokenizer of transformers writes one)"
+            )
+
+
+@functools.lru_cache(maxsize=4)
+def _spelled(tokenizer: PieceTokenizer) -> tuple[str, ...]:
+    """Return the special tokens whose names do not become these tokens."""
+    added = tokenizer_settings(tokenizer.path.parent).get("added_tokens_decoder")
+    named = map(_piece, added.values()) if isinstance(added, Mapping) else ()
+    pieces = {*special_tokens(tokenizer).values(), *tokenizer.control_pieces, *(each for each in named if each)}
+    return tuple(piece for piece in sorted(pieces) if not tokenizer.parses(piece))
 
 
 @functools.lru_cache(maxsize=4)
@@ -87,11 +124,12 @@ class Chat(LimitedProcess):
         super().__init__("hybridflow.data.chat_process", limits, max_answer_bytes=_MOST_ANSWER_BYTES)
         self._first = json.dumps({"template": template, "special": dict(special), "most": _MOST_CHARACTERS}).encode()
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> str:
         """Render a conversation as the text that the assistant's answer continues.
 
         Args:
             messages: With ``role`` and ``content`` each.
+            tools: What the assistant may call, as the template wants it.
 
         Raises:
             DataError: jinja2 is not installed, or the template refuses the conversation, fails, reaches for what is
@@ -99,7 +137,7 @@ class Chat(LimitedProcess):
         """
         with self._lock:
             try:
-                answer = self._ask(json.dumps(list(messages)).encode())
+                answer = self._ask(json.dumps({"messages": list(messages), "tools": tools}).encode())
             except (OSError, EOFError, TimeoutError) as error:
                 self.close()
                 raise DataError(
@@ -117,15 +155,15 @@ class Chat(LimitedProcess):
             ) from None
         return text
 
-    def _ask(self, messages: bytes) -> dict[str, Any]:
+    def _ask(self, conversation: bytes) -> dict[str, Any]:
         if not self.is_running:
             self.exchange(self._first, _START_S)
-        answer: dict[str, Any] = json.loads(self.exchange(messages, _RENDER_S))
+        answer: dict[str, Any] = json.loads(self.exchange(conversation, _RENDER_S))
         return answer
 
 
-def read_messages(value: Any, where: str) -> list[dict[str, str]]:
-    """Read the messages of a conversation from JSON; their content as text.
+def read_messages(value: Any, where: str) -> list[dict[str, Any]]:
+    """Read the messages of a conversation from JSON; their content as text, empty where they call tools alone.
 
     Raises:
         DataError: It is no such list.
@@ -135,18 +173,20 @@ def read_messages(value: Any, where: str) -> list[dict[str, str]]:
     return [_message(each, f"{where}[{index}]") for index, each in enumerate(value)]
 
 
-def _message(value: Any, where: str) -> dict[str, str]:
+def _message(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise DataError(f"{where}: found {value!r:.60}, expected an object with role and content")
     content = value.get("content")
+    if content is None and value.get("tool_calls"):
+        content = ""
     if isinstance(content, list) and all(
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
     ):
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise DataError(f"{where}: content: found {content!r:.60}, expected text, or a list of parts of type text")
-    others = {name: text for name, text in value.items() if isinstance(text, str)}
-    return {**others, "content": content}
+    # Columns of tables have a field that one message has in all of them.
+    return {**{name: each for name, each in value.items() if each is not None}, "content": content}
 
 
 def _piece(value: Any) -> str | None:

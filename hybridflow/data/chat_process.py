@@ -32,12 +32,12 @@ def main() -> int:
         importlib.import_module("jinja2.sandbox")
     _send(target, {})
     template: Any = None
-    while (messages := _receive(source)) is not None:
+    while (conversation := _receive(source)) is not None:
         limit_cpu(2 * render_s)
         try:
             if template is None:
                 template = _compiled(first["template"])
-            text = template.render(messages=messages, add_generation_prompt=True, **first["special"])
+            text = template.render(**conversation, add_generation_prompt=True, **first["special"])
             answer = {"text": text}
             if len(text) > first["most"]:
                 answer = {"error": f"the chat template made {len(text)} characters, more than {first['most']}"}

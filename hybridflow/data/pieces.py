@@ -23,6 +23,7 @@ class PieceTokenizer:
         stop_ids: That one, and what ``more_stops`` adds.
         pad_id: Fills up; where the model has no such token, the end of sequence.
         bos_id: Begins a sequence; None where the model has no such token.
+        control_pieces: Names of the tokens that no text becomes.
 
     Args:
         path: The ``.model`` file.
@@ -63,6 +64,12 @@ class PieceTokenizer:
         pad_id, bos_id = self._processor.pad_id(), self._processor.bos_id()
         self.pad_id: int = self.eos_id if pad_id < 0 else pad_id
         self.bos_id: int | None = None if bos_id < 0 else bos_id
+        self.control_pieces = {piece for index, piece in self._pieces.items() if self._processor.is_control(index)}
+
+    def parses(self, piece: str) -> bool:
+        """Return whether the name of a token, in a text, becomes that token."""
+        index = self._processor.piece_to_id(piece)
+        return self._pieces[index] == piece and index in self.encode(piece)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without any at its beginning or end."""

@@ -33,7 +33,7 @@ from hybridflow.data.readers import Piece, cut, format_of, place_of, read
 from hybridflow.data.row_store import FORMAT, MANIFEST, RowStore, RowWriter, encode_row, rows_written
 from hybridflow.data.rows import HERE, Row, plain_row
 from hybridflow.data.shaping import Shape, Shaper, no_rows, shaped_row
-from hybridflow.data.tokenizer import read_object
+from hybridflow.data.tokenizer import tokenizer_settings
 from hybridflow.errors import DataError, HybridflowError, WriteError
 from hybridflow.exit_status import DONE, FAILURE, TARGET, refuses_writes
 from hybridflow.observe.console import print_out
@@ -237,7 +237,7 @@ def _key(told: list[Any], shape: Shape) -> str:
     whole = [FORMAT, told, to_dict(replace(shape, data=data, tokenizer=None))]
     if shape.tokenizer is not None:
         file = Path(shape.tokenizer)
-        whole += [hashlib.sha256(file.read_bytes()).hexdigest(), read_object(file.with_name("tokenizer_config.json"))]
+        whole += [hashlib.sha256(file.read_bytes()).hexdigest(), tokenizer_settings(file.parent)]
     return hashlib.sha256(json.dumps(whole).encode()).hexdigest()[:16]
 
 

@@ -25,7 +25,7 @@ from hybridflow.errors import DataError
 from hybridflow.observe.files import plain_name
 
 MANIFEST = "manifest.json"
-FORMAT = "hybridflow-rows-1"
+FORMAT = "hybridflow-rows-2"
 _PLACE = struct.Struct("<Q")
 _FLUSH_ROWS = 1024
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from hybridflow.config.data import DataConfig, DataSourceConfig
-from hybridflow.data.chat import Chat, read_messages, special_tokens
+from hybridflow.data.chat import Chat, check_special, read_messages, special_tokens
 from hybridflow.data.files import find_files
 from hybridflow.data.preferences import check_imitable, encode_responses, preferences_of
 from hybridflow.data.prompts import (
@@ -25,6 +25,9 @@ from hybridflow.data.readers import cut, format_of, place_of, read
 from hybridflow.data.rows import HERE, Row
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.errors import DataError
+
+_TOOLS = "tools"
+"""Field of what the assistant may call, for the chat template."""
 
 Kind = Literal["rows", "problems", "pairs", "preferences"]
 
@@ -201,6 +204,11 @@ class Shaper:
         given: dict[str, str] = {}
         if messages[-1]["role"] == "assistant":
             *messages, last = messages
+            if last.get("tool_calls") and value_of(row, data.solution_field) is None:
+                raise DataError(
+                    f"{found[1]}: ends with a call of tools, of which this is not the text; give that as "
+                    f"{data.solution_field!r}, and end the messages before it"
+                )
             if not messages:
                 raise DataError(f"{found[1]}: the assistant's message is the only one; put what it answers before it")
             given[data.solution_field] = last["content"]
@@ -211,8 +219,13 @@ class Shaper:
                 f"{place}: holds messages, and the tokenizer has no chat template; set data.chat_template to a file "
                 "with one, or give the prompt as text"
             )
+        tools = value_of(row, _TOOLS)
+        if tools is not None:
+            tools, _ = _listed(tools, f"{place}: field {_TOOLS!r}")
         try:
-            text = self._chat.render(messages)
+            text = self._chat.render(messages, tools)
+            if self._tokenizer is not None:
+                check_special(text, messages, self._tokenizer)
         except DataError as error:
             raise DataError(f"{place}: {error}") from error
         answers = {name: _last_said(value, f"{place}: field {name!r}") for name, value in said.items()}
@@ -265,18 +278,20 @@ def _conversation(row: Row, place: str, data: DataConfig, said: Mapping[str, Any
 
 
 def _listed(messages: Any, where: str) -> tuple[Any, str]:
-    """Return messages, which may be a list as JSON text, with the errors' name for them."""
+    """Return a list, which may be given as JSON text, with the errors' name for it."""
     if isinstance(messages, str):
         try:
             messages = json.loads(messages)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not valid JSON: {error}; give a list of messages") from error
+            raise DataError(f"{where}: not valid JSON: {error}; give a list") from error
     return messages, where
 
 
 def _last_said(value: Any, where: str) -> str:
     """Return a response that is given as messages: the assistant's text in the last of them."""
-    message: Mapping[str, str] = read_messages(value, where)[-1]
+    message = read_messages(value, where)[-1]
     if message["role"] != "assistant":
         raise DataError(f"{where}: ends with a message of {message['role']!r}; a response is what the assistant says")
-    return message["content"]
+    if message.get("tool_calls"):
+        raise DataError(f"{where}: ends with a call of tools, of which this is not the text; give the response as text")
+    return str(message["content"])

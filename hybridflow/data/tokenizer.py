@@ -14,6 +14,7 @@ from hybridflow.foreign import read_small
 
 JSON = "tokenizer.json"
 PIECES = "tokenizer.model"
+SPECIAL = "special_tokens_map.json"
 _MAX_IDS = 1 << 31
 
 
@@ -79,7 +80,7 @@ def open_tokenizer(path: str | Path) -> Tokenizer:
     if file.suffix == ".json":
         from hybridflow.data.fast import FastTokenizer
 
-        return FastTokenizer(file, settings=read_object(file.with_name("tokenizer_config.json")), more_stops=stops)
+        return FastTokenizer(file, settings=tokenizer_settings(file.parent), more_stops=stops)
     return PieceTokenizer(file, more_stops=stops)
 
 
@@ -111,6 +112,17 @@ def _stop_ids(folder: Path) -> tuple[int, ...]:
         if all(type(index) is int and 0 <= index < _MAX_IDS for index in ids):
             return tuple(ids)
     return ()
+
+
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """Return ``tokenizer_config.json``, with the special tokens that older directories have in a file of their own.
+
+    Raises:
+        DataError: One of the files is no JSON object.
+    """
+    settings = read_object(folder / "tokenizer_config.json")
+    # As transformers reads them.
+    return settings if "added_tokens_decoder" in settings else {**settings, **read_object(folder / SPECIAL)}
 
 
 def read_object(path: Path) -> dict[str, Any]:

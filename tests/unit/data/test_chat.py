@@ -1,5 +1,6 @@
 """Chat templates of others: what they may do, and that they cannot hang, fill the memory, or reach out."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from hybridflow.data import chat
 from hybridflow.data.chat import Chat
 from hybridflow.data.shaping import Shape, Shaper, examples_of
 from hybridflow.errors import DataError
+from tests.support.hf_models import write_tokenizer
 
 MESSAGES = [{"role": "user", "content": "1+1="}]
 TEMPLATE = (
@@ -95,8 +97,8 @@ def _is_running(pid):
         return False
 
 
-def shaped(row, kind="problems", **data):
-    shape = Shape(data=DataConfig(train="", held_out="", **data), kind=kind, template=TEMPLATE)
+def shaped(row, kind="problems", template=TEMPLATE, **data):
+    shape = Shape(data=DataConfig(train="", held_out="", **data), kind=kind, template=template)
     shaper = Shaper(shape)
     try:
         found = shaper(row, "f:1")
@@ -122,6 +124,48 @@ def test_what_a_row_of_messages_asks_and_answers():
     said = {"chosen": [{"role": "assistant", "content": "x"}], "rejected": [{"role": "assistant", "content": "y"}]}
     (one,) = shaped({"prompt": asked, **said}, kind="pairs")
     assert [each.text for each in one.responses] == ["x", "y"]
+
+
+# As templates of models that call tools are written.
+TOOLS_TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}[me]{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+CALLED = [
+    {"role": "user", "content": "1+2=", "tool_calls": None},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "3", "tool_calls": None},
+]
+
+
+def test_calls_of_tools_are_rendered_as_transformers_renders_them(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    write_tokenizer(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for tools in (None, TOOLS):
+        expected = theirs.apply_chat_template(
+            CALLED, tools, chat_template=TOOLS_TEMPLATE, add_generation_prompt=True, tokenize=False
+        )
+        for given in (tools, json.dumps(tools)):
+            (one,) = shaped({"messages": CALLED, "tools": given, "answer": "3"}, template=TOOLS_TEMPLATE)
+            assert one.prompt == expected and "<call>" in expected and ("<tools>" in expected) == (tools is not None)
+    without_content = [CALLED[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}, CALLED[2]]
+    (one,) = shaped({"messages": without_content, "answer": "3"}, template=TOOLS_TEMPLATE)
+    assert "[assistant]<call>" in one.prompt
+
+
+def test_a_call_of_tools_is_no_response():
+    asked = [{"role": "user", "content": "1+2="}]
+    with pytest.raises(DataError, match="f:1: field 'messages': ends with a call of tools, .*give that as 'solution'"):
+        shaped({"messages": CALLED[:2]}, template=TOOLS_TEMPLATE)
+    (one,) = shaped({"messages": CALLED[:2], "solution": "<call>", "answer": "3"}, template=TOOLS_TEMPLATE)
+    assert one.solution == "<call>" and one.prompt.startswith("[user]1+2=") and one.prompt.endswith("[me]")
+    said = {"chosen": [CALLED[1]], "rejected": [{"role": "assistant", "content": "y"}]}
+    with pytest.raises(DataError, match="f:1: field 'chosen': ends with a call of tools"):
+        shaped({"prompt": asked, **said}, kind="pairs", template=TOOLS_TEMPLATE)
 
 
 @pytest.mark.parametrize(

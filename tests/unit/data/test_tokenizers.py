@@ -7,9 +7,12 @@ import sys
 
 import pytest
 
+from hybridflow.config.data import DataConfig
 from hybridflow.data import trial
+from hybridflow.data.chat import chat_template, render_chat
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.prompts import Example, prompt_tokens
+from hybridflow.data.shaping import Shape, Shaper
 from hybridflow.data.tokenizer import check_same_pieces, open_tokenizer, tokenizer_in
 from hybridflow.errors import DataError
 from hybridflow.exit_status import REQUEST, exit_status
@@ -177,3 +180,41 @@ def test_ids_without_tokens_are_no_vocabulary(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(DataError, match=r"tokenizer.json: has \d+ tokens with ids up to 4294967295"):
         open_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("has_decoder", [False, True])
+def test_special_tokens_of_older_directories_are_those_of_transformers(tmp_path, has_decoder):
+    write_tokenizer(tmp_path, has_start=True)
+    path = tmp_path / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    added = settings.pop("added_tokens_decoder", None) or {"1": {"content": START, "special": True}}
+    settings["chat_template"] = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    settings |= {"eos_token": START} | ({"added_tokens_decoder": added} if has_decoder else {})
+    path.write_text(json.dumps(settings))
+    special = {"bos_token": START, "eos_token": {"content": END}, "pad_token": PAD}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
+    ours, theirs = open_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "12+34="}]
+    text = theirs.apply_chat_template(messages, tokenize=False)
+    assert render_chat(chat_template(ours), ours, messages) == text
+    assert ours.eos_id == theirs.eos_token_id and text.count(END) == (0 if has_decoder else 1)
+
+
+def test_a_template_whose_tokens_sentencepiece_would_spell_is_refused(tmp_path):
+    tokenizer = train_tokenizer(["12+34=46 <s>x</s>"], path=tmp_path / "tokenizer.model", vocab_size=64)
+    says = r"tokenizer.model: the chat template writes </s>, of which sentencepiece makes letters; put a tokenizer.json"
+    with pytest.raises(DataError, match=says):
+        render_chat("{% for m in messages %}{{ m.content }}</s>{% endfor %}", tokenizer, [{"content": "12"}])
+    shape = Shape(
+        data=DataConfig(train="", held_out=""),
+        kind="problems",
+        template="{{ messages[0].content }}</s>",
+        tokenizer=str(tokenizer.path),
+    )
+    shaper = Shaper(shape)
+    with pytest.raises(DataError, match=says):
+        shaper({"messages": [{"role": "user", "content": "12"}], "answer": "3"}, "f:1")
+    shaper.close()
+    # What a message says is text.
+    found = render_chat("{% for m in messages %}{{ m.content }}{% endfor %}", tokenizer, [{"content": "<s>x</s>"}])
+    assert found == "<s>x</s>"

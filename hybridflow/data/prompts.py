@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -161,6 +162,11 @@ def _answer_of(
     if name is None:
         return ""
     answer = value_of(row, name)
+    if is_needed and isinstance(answer, float) and not math.isfinite(answer):
+        raise DataError(
+            f"{place}: field {name!r}: found {answer}, which is no answer, and may stand for one that is missing; mend "
+            "the row, or give answers as text"
+        )
     if answer is None:
         if isinstance(solution, str) and value_of(row, data.solution_field) is None:
             return solution

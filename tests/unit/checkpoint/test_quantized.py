@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import struct
+from inspect import signature
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tests.support.conversions import convert
 from tests.support.quantized import write_fp8, write_mxfp4
 
 transformers = pytest.importorskip("transformers")
+from transformers.integrations import mxfp4  # noqa: E402
 
 LINEAR = "model.layers.1.self_attn.q_a_proj.weight"
 EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
@@ -163,6 +165,12 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3", "gpt_oss"])
 def test_a_written_directory_is_the_model_that_transformers_loads(family, dtype, saved, tmp_path):
     pytest.importorskip("accelerate")
+    if (
+        family == "gpt_oss"
+        and dtype != torch.bfloat16
+        and "dtype" not in signature(mxfp4.dequantize_convertops).parameters
+    ):
+        pytest.skip("this release of transformers decodes mxfp4 to bf16, whatever it is asked for")
     word = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     arguments = ["convert", str(saved / family), str(tmp_path / "ours"), "--to", "hf", "--dtype", word, "--quiet"]
     assert main(arguments) == 0

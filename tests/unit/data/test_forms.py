@@ -102,6 +102,11 @@ def test_who_compares_with_an_answer_needs_one():
     message = str(raised.value)
     assert message.startswith("f:1: no field 'answer'; found ['level', 'prompt'], and the reward compares with it")
     assert "set data.answer_field to its name here, or choose a reward that needs none" in message
+    # As columns of numbers have it where a value is missing.
+    with pytest.raises(DataError, match="f:1: field 'answer': found nan, which is no answer"):
+        shaped({"prompt": "q", "answer": float("nan")}, of="compares")
+    (one,) = shaped({"prompt": "q", "answer": float("nan")}, of="samples")
+    assert one.answer != one.answer
 
 
 PAIRED = [

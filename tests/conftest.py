@@ -1,6 +1,7 @@
 """Settings of the whole suite."""
 
 import contextlib
+import gc
 import os
 import time
 
@@ -40,6 +41,12 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_collection_modifyitems(items):
     """Begin with Slurm's tests, which one process has and which wait much: the other processes use the cores then."""
     items.sort(key=lambda item: not item.nodeid.startswith("tests/slurm/"))
+
+
+def pytest_collection_finish():
+    """Keep what has been imported from the collector, which would look at all of it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

@@ -78,7 +78,7 @@ def _adopt() -> World:
         )
     store = dist.distributed_c10d._get_default_store()
     start = Start(launcher="env", rank=dist.get_rank(), size=dist.get_world_size())
-    device = find_device(_own_place())
+    device = find_device(own_place())
     check_gpus(wait_for_all(store, start, START_DEADLINE_S, device))
     return World(
         rank=start.rank,
@@ -90,7 +90,7 @@ def _adopt() -> World:
     )
 
 
-def _own_place() -> int:
+def own_place() -> int:
     """Return this rank's place on its node: that of the launcher, else that of the GPU that the program chose."""
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybridflow.api.world import own_place
 from hybridflow.errors import LayoutError
 from hybridflow.parallel import shared_gpu
 from hybridflow.parallel.signals import CaughtSignals
@@ -204,6 +205,17 @@ def test_a_rank_takes_the_gpu_that_it_alone_sees_or_that_of_its_place(monkeypatc
     monkeypatch.setattr("torch.cuda.device_count", lambda: num_visible)
     monkeypatch.setattr("torch.cuda.set_device", chosen.append)
     assert str(find_device(local_rank)) == f"cuda:{index}" and [str(each) for each in chosen] == [f"cuda:{index}"]
+
+
+def test_ranks_of_a_program_take_the_launchers_place_or_the_gpu_that_they_chose(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert own_place() == 0
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    assert own_place() == 3
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert own_place() == 1
 
 
 def test_two_ranks_on_one_gpu_are_refused_unless_they_are_to_share_it(monkeypatch):

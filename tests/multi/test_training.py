@@ -226,10 +226,11 @@ def fused_differences(world):
                         gradients.append({key: each.clone() for key, each in trainable.state()["gradient"].items()})
                         trainable.step()
                     number = add.call_count
-                    # What they return is unfilled, so that none does it while torch searches for NaN.
-                    with torch.autograd.set_detect_anomaly(True):
-                        trainable.accumulate(batches, lambda output, _: (output.square().mean(), None))
-                    assert add.call_count == number
+                    if model is TINY and mode == "none":
+                        # What they return is unfilled, so that none does it while torch searches for NaN.
+                        with torch.autograd.set_detect_anomaly(True):
+                            trainable.accumulate(batches, lambda output, _: (output.square().mean(), None))
+                        assert add.call_count == number
             for plain, fused in zip(gradients[:2], gradients[2:], strict=True):
                 most = max(float(each.abs().max()) for each in plain.values())
                 off = max(float((each - fused[key]).abs().max()) for key, each in plain.items())

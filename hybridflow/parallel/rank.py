@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -30,6 +31,8 @@ def silence_libraries() -> None:
     """Silence what megatron-core and torch say about themselves; our user cannot act on it."""
     warnings.filterwarnings("ignore", module=r"megatron\b|torch\b")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    # That a machine has nvcc and no GPU, as login nodes do.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def run_rank(

@@ -74,12 +74,12 @@ def render_chat(template: str, tokenizer: Tokenizer, messages: Sequence[Mapping[
     return text
 
 
-def check_special(text: str, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> None:
+def check_special(text: str, rendered: object, tokenizer: Tokenizer) -> None:
     """Refuse a conversation of whose special tokens, written by its template, sentencepiece would make letters.
 
     Args:
         text: The conversation, rendered.
-        messages: What was rendered. What they say of such tokens themselves are letters.
+        rendered: Messages and tools, as JSON can have them. What they say of such tokens themselves are letters.
         tokenizer: What will encode the text.
 
     Raises:
@@ -88,8 +88,7 @@ def check_special(text: str, messages: Sequence[Mapping[str, Any]], tokenizer: T
     if not isinstance(tokenizer, PieceTokenizer):
         return
     for piece in _spelled(tokenizer):
-        said = sum(str(message["content"]).count(piece) for message in messages)
-        if text.count(piece) > said:
+        if piece in text and text.count(piece) > json.dumps(rendered, ensure_ascii=False).count(piece):
             raise DataError(
                 f"tokenizer {tokenizer.path}: the chat template writes {piece}, of which sentencepiece makes letters; "
                 "put a tokenizer.json beside it (save_pretrained of a fast tokenizer of transformers writes one)"

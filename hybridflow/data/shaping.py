@@ -204,32 +204,53 @@ class Shaper:
         given: dict[str, str] = {}
         if messages[-1]["role"] == "assistant":
             *messages, last = messages
-            if last.get("tool_calls") and value_of(row, data.solution_field) is None:
-                raise DataError(
-                    f"{found[1]}: ends with a call of tools, of which this is not the text; give that as "
-                    f"{data.solution_field!r}, and end the messages before it"
-                )
             if not messages:
                 raise DataError(f"{found[1]}: the assistant's message is the only one; put what it answers before it")
-            given[data.solution_field] = last["content"]
-            if data.answer_field is not None and value_of(row, data.answer_field) is None:
-                given[data.answer_field] = last["content"]
+            given = self._given(row, last, found[1])
         if self._chat is None:
             raise DataError(
                 f"{place}: holds messages, and the tokenizer has no chat template; set data.chat_template to a file "
                 "with one, or give the prompt as text"
             )
-        tools = value_of(row, _TOOLS)
-        if tools is not None:
-            tools, _ = _listed(tools, f"{place}: field {_TOOLS!r}")
+        tools = _tools_of(row, place)
         try:
             text = self._chat.render(messages, tools)
             if self._tokenizer is not None:
-                check_special(text, messages, self._tokenizer)
+                check_special(text, [messages, tools], self._tokenizer)
         except DataError as error:
             raise DataError(f"{place}: {error}") from error
         answers = {name: _last_said(value, f"{place}: field {name!r}") for name, value in said.items()}
         return {**given, **row, data.prompt_field: text, **answers}, True
+
+    def _given(self, row: Row, last: Mapping[str, Any], where: str) -> dict[str, str]:
+        """Return the fields that a row has from the assistant's last message."""
+        data = self.shape.data
+        if last.get("tool_calls"):
+            if self.shape.is_imitating and value_of(row, data.solution_field) is None:
+                raise DataError(
+                    f"{where}: ends with a call of tools, whose text is not known; give it as {data.solution_field!r}, "
+                    "or remove this message"
+                )
+            return {}
+        given = {data.solution_field: last["content"]}
+        if data.answer_field is not None and value_of(row, data.answer_field) is None:
+            given[data.answer_field] = last["content"]
+        return given
+
+
+def _tools_of(row: Row, place: str) -> list[Any] | None:
+    """Return what the assistant may call in a row's conversation; None: nothing."""
+    tools = value_of(row, _TOOLS)
+    if tools is None or tools == "":
+        return None
+    where = f"{place}: field {_TOOLS!r}"
+    tools, _ = _listed(tools, where)
+    if tools is not None and not isinstance(tools, list):
+        raise DataError(
+            f"{where}: found {tools!r:.60}, expected a list of tools for the chat template; rename the field if it is "
+            "for something else"
+        )
+    return tools
 
 
 def _responses_read(shape: Shape) -> tuple[str, ...]:
@@ -283,7 +304,7 @@ def _listed(messages: Any, where: str) -> tuple[Any, str]:
         try:
             messages = json.loads(messages)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not valid JSON: {error}; give a list") from error
+            raise DataError(f"{where}: not valid JSON: {error}; give a list, or rename the field") from error
     return messages, where
 
 

@@ -303,7 +303,7 @@ def _make(auto_class: str, folder: Path, model: ModelConfig, filling: Filling) -
     if extra:
         raise CheckpointError(
             f"{folder}: {extra[0]}: is in the files, one of {len(extra)} tensors that {type(module).__name__} has not; "
-            "mend config.json, for instance the number of layers, or restore the directory from a copy"
+            "mend config.json, for instance the number of layers, or remove these tensors from the files"
         )
     # What a directory says of sampling is not what the recipe says.
     if hasattr(module, "generation_config"):

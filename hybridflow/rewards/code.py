@@ -116,14 +116,18 @@ def _check_tests(answer: str) -> None:
     """
     expected = "expected Python with asserts, or cases in JSON"
     try:
-        left: list[ast.AST] = [ast.parse(answer)]
+        left: list[ast.AST] = [ast.parse(answer.encode())]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise Unscored(f"the answer is {answer[:100]!r}, not Python: {error}; {expected}", is_final=True) from error
     while left:
         node = left.pop()
         if isinstance(node, (ast.Assert, ast.Call, ast.Raise)):
             return
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            # A decorator may call the function.
+            if node.decorator_list:
+                return
+        elif not isinstance(node, ast.Lambda):
             left += ast.iter_child_nodes(node)
     raise Unscored(
         f"the answer is {answer[:100]!r}, which asserts and calls nothing, so every program would pass; {expected}",

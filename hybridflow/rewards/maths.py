@@ -33,7 +33,8 @@ _UNREADABLE = "unreadable"
 _MARKS = re.compile(r"\n|\$|\\[(\[]|\\boxed")
 """What is before LaTeX in a text, or between lines of it."""
 _COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mbox|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
-_WORD = re.compile(r"[A-Za-z]{3}|(?<!\S)[A-Za-z]{2}(?![^\s.,:;!?])")
+_WORD = re.compile(r"[A-Za-z]{2}|\d\s+[A-Za-z]")
+"""A word, or a unit behind a number."""
 
 
 class Maths:
@@ -156,23 +157,29 @@ def compare(answer: str, response: str) -> str:
     from math_verify import parse, verify
 
     def read(text: str) -> list[object]:
-        found = parse(_boxed(text), parsing_timeout=None) if _is_formula(text) else []
-        return found or parse(text, parsing_timeout=None)
+        found: list[object] = parse(text, parsing_timeout=None)
+        return found
 
-    right = read(answer) or parse(f"${answer}$", parsing_timeout=None)
+    right = (read(_boxed(answer)) if _is_formula(answer) else []) or read(answer) or read(f"${answer}$")
     if not right:
         return _UNREADABLE
     try:
-        said = read(response)
-        return "equal" if said and verify(right, said, timeout_seconds=None) else "different"
+        said = []
+        if _is_formula(response):
+            said.append(read(_boxed(response)))
+        if not said or not re.search(r"[\\^]", response):
+            said.append(read(response))
+        is_equal = any(each and verify(right, each, timeout_seconds=None) for each in said)
+        return "equal" if is_equal else "different"
     # What a response says may make an algebra system fail in any way.
     except Exception:
         return "different"
 
 
 def _is_formula(text: str) -> bool:
-    """Return whether a text is one formula: no words, and no marks that tell where LaTeX begins."""
-    return _MARKS.search(text.strip()) is None and _WORD.search(_COMMAND.sub(" ", text)) is None
+    """Return whether a text is one formula: no words or units, and no marks that tell where LaTeX begins."""
+    is_plain = text.replace("°", "").isascii() and _MARKS.search(text.strip()) is None
+    return is_plain and _WORD.search(_COMMAND.sub(" ", text)) is None
 
 
 def _boxed(formula: str) -> str:

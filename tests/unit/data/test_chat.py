@@ -97,8 +97,9 @@ def _is_running(pid):
         return False
 
 
-def shaped(row, kind="problems", template=TEMPLATE, **data):
-    shape = Shape(data=DataConfig(train="", held_out="", **data), kind=kind, template=template)
+def shaped(row, kind="problems", template=TEMPLATE, is_imitating=False, **data):
+    config = DataConfig(train="", held_out="", **data)
+    shape = Shape(data=config, kind=kind, template=template, is_imitating=is_imitating)
     shaper = Shaper(shape)
     try:
         found = shaper(row, "f:1")
@@ -159,13 +160,26 @@ def test_calls_of_tools_are_rendered_as_transformers_renders_them(tmp_path):
 
 def test_a_call_of_tools_is_no_response():
     asked = [{"role": "user", "content": "1+2="}]
-    with pytest.raises(DataError, match="f:1: field 'messages': ends with a call of tools, .*give that as 'solution'"):
+    row = {"messages": CALLED[:2], "answer": "3"}
+    (one,) = shaped(row, template=TOOLS_TEMPLATE)
+    assert (one.prompt, one.answer, one.solution) == ("[user]1+2=[me]", "3", None)
+    with pytest.raises(DataError, match="f:1: field 'messages': ends with a call of tools, .*give it as 'solution'"):
+        shaped(row, template=TOOLS_TEMPLATE, is_imitating=True)
+    (one,) = shaped({**row, "solution": "<call>"}, template=TOOLS_TEMPLATE, is_imitating=True)
+    assert (one.prompt, one.solution) == ("[user]1+2=[me]", "<call>")
+    with pytest.raises(DataError, match="f:1: no field 'answer'"):
         shaped({"messages": CALLED[:2]}, template=TOOLS_TEMPLATE)
-    (one,) = shaped({"messages": CALLED[:2], "solution": "<call>", "answer": "3"}, template=TOOLS_TEMPLATE)
-    assert one.solution == "<call>" and one.prompt.startswith("[user]1+2=") and one.prompt.endswith("[me]")
     said = {"chosen": [CALLED[1]], "rejected": [{"role": "assistant", "content": "y"}]}
     with pytest.raises(DataError, match="f:1: field 'chosen': ends with a call of tools"):
         shaped({"prompt": asked, **said}, kind="pairs", template=TOOLS_TEMPLATE)
+
+
+@pytest.mark.parametrize("tools", ["search, sum", 3, {"name": "sum"}])
+def test_tools_that_are_no_list_are_refused(tools):
+    with pytest.raises(DataError, match=r"f:1: field 'tools': .*rename the field"):
+        shaped({"messages": CALLED, "tools": tools, "answer": "3"})
+    (one,) = shaped({"messages": CALLED, "tools": "", "answer": "3"}, template=TOOLS_TEMPLATE)
+    assert "<tools>" not in one.prompt
 
 
 @pytest.mark.parametrize(

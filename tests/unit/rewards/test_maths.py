@@ -60,6 +60,15 @@ def sample(response, answer):
         ("so 4", "4", 1),
         ("It is 5.", "x = 5", 1),
         ("It is 18.", "18 dollars", 1),
+        # Units, currencies and emphasis are no parts of a formula.
+        *((text, "5", 1) for text in ("**5**", "€5", "5€", "5;", "5 :)", "- 5", "Q: 5", "5 m/s", "5!")),
+        (r"\boxed{60}", "60 km/h", 1),
+        (r"\boxed{5}", "5 m/s", 1),
+        (r"\boxed{60}", "60km/h", 1),
+        (r"\boxed{50}", "50 m²", 1),
+        (r"\boxed{5}", "5元", 1),
+        (r"\boxed{10}", "10 a.m.", 1),
+        (r"\boxed{50}", "60 km/h", 0),
     ],
 )
 def test_what_is_equal(made, response, answer, score):

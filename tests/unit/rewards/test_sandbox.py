@@ -1046,6 +1046,16 @@ def test_tests_that_are_none_are_a_failure_of_their_sample(answer):
     assert "d:2" in made.counts.first_failure and "the answer is" in made.counts.first_failure
 
 
+@pytest.mark.parametrize(
+    "answer",
+    ["class T:\n    assert add(1, 2) == 3", "@print\ndef t(): pass", "\ufeffassert add(1, 2) == 3"]
+    + ["for a in (1, 2):\n    assert add(a, 2) == a + 2", "if add(1, 2) != 3: raise ValueError"],
+)
+def test_tests_of_any_form_are_run(answer):
+    made = CodeTests(SMALL, is_protected=True)
+    assert made([Sample(prompt="", response=ADD, answer=answer, place="d:1")]) == [1.0]
+
+
 def test_one_failure_that_passes_leaves_no_program_unprotected(monkeypatch):
     failures = [Unscored("the sandbox ended without a word")] * 2
 

@@ -244,7 +244,7 @@ def _tools_of(row: Row, place: str) -> list[Any] | None:
     if tools is None or tools == "":
         return None
     where = f"{place}: field {_TOOLS!r}"
-    tools, _ = _listed(tools, where)
+    tools = _listed(tools, where)
     if tools is not None and not isinstance(tools, list):
         raise DataError(
             f"{where}: found {tools!r:.60}, expected a list of tools for the chat template; rename the field if it is "
@@ -283,7 +283,8 @@ def _conversation(row: Row, place: str, data: DataConfig, said: Mapping[str, Any
         return prompt, f"{place}: field {data.prompt_field!r}"
     begun = {name: value[:-1] for name, value in said.items() if len(value) > 1}
     if prompt is None and data.messages_field in row:
-        return _listed(row[data.messages_field], f"{place}: field {data.messages_field!r}")
+        where = f"{place}: field {data.messages_field!r}"
+        return _listed(row[data.messages_field], where), where
     if begun:
         (name, messages), *others = begun.items()
         for other, differing in others:
@@ -298,14 +299,14 @@ def _conversation(row: Row, place: str, data: DataConfig, said: Mapping[str, Any
     return None
 
 
-def _listed(messages: Any, where: str) -> tuple[Any, str]:
-    """Return a list, which may be given as JSON text, with the errors' name for it."""
-    if isinstance(messages, str):
+def _listed(value: Any, where: str) -> Any:
+    """Return a list that may be given as JSON text."""
+    if isinstance(value, str):
         try:
-            messages = json.loads(messages)
+            value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: not valid JSON: {error}; give a list, or rename the field") from error
-    return messages, where
+    return value
 
 
 def _last_said(value: Any, where: str) -> str:

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.errors import DeadlineError, LayoutError, StopError
-from hybridflow.layout.mesh import format_ranks
 from hybridflow.parallel.coordinator import Coordinator, GlooMessenger, Messenger
 from hybridflow.parallel.handshake import StrangerError, key_for, listen
 from hybridflow.parallel.secret import VARIABLE, find_secret
@@ -180,16 +179,16 @@ class World:
             LayoutError: Some ranks see no GPU; names their nodes. On all ranks.
         """
         own = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else None
-        found = self.everyone().gather([own, _host()], "memory")
-        sizes = [size for size, _ in found if size is not None]
-        if len(sizes) not in (0, len(found)):
-            without = [rank for rank, (size, _) in enumerate(found) if size is None]
-            hosts = ", ".join(dict.fromkeys(found[rank][1] for rank in without))
+        sizes, hosts = zip(*self.everyone().gather([own, _host()], "memory"), strict=True)
+        without = [rank for rank, size in enumerate(sizes) if size is None]
+        if len(without) == len(sizes):
+            return None
+        if without:
             raise LayoutError(
-                f"rank{'s' if len(without) > 1 else ''} {format_ranks(without)} on {hosts} see no GPU, and the others "
-                "do; look there with nvidia-smi, leave the node out (sbatch --exclude), or ask for GPUs on every node"
+                f"{Start(launcher='env', hosts=hosts).where(without)} see no GPU, and the others do; look there with "
+                "nvidia-smi, leave the node out (sbatch --exclude), or ask for GPUs on every node"
             )
-        return min(sizes, default=None)
+        return int(min(sizes))
 
     def mpi_link(self, ranks: tuple[int, ...]) -> MpiLink:
         """Return messages over MPI among these ranks, if MPI started the job; the first use is collective over them."""

@@ -164,9 +164,8 @@ def compare(answer: str, response: str) -> str:
     if not right:
         return _UNREADABLE
     try:
-        said = []
-        if _is_formula(response):
-            said.append(read(_boxed(response)))
+        said = [read(_boxed(response))] if _is_formula(response) else []
+        # Of a formula in LaTeX it would take one number.
         if not said or not re.search(r"[\\^]", response):
             said.append(read(response))
         is_equal = any(each and verify(right, each, timeout_seconds=None) for each in said)

@@ -35,7 +35,7 @@ from hybridflow.checkpoint.convert.progress import Monitor, Progress
 from hybridflow.checkpoint.convert.ranks import PeerError, Ranks, refusing
 from hybridflow.checkpoint.convert.write import Output, as_write_errors
 from hybridflow.checkpoint.formats.source import Source, Target
-from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, cast
+from hybridflow.checkpoint.tensor_file import TORCH_DTYPES
 from hybridflow.errors import CheckpointError, WriteError
 from hybridflow.exit_status import exit_status
 from hybridflow.observe.files import make_own_folder, sync_path
@@ -282,8 +282,7 @@ def _write_together(job: _Job, files: Sequence[str], output: Output, monitor: Mo
         dtype = TORCH_DTYPES[job.target.files[missing[0][0]][missing[0][1]].dtype]
         num_bytes = sum(job.target.files[file][key].num_bytes for file, key in missing)
         output.make_room(max(num_bytes, math.prod(job.source.tensors[tensor].shape) * dtype.itemsize))
-        whole = tuple((0, size) for size in job.source.tensors[tensor].shape)
-        values = cast(tensor, job.source.read_box(tensor, whole, dtype), dtype)
+        values = job.source.read_as(tensor, dtype)
         for (file, key), part in zip(places, job.target.parts(tensor, values), strict=True):
             if (file, key) in missing:
                 output.put(file, key, part)

@@ -17,7 +17,7 @@ from hybridflow.checkpoint.formats.quantized import CodedTensor, coded_tensors
 from hybridflow.checkpoint.formats.source import Source, Target, num_blocks, spec_of_model
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_bytes
-from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, HeldTensors, TensorFile, TensorFileWriter, cast
+from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, HeldTensors, TensorFile, TensorFileWriter
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import ASSETS, CONFIG, identity_of, parse_json, read_assets, read_json
 from hybridflow.families.config_json import Described, describe, read_config, update_config
@@ -320,10 +320,7 @@ class HuggingFaceTarget(Target):
         """See ``Target``."""
 
         def read(name: str) -> Tensor:
-            if name == tensor:
-                return values
-            whole = tuple((0, size) for size in self._source.tensors[name].shape)
-            return cast(name, self._source.read_box(name, whole, values.dtype), values.dtype)
+            return values if name == tensor else self._source.read_as(name, values.dtype)
 
         return self._parts[tensor].from_logical(read, tensor, self._source.model)
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.formats.huggingface import (
@@ -16,12 +15,12 @@ from hybridflow.checkpoint.formats.huggingface import (
     Parts,
     open_files,
 )
+from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.errors import ConfigError
 from hybridflow.families.assets import CONFIG, read_json
 from hybridflow.families.other_config import has_no_table, read_other_config
 from hybridflow.models.hf_model import VALUE_HEAD, has_scorer
-from hybridflow.reshard.spec import Box
 
 _HEAD = "score.weight"
 """The value head of the ``*ForSequenceClassification`` of ``transformers``."""
@@ -56,9 +55,8 @@ class NamedSource(HuggingFaceSource):
         """See ``Source``."""
         return self._where[tensor].read(tensor)
 
-    def read_box(self, tensor: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """See ``Source``: nothing lies in codes here."""
-        return self.read(tensor)[tuple(slice(start, stop) for start, stop in box)]
+    # Nothing lies in codes here.
+    read_box = Source.read_box
 
     def names(self, tensor: str) -> list[str]:
         """Return the name of a tensor, which is the same in the directory."""

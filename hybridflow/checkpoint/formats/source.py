@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.manifest import TensorEntry
+from hybridflow.checkpoint.tensor_file import cast
 from hybridflow.errors import CheckpointError
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.shapes import model_spec, shape_of
@@ -58,6 +59,16 @@ class Source(Protocol):
             CheckpointError: See ``read``.
         """
         return self.read(tensor)[tuple(slice(start, stop) for start, stop in box)]
+
+    def read_as(self, tensor: str, dtype: torch.dtype) -> Tensor:
+        """Read a whole logical tensor, converted to a dtype.
+
+        Raises:
+            CheckpointError: See ``read``.
+            ConfigError: See ``cast``.
+        """
+        whole = tuple((0, size) for size in self.tensors[tensor].shape)
+        return cast(tensor, self.read_box(tensor, whole, dtype), dtype)
 
     def release(self) -> None:
         """Give back the memory of what was read; here, where that is memory of its own, nothing."""

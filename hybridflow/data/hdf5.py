@@ -57,7 +57,8 @@ def try_files(paths: Iterable[str | os.PathLike[str]]) -> None:
     for path in paths:
         with open_regular(os.fspath(path)) as file:
             found = os.fstat(file.fileno())
-        _try(os.fspath(path), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        # The other process keeps the working directory of its start.
+        _try(os.path.abspath(path), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=4096)

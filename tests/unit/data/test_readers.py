@@ -250,6 +250,18 @@ def without_arrow(path):
         file.unlink()
 
 
+def test_hdf5_by_a_relative_path_after_a_change_of_folder(tmp_path, monkeypatch):
+    """What looks through files begins once, in the folder of that time."""
+    hdf5._process.cache_clear()
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        with h5py.File("rows.h5", "w") as file:
+            file["prompt"] = [name]
+        hdf5.try_files(["rows.h5"])
+        (tmp_path / name / "rows.h5").rename(tmp_path / name / "elsewhere.h5")
+
+
 @pytest.mark.parametrize(
     ("rows", "spoil", "says"),
     [

@@ -90,6 +90,8 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check("grpo-0.5b", "gpu_checks.grpo", "0.5b"),
         Check("decode-1.5b", "gpu_checks.decode", "1.5b"),
         Check("checkpoint", "gpu_checks.checkpoint", deadline_s=180),
+        Check("decode-moe", "gpu_checks.decode", "moe"),
+        Check("grpo-moe", "gpu_checks.grpo", "moe", 180),
     ),
 }
 """The most informative first."""

@@ -46,12 +46,17 @@ RECIPE: dict[str, Any] = {
 
 _KEYS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size")
 SHAPES: dict[str, dict[str, Any]] = {
-    "0.5b": dict(zip(_KEYS, (24, 896, 4864, 14, 2, 151936), strict=True), tied_embeddings=True),
-    "1.5b": dict(zip(_KEYS, (28, 1536, 8960, 12, 2, 151936), strict=True), tied_embeddings=True),
-    "7b": dict(zip(_KEYS, (28, 3584, 18944, 28, 4, 152064), strict=True)),
-    "toy": dict(zip(_KEYS, (2, 64, 96, 4, 2, 512), strict=True)),
+    "0.5b": dict(zip(_KEYS, (24, 896, 4864, 14, 2, 151936), strict=True), qkv_bias=True, tied_embeddings=True),
+    "1.5b": dict(zip(_KEYS, (28, 1536, 8960, 12, 2, 151936), strict=True), qkv_bias=True, tied_embeddings=True),
+    "7b": dict(zip(_KEYS, (28, 3584, 18944, 28, 4, 152064), strict=True), qkv_bias=True),
+    "moe": dict(
+        zip(_KEYS, (4, 2048, 768, 32, 4, 151936), strict=True),
+        **{"head_dim": 128, "qk_norm": True, "num_experts": 128, "experts_per_token": 8},
+    ),
+    "toy": dict(zip(_KEYS, (2, 64, 96, 4, 2, 512), strict=True), qkv_bias=True),
+    "toy-moe": dict(zip(_KEYS, (2, 64, 32, 4, 2, 512), strict=True), qk_norm=True, num_experts=4),
 }
-"""Qwen2's; ``toy`` stands for each of them in a dry run."""
+"""Qwen2's, and 4 of the 48 layers of Qwen3-30B-A3B as ``moe``; the toys stand for them in a dry run."""
 
 
 class CheckError(Exception):
@@ -155,12 +160,17 @@ def build(world: Any, model: Any, layout: str = "tp1") -> tuple[Any, Any, Any]:
     return build_transformer(model, mesh.layout, groups, world.device, vocab_size=model.vocab_size), mesh, groups
 
 
+def settings(size: str, is_dry: bool, *, context: int) -> dict[str, Any]:
+    """Return the ``model`` section of ``SHAPES`` in bf16, or that of a toy in fp32."""
+    toy = "toy-moe" if size == "moe" else "toy"
+    return {**SHAPES[toy if is_dry else size], "max_context": context, "dtype": "fp32" if is_dry else "bf16"}
+
+
 def shape(size: str, is_dry: bool, *, context: int) -> Any:
-    """Return a model of ``SHAPES`` in bf16, or the toy in fp32."""
+    """Return the model that ``settings`` describes."""
     from hybridflow.families.model import ModelConfig
 
-    dtype = "fp32" if is_dry else "bf16"
-    return ModelConfig(**SHAPES["toy" if is_dry else size], qkv_bias=True, max_context=context, dtype=dtype)
+    return ModelConfig(**settings(size, is_dry, context=context))
 
 
 def fill(model: Any, seed: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""How fast a Qwen2 shape decodes, beside what the bandwidth allows and beside transformers."""
+"""How fast a shape decodes, beside what the bandwidth allows and beside transformers."""
 
 from __future__ import annotations
 
@@ -61,9 +61,16 @@ def _step_bytes(model: Any, batch: int, context: float) -> float:
     element = 4 if model.dtype == "fp32" else 2
     hidden, head = model.hidden_size, model.head_size
     attention = hidden * head * 2 * (model.num_attention_heads + model.query_groups)
-    matrices = model.num_layers * (attention + 3 * hidden * model.ffn_hidden_size) + hidden * model.vocab_size
+    layer = attention + 3 * hidden * model.ffn_hidden_size * _experts_read(model, batch)
     cached = batch * context * 2 * model.num_layers * model.query_groups * head
-    return float(element * (matrices + cached))
+    return float(element * (model.num_layers * layer + hidden * model.vocab_size + cached))
+
+
+def _experts_read(model: Any, batch: int) -> float:
+    """Return how many experts of a layer some token chooses, on average, if all are as likely; 1: there are none."""
+    if model.num_experts is None:
+        return 1.0
+    return float(model.num_experts * (1 - (1 - model.experts_per_token / model.num_experts) ** batch))
 
 
 def _prompts(model: Any, batch: int, prompt: int) -> Any:
@@ -90,24 +97,15 @@ def _load_ours(model: Any, most: int, prompt: int) -> Callable[[int, int], None]
 
 def _load_transformers(model: Any, most: int, prompt: int) -> Callable[[int, int], None]:
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = Qwen2Config(
-        vocab_size=model.vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.ffn_hidden_size,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.query_groups,
-        max_position_embeddings=model.max_context,
-        tie_word_embeddings=model.tied_embeddings,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    torch.set_default_dtype(torch.float32 if model.dtype == "fp32" else torch.bfloat16)
+    from hybridflow.families.config_json import describe, update_config
+
+    dtype = "float32" if model.dtype == "fp32" else "bfloat16"
+    values = update_config(None, describe(model, family=None, has_value_head=False), dtype=dtype)
+    config = AutoConfig.for_model(**{**values, "pad_token_id": 0, "eos_token_id": None})
     with find_device():
-        built = Qwen2ForCausalLM(config).eval()
-    torch.set_default_dtype(torch.float32)
+        built = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
 
     def generate(batch: int, length: int) -> None:
         tokens = _prompts(model, batch, prompt).to(find_device())

@@ -1,4 +1,4 @@
-"""GRPO steps of a Qwen2 shape: tokens per second, share of the measured peak, and memory beside the plan's."""
+"""GRPO steps of a shape: tokens per second, share of the measured peak, and memory beside the plan's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gpu_checks.common import GIB, RECIPE, SHAPES, find_device, make_world, product_rate, result, run, train
+from gpu_checks.common import GIB, RECIPE, find_device, make_world, product_rate, result, run, settings, train
 
 _PHASES = ("rollout", "log_probs", "update", "reshard", "control")
 
@@ -22,10 +22,9 @@ def main(argument: str, is_dry: bool) -> dict[str, Any]:
     from hybridflow.trainer.plan import plan_job
 
     samples, response = (16, 8) if is_dry else (256, 512)
-    shape = {**SHAPES["toy" if is_dry else argument], "qkv_bias": True, "dtype": "fp32" if is_dry else "bf16"}
     recipe = {
         **RECIPE,
-        "model": {**shape, "max_context": response + 32},
+        "model": settings(argument, is_dry, context=response + 32),
         "actor": {"update": {"tp": 1}, "optimizer": {"lr": 1e-6}},
         "rollout": {"max_new_tokens": response, "group_size": 8},
         "trainer": {

@@ -51,6 +51,9 @@ STEP_TOKENS = 2048
 CHUNK_TOKENS = 1024
 """As ``models.log_probs`` has it."""
 
+ALIGNED_ROWS = 8
+"""As ``models.grouped`` has it."""
+
 PANEL = 32
 """As ``rollout.cpu.transformer`` has it."""
 
@@ -532,9 +535,9 @@ def training_bytes(
     """
     layout, stage = mesh.layout, mesh.coordinate(rank).pp
     slices = _slices(layout)
-    token_bytes = _layer_bytes(model, layout, slices)
-    token_bytes += 0 if lora is None else _adapter_bytes(model, layout.tp, slices, lora)
-    input_bytes = -(-model.hidden_size // slices) * ITEM_BYTES[model.dtype]
+    layer_bytes = _layer_bytes(model, layout, slices, tokens)
+    layer_bytes += 0 if lora is None else tokens * _adapter_bytes(model, layout.tp, slices, lora)
+    input_bytes = tokens * -(-model.hidden_size // slices) * ITEM_BYTES[model.dtype]
     left = 0
     if recompute == "full":
         left = model.num_layers if recompute_layers is None else recompute_layers
@@ -542,11 +545,11 @@ def training_bytes(
     for layers in layout.layer_counts(model.num_layers, f"layout {layout}")[stage :: layout.pp]:
         anew = min(layers, left)
         left -= anew
-        kept = (layers - anew) * token_bytes
+        kept = (layers - anew) * layer_bytes
         chunks.append(anew * input_bytes + kept)
         if anew:
-            at_once = max(at_once, token_bytes + _gradient_bytes(model, layout.tp) - kept)
-    return tokens * (_most_under_way(chunks, stage, layout.pp) + at_once)
+            at_once = max(at_once, layer_bytes + tokens * _gradient_bytes(model, layout.tp) - kept)
+    return _most_under_way(chunks, stage, layout.pp) + at_once
 
 
 def _most_under_way(chunks: Sequence[int], stage: int, pp: int) -> int:
@@ -615,28 +618,58 @@ def _inner_width(model: ModelConfig) -> int:
     return max(width, model.dense_ffn_hidden_size or 0)
 
 
-def _layer_bytes(model: ModelConfig, layout: ParallelLayout, slices: int) -> int:
-    """Return what a layer keeps of each token.
+def _layer_bytes(model: ModelConfig, layout: ParallelLayout, slices: int, tokens: int) -> int:
+    """Return what a layer keeps of so many tokens.
 
-    In elements: the input of its two blocks and of the norms before the blocks and behind them, ``2 h / slices`` each,
-    where a kernel fuses them as on a GPU; sine and cosine of the rotation, ``4 d``; of the attention, with ``q`` and
-    ``kv`` columns of query and key, what the kernel takes and gives, and the context: ``3 (q + kv) / tp``, in latent
-    attention also what these are put together of, ``5 (q + kv) / tp``; of the feed-forward block gate and up, and the
-    product, ``3 f / tp``. Experts keep the activated gate and up once more too, ``5 f / tp``. In a mixture these are
-    there for each expert that a token goes to and for the shared one, or those of a dense layer, where it is wider.
-    Latent attention keeps the compressed vectors too.
+    In elements of a token: of the two blocks and their norms what ``_norm_columns`` says, over ``slices``; sine and
+    cosine of the rotation, ``4 d``; of the attention, with ``q`` and ``kv`` columns of query and key, what the kernel
+    takes and gives, and the context: ``3 (q + kv) / tp``, in latent attention also what these are put together of,
+    ``5 (q + kv) / tp``, and what norms of queries and keys keep; of the feed-forward block gate and up, and the
+    product, ``3 f / tp``. Experts keep the weighted product too, ``4 f / tp``. In a mixture these are there for each
+    expert that a token goes to and for the shared one, or those of a dense layer, where it is wider. Latent attention
+    keeps the compressed vectors too.
 
     An expert is cut in ``etp`` parts, and tokens go to ranks of their experts. With even loads a rank has ``etp / tp``
     inputs of an expert, ``h`` each, for each choice of a token of its own. Of these it has ``f / etp`` columns: ``f /
-    tp`` for each choice, whatever ``etp`` is.
+    tp`` for each choice, whatever ``etp`` is. Each expert has up to ``ALIGNED_ROWS`` such inputs more.
     """
     queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
-    whole = -(-2 * (1 + model.pre_norms + model.post_norms) * model.hidden_size // slices) + 4 * model.rotary_size
+    whole = -(-_norm_columns(model) // slices) + 4 * model.rotary_size
     whole += -(-2 * ((model.q_lora_rank or 0) + (model.kv_lora_rank or 0)) // slices)
     whole += _input_columns(model, layout)
-    cut = (3 if model.kv_lora_rank is None else 5) * (queries + keys)
-    cut += (3 if model.num_experts is None else 5) * _inner_width(model)
-    return (whole - (-cut // layout.tp)) * ITEM_BYTES[model.dtype]
+    cut = (3 if model.kv_lora_rank is None else 5) * (queries + keys) + _head_norm_columns(model, queries, keys)
+    cut += (3 if model.num_experts is None else 4) * _inner_width(model)
+    columns = tokens * (whole - (-cut // layout.tp))
+    if model.num_experts is not None:
+        inner = -(-4 * model.ffn_hidden_size // layout.expert_tp)
+        columns += model.num_experts // layout.ep * ALIGNED_ROWS * (model.hidden_size + inner)
+    return columns * ITEM_BYTES[model.dtype]
+
+
+def _norm_columns(model: ModelConfig) -> int:
+    """Return what a layer's norms keep of a token, in elements, where a kernel fuses them as on a GPU.
+
+    Inputs of the two blocks and of the norms before the blocks and behind them, ``2 h`` each. Norms around 1 compute in
+    fp32: each keeps its input so, and the blocks their inputs.
+    """
+    before, behind = 2 * model.pre_norms, 2 * model.post_norms
+    if model.zero_centered_norms and model.dtype != "fp32":
+        return (2 * (before + behind) + before) * model.hidden_size
+    return (2 + before + behind) * model.hidden_size
+
+
+def _head_norm_columns(model: ModelConfig, queries: int, keys: int) -> int:
+    """Return what norms of queries and keys keep of a token, in elements, beside what is kept without them.
+
+    Norms of heads: the queries as the kernel takes them, since the projection has them among keys and values; around 1
+    queries and keys in fp32. Norms over the projection: both in fp32, as they are and scaled.
+    """
+    if not model.qk_norm or model.kv_lora_rank is not None:
+        return 0
+    of_fp32 = _FP32_BYTES // ITEM_BYTES[model.dtype]
+    if model.qk_norm_over == "projection":
+        return 2 * of_fp32 * (queries + keys)
+    return of_fp32 * (queries + keys) if model.zero_centered_norms else queries
 
 
 def _input_columns(model: ModelConfig, layout: ParallelLayout) -> int:
@@ -658,7 +691,7 @@ def _sent_bytes(model: ModelConfig, layout: ParallelLayout, tokens: int) -> int:
 
 def _passing_bytes(model: ModelConfig, mesh: DeviceMesh, tokens: int, *, slices: int = 1) -> int:
     """Return the peak of a forward pass of which nothing is kept: what one layer makes."""
-    passing = tokens * _layer_bytes(model, mesh.layout, slices) + _sent_bytes(model, mesh.layout, tokens)
+    passing = _layer_bytes(model, mesh.layout, slices, tokens) + _sent_bytes(model, mesh.layout, tokens)
     return passing + _stacked_bytes(model, mesh)
 
 

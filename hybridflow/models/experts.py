@@ -33,7 +33,9 @@ from torch.nn.functional import pad
 
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.grouped import grouped_experts, is_grouped
+from hybridflow.models.pairs import collect, in_order, spread
 from hybridflow.models.router import ExpertRouter
+from hybridflow.parallel.accelerators import adds_weight_gradients
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # Without Transformer Engine megatron-core 0.16.1 leaves this name undefined, and asks whether it is None.
@@ -146,10 +148,10 @@ class ExpertLayer(BaseMoELayer):
             return self._mix_gathered(hidden, weights, chosen)
         expert, order = chosen.flatten().sort(stable=True)
         counts = _counts(expert, self.router.num_experts)
-        num_chosen = chosen.shape[1]
-        output = self._through_experts(hidden[order // num_chosen], weights.flatten()[order], counts)
-        # By token again; all have equally many experts, so that the sum has one order on every device.
-        return torch.empty_like(output).index_copy(0, order, output).view(*chosen.shape, hidden.shape[1]).sum(1)
+        if self._group.size() == 1:
+            return self._compute(hidden, order, counts, weights)
+        pairs = in_order(order, weights.shape)
+        return collect(self._through_experts(spread(hidden, pairs), weights.flatten()[order], counts), pairs)
 
     def _mix_gathered(self, hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Do what ``_mix`` does, where every rank of the group computes its experts' outputs for all tokens."""
@@ -160,21 +162,21 @@ class ExpertLayer(BaseMoELayer):
         shares = gather_from_sequence_parallel_region(pad(weights, room), group=self._group)
         experts = _gathered(pad(chosen, room, value=-1), self._group)
         expert, order = (experts - self.local_expert_indices[0]).flatten().sort(stable=True)
-        own = torch.tensor([0, self.num_local_experts], device=expert.device)
-        begin, end = torch.searchsorted(expert, own).tolist()
+        edges = torch.tensor([0, self.num_local_experts], device=expert.device)
+        begin, end = torch.searchsorted(expert, edges).tolist()
         expert, order = expert[begin:end], order[begin:end]
         token = order // chosen.shape[1]
-        output = self._compute(rows[token], _counts(expert, self.num_local_experts), shares.flatten()[order])
+        own = torch.arange(len(order), device=order.device)
+        counts = _counts(expert, self.num_local_experts)
+        output = self._compute(rows[token], own, counts, shares.flatten()[order, None])
         mixed = torch.zeros_like(rows).index_add(0, token, output)
         summed: Tensor = reduce_scatter_to_sequence_parallel_region(mixed, group=self._group)
         return summed[: len(hidden)]
 
     def _through_experts(self, hidden: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         """Compute outputs for ``[pairs, hidden]`` of tokens and experts, ordered by expert, ``counts`` per expert."""
-        sent = counts.view(-1, self.num_local_experts)
-        if self._group.size() == 1:
-            return self._compute(hidden, counts, weights)
         # To each rank of the group; one after the other come the sharers of the first experts, then of the next.
+        sent = counts.view(-1, self.num_local_experts)
         sent = sent.repeat_interleave(self._num_sharers, dim=0, output_size=self._group.size())
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._group)
@@ -186,8 +188,7 @@ class ExpertLayer(BaseMoELayer):
         # They come ordered by rank, then expert; the experts want them by expert.
         expert = torch.arange(self.num_local_experts, device=hidden.device).repeat(len(received))
         order = expert.repeat_interleave(received.flatten(), output_size=sum(rows_in)).argsort(stable=True)
-        output = self._compute(hidden[order], received.sum(0), weights[order])
-        output = torch.empty_like(output).index_copy(0, order, output)
+        output = self._compute(hidden, order, received.sum(0), weights[:, None])
         returned: Tensor = all_to_all(self._group, output, rows_out, rows_in)
         if self._num_sharers == 1:
             return returned
@@ -200,14 +201,24 @@ class ExpertLayer(BaseMoELayer):
             return rows
         return torch.cat([block.repeat(self._num_sharers, *[1] * (rows.dim() - 1)) for block in rows.split(blocks)])
 
-    def _compute(self, hidden: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
-        """Compute outputs for ``[pairs, hidden]`` ordered by this rank's experts, ``counts`` per expert."""
+    def _compute(self, hidden: Tensor, order: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of the outputs of this rank's experts for each row, ``[rows, hidden]``.
+
+        Args:
+            hidden: ``[rows, hidden]``.
+            order: Pairs of a row and one of its experts, by expert, ``[pairs]``.
+            counts: Pairs of each expert.
+            weights: Of each row's pairs, ``[rows, pairs of a row]``.
+        """
         if is_grouped(hidden, self.config):
-            first = [expert.linear_fc1.weight for expert in self.experts.local_experts]
-            second = [expert.linear_fc2.weight for expert in self.experts.local_experts]
-            return grouped_experts(hidden, counts, weights, first, second, self.config.activation_func)
-        output: Tensor = self.experts(hidden, counts, weights)[0]
-        return output
+            experts = self.experts.local_experts
+            first, second = [each.linear_fc1.weight for each in experts], [each.linear_fc2.weight for each in experts]
+            return grouped_experts(
+                *(hidden, order, counts, weights, first, second, self.config.activation_func),
+                adds_gradients=adds_weight_gradients(experts[0].linear_fc1),
+            )
+        pairs = in_order(order, weights.shape)
+        return collect(self.experts(spread(hidden, pairs), counts, weights.flatten()[order])[0], pairs)
 
 
 def share_bias(linear: nn.Module, num_ranks: int) -> None:

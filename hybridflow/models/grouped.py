@@ -3,12 +3,16 @@
 The rows of each expert begin at a multiple of ``ALIGNED_ROWS``, as the product of gradients with inputs wants it. An
 expert without a token has so many rows of zeros: on Blackwell torch gives a group without rows a gradient that is not
 zero (pytorch issue 172439). How many rows that takes is known without their counts: at most ``ALIGNED_ROWS`` more for
-each expert. What is past the last expert's rows is computed by nobody, and read by nobody.
+each expert. What is left over are zeros of the last group.
+
+Groups come in the order in which the experts' weights lie in memory. megatron-core lays the parameters of a model side
+by side, the last one first, so the weights of a layer's experts have equal distances and need no copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from hybridflow.models.gated import gated
+from hybridflow.models.pairs import Pairs, collect, spread
 
 ALIGNED_ROWS = 8
 
@@ -34,56 +39,106 @@ def is_grouped(hidden: Tensor, config: TransformerConfig) -> bool:
 
 def grouped_experts(
     hidden: Tensor,
+    order: Tensor,
     counts: Tensor,
     weights: Tensor,
     first: Sequence[Tensor],
     second: Sequence[Tensor],
     activation: Callable[[Tensor], Tensor],
+    *,
+    adds_gradients: bool = False,
 ) -> Tensor:
-    """Compute gated feed-forward blocks of experts.
+    """Compute gated feed-forward blocks of experts, and sum the outputs of each token.
 
     Args:
-        hidden: ``[pairs, hidden]``, ordered by expert.
+        hidden: ``[tokens, hidden]``.
+        order: The pairs of a token and one of its experts by expert, ``[pairs]``; those of a token have numbers in a
+            row.
         counts: Pairs of each expert, ``[experts]``.
-        weights: By which a pair's output is multiplied, ``[pairs]``.
+        weights: By which a pair's output is multiplied, ``[tokens, pairs of a token]``.
         first: Gate and input of each expert, ``[2 * ffn, hidden]``.
         second: Output of each expert, ``[hidden, ffn]``.
         activation: Of the gate.
+        adds_gradients: Whether weights have sums, ``main_grad``, to which their gradients are added here.
 
     Returns:
-        ``[pairs, hidden]``.
+        ``[tokens, hidden]``.
     """
-    num_rows = len(hidden) + ALIGNED_ROWS * len(first)
+    is_descending = first[0].storage_offset() > first[-1].storage_offset()
+    if is_descending:
+        first, second = first[::-1], second[::-1]
+    pairs, stops = _place(order, counts, weights.shape, is_descending)
+    scales = weights.new_zeros(len(pairs.tokens)).index_copy(0, pairs.slots.flatten(), weights.flatten())
+    mixed = _GroupedLinear.apply(spread(hidden, pairs), stops, adds_gradients, *first)
+    inner = (gated(mixed, activation) * scales[:, None]).to(hidden.dtype)
+    return collect(_GroupedLinear.apply(inner, stops, adds_gradients, *second), pairs)
+
+
+def _place(order: Tensor, counts: Tensor, shape: torch.Size, is_descending: bool) -> tuple[Pairs, Tensor]:
+    """Lay pairs out with experts in rising or in falling order; return where each group ends too, ``[experts]``."""
+    num_rows = len(order) + ALIGNED_ROWS * len(counts)
     room = (counts.clamp(min=1) + ALIGNED_ROWS - 1) // ALIGNED_ROWS * ALIGNED_ROWS
-    ends = room.cumsum(0)
-    shifts = (ends - room) - (counts.cumsum(0) - counts)
-    places = torch.arange(len(hidden), device=hidden.device)
-    places = places + shifts.repeat_interleave(counts, output_size=len(hidden))
-    spread = hidden.new_zeros(num_rows, hidden.shape[1]).index_copy(0, places, hidden)
-    stops = ends.to(torch.int32)
-    mixed = _GroupedLinear.apply(spread, stops, *first).index_select(0, places)
-    inner = (gated(mixed, activation) * weights[:, None]).to(hidden.dtype)
-    spread = inner.new_zeros(num_rows, inner.shape[1]).index_copy(0, places, inner)
-    output: Tensor = _GroupedLinear.apply(spread, stops, *second).index_select(0, places)
-    return output
+    stops = (room.flip(0) if is_descending else room).cumsum(0)
+    starts = (stops.flip(0) if is_descending else stops) - room
+    shifts = starts - (counts.cumsum(0) - counts)
+    places = torch.arange(len(order), device=order.device)
+    places = places + shifts.repeat_interleave(counts, output_size=len(order))
+    slots = torch.empty_like(places).index_copy(0, order, places).view(shape)
+    tokens = places.new_full((num_rows,), shape[0]).index_copy(0, places, order // shape[1])
+    stops[-1] = num_rows
+    return Pairs(tokens, slots), stops.to(torch.int32)
 
 
 class _GroupedLinear(torch.autograd.Function):
     """Products of groups of rows with a weight each, ``[rows, in]`` to ``[rows, out]``.
 
-    The weights are laid side by side anew for the backward pass, so that no copy of them is kept.
+    Weights that have to be laid side by side are laid anew for the backward pass, so that no copy of them is kept.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, stops: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, stops: Tensor, adds_gradients: bool, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, stops, *weights)
-        return grouped_mm(rows, torch.stack(weights).transpose(-2, -1), offs=stops)
+        ctx.adds_gradients = adds_gradients
+        return grouped_mm(rows, _stacked(weights).transpose(-2, -1), offs=stops)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         rows, stops, *weights = ctx.saved_tensors
         gradient = gradients[0].contiguous()
-        of_rows = grouped_mm(gradient, torch.stack(weights), offs=stops) if ctx.needs_input_grad[0] else None
-        if not any(ctx.needs_input_grad[2:]):
-            return of_rows, None, *(None for _ in weights)
-        return of_rows, None, *grouped_mm(gradient.t(), rows, offs=stops).unbind()
+        of_rows = grouped_mm(gradient, _stacked(weights), offs=stops) if ctx.needs_input_grad[0] else None
+        if not any(ctx.needs_input_grad[3:]):
+            return of_rows, None, None, *(None for _ in weights)
+        of_weights = grouped_mm(gradient.t(), rows, offs=stops)
+        if ctx.adds_gradients:
+            _add_gradients(of_weights, weights)
+        return of_rows, None, None, *of_weights.unbind()
+
+
+def _add_gradients(gradients: Tensor, weights: Sequence[Any]) -> None:
+    """Add gradients, ``[experts, out, in]``, to the sums of the weights, and tell megatron-core's hooks so."""
+    sums = [weight.main_grad for weight in weights]
+    whole = _side_by_side(sums)
+    if whole is None:
+        torch._foreach_add_(sums, gradients.to(sums[0].dtype).unbind())
+    else:
+        whole.add_(gradients)
+    for weight in weights:
+        weight.grad_added_to_main_grad = True
+
+
+def _stacked(weights: Sequence[Tensor]) -> Tensor:
+    """Return weights as one tensor, ``[experts, out, in]``; a copy only where they do not lie at equal distances."""
+    whole = _side_by_side(weights)
+    return torch.stack(tuple(weights)) if whole is None else whole
+
+
+def _side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return tensors of one shape as a view with one dimension more, or None if there is none."""
+    first, storage = tensors[0], tensors[0].untyped_storage()._cdata
+    places = [each.storage_offset() for each in tensors]
+    distance = places[1] - places[0] if len(places) > 1 else first.numel()
+    is_even = all(after - before == distance for before, after in pairwise(places))
+    is_one = all(each.untyped_storage()._cdata == storage and each.is_contiguous() for each in tensors)
+    if not (is_even and is_one and distance >= first.numel()):
+        return None
+    return first.detach().as_strided((len(tensors), *first.shape), (distance, *first.stride()))

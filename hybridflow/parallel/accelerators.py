@@ -51,6 +51,10 @@ def misfit(version: str) -> str:
     return f"megatron-core needs >={first},<{past}"
 
 
+_FUSION_SWITCHES = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
+"""Of megatron-core's linear layers, and of Transformer Engine's."""
+
+
 def fuse_weight_gradients(modules: Iterable[nn.Module], is_fused: bool = True) -> None:
     """Let the linear layers of a model add their weight gradients to the fp32 sums of megatron-core's DDP themselves.
 
@@ -66,10 +70,14 @@ def fuse_weight_gradients(modules: Iterable[nn.Module], is_fused: bool = True) -
     if not hasattr(layers, "fused_weight_gradient_mlp_cuda"):
         layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=add_weight_gradient)
     for module in modules:
-        # Of megatron-core's layers, and of Transformer Engine's.
-        for switch in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"):
+        for switch in _FUSION_SWITCHES:
             if hasattr(module, switch):
                 setattr(module, switch, is_fused)
+
+
+def adds_weight_gradients(module: nn.Module) -> bool:
+    """Return whether ``fuse_weight_gradients`` has let this layer add its gradient itself."""
+    return any(getattr(module, switch, False) for switch in _FUSION_SWITCHES)
 
 
 def add_weight_gradient(inputs: Tensor, gradients: Tensor, sums: Tensor) -> None:

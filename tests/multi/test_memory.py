@@ -11,7 +11,7 @@ from hybridflow.config.roles import LoRAConfig, OptimizerConfig
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping import memory
-from hybridflow.models import log_probs
+from hybridflow.models import grouped, log_probs
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.layers import recompute_activations
 from hybridflow.models.microbatch import pack
@@ -209,7 +209,7 @@ def test_adapters_keep_no_more_than_is_estimated():
 
 def test_constants_of_modules_that_need_torch():
     assert (memory.STEP_TOKENS, memory.CHUNK_TOKENS) == (engine.STEP_TOKENS, log_probs.CHUNK_TOKENS)
-    assert memory.PANEL == transformer.PANEL
+    assert (memory.PANEL, memory.ALIGNED_ROWS) == (transformer.PANEL, grouped.ALIGNED_ROWS)
 
 
 PACKED = [replace(WIDE, num_layers=4), replace(WIDE, num_layers=4, tied_embeddings=True)]

@@ -148,8 +148,11 @@ def _check_experts(sizes: Any) -> dict[str, tuple[float, float]]:
     chosen = torch.zeros(sizes.rows, num_chosen, dtype=torch.int32, device=device)
     shares = torch.zeros(sizes.rows, num_chosen, device=device)
     ops.route(chosen, shares, logits, True)
-    experts, order = chosen.flatten().sort(stable=True)
-    pairs = order, torch.searchsorted(experts, torch.arange(num_experts + 1, dtype=torch.int32, device=device))
+    pairs = chosen.new_empty(chosen.numel(), dtype=torch.int64), chosen.new_empty(num_experts + 1, dtype=torch.int64)
+    ops.sort_pairs(*pairs, chosen)
+    order, (experts, expected) = pairs[0], chosen.flatten().sort(stable=True)
+    bounds = torch.searchsorted(experts, torch.arange(num_experts + 1, dtype=torch.int32, device=device))
+    misplaced = int((order != expected).sum() + (pairs[1] != bounds).sum())
     where = torch.tensor([[each.data_ptr() for each in weights] for weights in (first, second)], device=device)
     inner = given.new_empty(len(order), sizes.ffn)
     ops.expert_product(inner, given, where[0], *pairs, shares, num_chosen, False)
@@ -163,6 +166,7 @@ def _check_experts(sizes: Any) -> dict[str, tuple[float, float]]:
         wanted[row] = inner[row].float() @ second[expert].float().T
     largest = logits.float().topk(num_chosen).values.softmax(-1)
     return {
+        "experts' pairs": (misplaced, 0),
         "experts' shares": (relative_gap(shares, largest), _BF16),
         "experts' gates": (relative_gap(inner, wanted_inner), _BF16),
         "experts": (relative_gap(output, wanted), _BF16),
@@ -170,33 +174,58 @@ def _check_experts(sizes: Any) -> dict[str, tuple[float, float]]:
 
 
 def _check_grouped(sizes: Any) -> dict[str, tuple[float, float]]:
-    """Experts in training, some of which have no pair; with all gradients."""
+    """Experts in training, some of which have no pair; with all gradients, matrices apart and side by side."""
     import torch
     from torch.nn.functional import silu
 
     from hybridflow.models.grouped import grouped_experts
 
-    counts = [0, sizes.rows, 1, 0, 9, 0]
-    given = [_random(sizes, sum(counts), sizes.hidden), _random(sizes, sum(counts)).abs()]
-    given += [_random(sizes, 2 * sizes.ffn, sizes.hidden) / math.sqrt(sizes.hidden) for _ in counts]
-    given += [_random(sizes, sizes.hidden, sizes.ffn) / math.sqrt(sizes.ffn) for _ in counts]
-    given = [each.requires_grad_() for each in given]
-    hidden, weights, *matrices = given
-    first, second = matrices[: len(counts)], matrices[len(counts) :]
-    found = grouped_experts(hidden, torch.tensor(counts, device=hidden.device), weights, first, second, silu)
-    parts = []
-    for rows, shares, one, two in zip(hidden.split(counts), weights.split(counts), first, second, strict=True):
-        gate, up = (rows @ one.T).chunk(2, dim=-1)
-        parts.append((silu(gate) * up * shares[:, None]) @ two.T)
-    expected, gradient = torch.cat(parts), _random(sizes, *found.shape).flip(0)
-    both = [torch.autograd.grad(each, given, gradient) for each in (found, expected)]
-    pairs = list(zip(*both, strict=True))
-    empty = [one for count, (one, _) in zip(counts * 2, pairs[2:], strict=True) if not count]
-    return {
-        "grouped experts": (relative_gap(found, expected), _BF16),
-        "their gradients": (max(relative_gap(*pair) for pair in pairs if pair[1].any()), 2 * _BF16),
-        "those of experts without pairs": (max(float(each.abs().max().nan_to_num(math.inf)) for each in empty), 0.0),
-    }
+    num_experts, num_chosen = 6, 2
+    hidden, scales = _random(sizes, sizes.rows, sizes.hidden), _random(sizes, sizes.rows, num_chosen).abs()
+    # Of experts 0, 3 and 5 there is no pair.
+    chosen = torch.tensor([1, 2, 4], device=hidden.device)[torch.arange(sizes.rows * num_chosen) % 3].view(scales.shape)
+    chosen[: sizes.rows // 2] = torch.tensor([1, 4], device=hidden.device)
+    first = [_random(sizes, 2 * sizes.ffn, sizes.hidden) / math.sqrt(sizes.hidden) for _ in range(num_experts)]
+    second = [_random(sizes, sizes.hidden, sizes.ffn) / math.sqrt(sizes.ffn) for _ in range(num_experts)]
+    counts, order = chosen.flatten().bincount(minlength=num_experts), chosen.flatten().argsort(stable=True)
+    found: dict[str, tuple[float, float]] = {}
+    for name, matrices in {"": [first, second], ", side by side": _side_by_side(first, second)}.items():
+        one, two = ([each.detach().requires_grad_() for each in kind] for kind in matrices)
+        given = [hidden.detach().requires_grad_(), scales.detach().requires_grad_(), *one, *two]
+        sums = _side_by_side(*([torch.zeros_like(each, dtype=torch.float32) for each in kind] for kind in matrices))
+        for matrix, total in zip((*one, *two), (*sums[0], *sums[1]), strict=True):
+            matrix.main_grad = total
+        output = grouped_experts(given[0], order, counts, given[1], one, two, silu, adds_gradients=True)
+        expected = torch.zeros_like(output, dtype=torch.float32)
+        for expert, (upper, lower) in enumerate(zip(one, two, strict=True)):
+            gate, up = (given[0].float() @ upper.float().T).chunk(2, dim=-1)
+            share = (given[1] * (chosen == expert)).float().sum(1, keepdim=True)
+            expected = expected + share * (silu(gate) * up) @ lower.float().T
+        gradient = _random(sizes, *output.shape).flip(0)
+        both = (torch.autograd.grad(each, given, gradient.to(each.dtype)) for each in (output, expected))
+        pairs = list(zip(*both, strict=True))
+        pairs += [(each.main_grad, wanted) for each, (_, wanted) in zip(given[2:], pairs[2:], strict=True)]
+        empty = [float(ours.abs().max().nan_to_num(math.inf)) for ours, wanted in pairs if not wanted.any()]
+        found |= {
+            f"grouped experts{name}": (relative_gap(output, expected), _BF16),
+            f"their gradients{name}": (max(relative_gap(*pair) for pair in pairs if pair[1].any()), 2 * _BF16),
+            f"those of experts without pairs{name}": (max(empty), 0.0),
+        }
+    return found
+
+
+def _side_by_side(*kinds: list[Any]) -> list[list[Any]]:
+    """Return matrices as DDP lays them: those of an expert one behind the other, the last expert first."""
+    import torch
+
+    flat = torch.cat([each.flatten() for pair in zip(*kinds, strict=True) for each in pair][::-1])
+    found: list[list[Any]] = [[] for _ in kinds]
+    at = len(flat)
+    for pair in zip(*kinds, strict=True):
+        for kind, each in zip(found, pair, strict=True):
+            at -= each.numel()
+            kind.append(flat[at : at + each.numel()].view(each.shape))
+    return found
 
 
 def _check_attention(sizes: Any) -> dict[str, tuple[float, float]]:

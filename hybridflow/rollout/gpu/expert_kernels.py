@@ -43,6 +43,34 @@ def route(chosen, shares, logits, num_experts, NUM_CHOSEN: tl.constexpr, SLOTS: 
 
 
 @triton.jit
+def sort_pairs(order, bounds, chosen, num_pairs, BLOCK: tl.constexpr):
+    """Put the pairs of tokens and experts in order by expert, those of an expert as they come; a program for each.
+
+    Args:
+        order: Takes the pairs, ``[pairs]`` int64.
+        bounds: Takes where the pairs of each expert begin, and the last one's end, ``[experts + 1]`` int64.
+        chosen: The expert of each pair, ``[pairs]`` int32.
+        num_pairs: Pairs.
+        BLOCK: Pairs at a time; a power of 2.
+    """
+    expert = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    begin = tl.zeros([], tl.int64)
+    for start in range(0, num_pairs, BLOCK):
+        given = tl.load(chosen + start + at, mask=start + at < num_pairs, other=2147483647)
+        begin += tl.sum((given < expert).to(tl.int64), 0)
+    tl.store(bounds + expert, begin)
+    for start in range(0, num_pairs, BLOCK):
+        given = tl.load(chosen + start + at, mask=start + at < num_pairs, other=2147483647)
+        is_mine = given == expert
+        place = tl.cumsum(is_mine.to(tl.int32), 0) - 1
+        tl.store(order + begin + place, (start + at).to(tl.int64), mask=is_mine)
+        begin += tl.sum(is_mine.to(tl.int64), 0)
+    if expert == tl.num_programs(0) - 1:
+        tl.store(bounds + expert + 1, begin)
+
+
+@triton.jit
 def expert_product(result, source, matrices, order, bounds, shares, inputs, outputs, num_chosen,
                    IS_GATED: tl.constexpr, IS_GELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                    DEPTH: tl.constexpr):  # fmt: skip

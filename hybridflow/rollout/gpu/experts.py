@@ -39,7 +39,6 @@ class GpuExperts:
         device = self._router.device
         self._found: list[list[int]] = []
         self._addresses = torch.zeros(2, len(experts), dtype=torch.int64, device=device)
-        self._numbers = torch.arange(len(experts) + 1, dtype=torch.int32, device=device)
 
     def locate(self) -> None:
         """Write down where the weights are."""
@@ -52,11 +51,12 @@ class GpuExperts:
     def __call__(self, normed: Tensor) -> Tensor:
         """Map ``[tokens, hidden]`` to the same shape."""
         num_chosen, (first, second) = self._num_chosen, self._addresses
-        chosen = self._numbers.new_empty(len(normed), num_chosen)
+        chosen = normed.new_empty(len(normed), num_chosen, dtype=torch.int32)
         shares = normed.new_empty(len(normed), num_chosen, dtype=torch.float32)
         ops.route(chosen, shares, linear(normed, self._router), self._is_normalized)
-        expert, order = chosen.flatten().sort(stable=True)
-        pairs = order, torch.searchsorted(expert, self._numbers)
+        order, bounds = (normed.new_empty(each, dtype=torch.int64) for each in (chosen.numel(), len(first) + 1))
+        ops.sort_pairs(order, bounds, chosen)
+        pairs = order, bounds
         inner = normed.new_empty(len(order), len(self._weights[0][0]) // 2)
         ops.expert_product(inner, normed, first, *pairs, shares, num_chosen, self._is_gelu)
         output = normed.new_empty(len(order), normed.shape[1])

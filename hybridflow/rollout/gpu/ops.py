@@ -161,6 +161,13 @@ def route(chosen: Tensor, shares: Tensor, logits: Tensor, is_normalized: bool) -
     )
 
 
+@_operator(mutates=("order", "bounds"))
+def sort_pairs(order: Tensor, bounds: Tensor, chosen: Tensor) -> None:
+    num_pairs = chosen.numel()
+    block = min(_power(num_pairs, 16), 2048)
+    expert_kernels.sort_pairs[(len(bounds) - 1,)](order, bounds, chosen, num_pairs, BLOCK=block)
+
+
 @_operator(mutates=("result",))
 def expert_product(
     result: Tensor,
@@ -173,15 +180,16 @@ def expert_product(
     is_gelu: bool,
 ) -> None:
     (pairs, outputs), inputs, columns = result.shape, source.shape[1], 64
+    is_half = source.dtype.itemsize == 2
     expert_kernels.expert_product[(len(matrices), triton.cdiv(outputs, columns))](
         *(result, source, matrices, order, bounds, result if shares is None else shares, inputs, outputs, num_chosen),
         IS_GATED=shares is not None,
         IS_GELU=is_gelu,
-        # As many as an expert has if all have equally many.
-        ROWS=min(_power(triton.cdiv(pairs, len(matrices)), 16), 32),
+        # Twice as many as an expert has on average: one with more has its matrix read again.
+        ROWS=min(_power(triton.cdiv(2 * pairs, len(matrices)), 16), 32),
         COLUMNS=columns,
-        DEPTH=64 if source.dtype.itemsize == 2 else 16,
-        num_warps=8,
+        DEPTH=128 if is_half else 16,
+        num_warps=4 if is_half else 8,
         num_stages=3,
     )
 

@@ -79,6 +79,7 @@ def experts(dtype, tokens, *, is_gelu=False):
     logits, given, inner = (torch.zeros(rows, 128, dtype=dtype) for rows in (tokens, tokens, pairs))
     ops.route(ints(tokens, 8), torch.zeros(tokens, 8), logits, True)
     where = longs(128), longs(pairs), longs(129)
+    ops.sort_pairs(*where[1:], ints(tokens, 8))
     ops.expert_product(inner, given, *where, torch.zeros(tokens, 8), 8, is_gelu)
     ops.expert_product(torch.zeros(pairs, 128, dtype=dtype), inner, *where, None, 8, False)
 

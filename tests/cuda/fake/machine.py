@@ -107,8 +107,13 @@ class Peak(TorchDispatchMode):
         self._follow((args, kwargs), is_new=False)
         found = function(*args, **(kwargs or {}))
         self._follow(found, is_new=True)
-        self.most_bytes = max(self.most_bytes, sum(self._alive.values()))
+        self.most_bytes = max(self.most_bytes, self.held_bytes)
         return found
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the bytes that there are now."""
+        return sum(self._alive.values())
 
     def _follow(self, tree, *, is_new: bool) -> None:
         for storage in (each.untyped_storage() for each in tree_leaves(tree) if isinstance(each, Tensor)):

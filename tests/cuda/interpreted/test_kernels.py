@@ -92,8 +92,8 @@ def test_pairs_meet_the_matrices_of_their_experts(tokens, experts, num_chosen, h
     given, shares = random(tokens, hidden, dtype=dtype), random(tokens, num_chosen).abs() + 0.5
     # All but the last expert, where there are more than are chosen.
     chosen = random(tokens, max(experts - 1, num_chosen), seed=5).argsort(1)[:, :num_chosen]
-    found, order = chosen.flatten().sort(stable=True)
-    pairs = order, torch.searchsorted(found, torch.arange(experts + 1))
+    pairs = torch.empty(tokens * num_chosen, dtype=torch.int64), torch.empty(experts + 1, dtype=torch.int64)
+    ops.sort_pairs(*pairs, chosen.to(torch.int32))
     inner = torch.full((tokens * num_chosen, ffn), torch.nan, dtype=dtype)
     ops.expert_product(inner, given, matrices[0], *pairs, shares, num_chosen, is_gelu)
     output = torch.full((tokens * num_chosen, hidden), torch.nan, dtype=dtype)
@@ -105,6 +105,18 @@ def test_pairs_meet_the_matrices_of_their_experts(tokens, experts, num_chosen, h
             pair = token * num_chosen + place
             close(inner[pair], active * others * shares[token, place], dtype, steps=8)
             close(output[pair], inner[pair].float() @ second[expert].float().T, dtype, steps=8)
+
+
+@pytest.mark.parametrize(("num_pairs", "experts"), [(1, 1), (20, 7), (2048, 3), (5000, 16)])
+def test_pairs_are_in_order_by_expert_and_then_as_they_came(num_pairs, experts):
+    # None has the last but one.
+    chosen = torch.randint(0, experts, (num_pairs,), generator=torch.Generator().manual_seed(7), dtype=torch.int32)
+    chosen[chosen == experts - 2] = experts - 1
+    order, bounds = torch.full((num_pairs,), -1), torch.full((experts + 1,), -1)
+    ops.sort_pairs(order, bounds, chosen)
+    found, expected = chosen.sort(stable=True)
+    assert order.tolist() == expected.tolist()
+    assert bounds.tolist() == torch.searchsorted(found, torch.arange(experts + 1, dtype=torch.int32)).tolist()
 
 
 @dataclass

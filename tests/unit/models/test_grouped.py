@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import grouped_mm, silu
 
 from hybridflow.families.model import ModelConfig
@@ -13,29 +14,66 @@ from hybridflow.models import experts
 from hybridflow.models.gpt import transformer_config
 from hybridflow.models.grouped import grouped_experts, is_grouped
 
+torch_stack = torch.stack
+PLACES = {"apart": None, "rising": 1, "falling": -1}
 
-@pytest.mark.parametrize("counts", [[3, 0, 9, 8], [0, 0, 0, 20], [1, 1, 1, 1]])
-def test_grouped_experts_are_what_each_computes(counts):
+
+def lay(weights, direction):
+    """Parameters with these values: each by itself, or both of each expert side by side in one buffer with a gap."""
+    if direction is None:
+        return [[nn.Parameter(each.clone()) for each in kind] for kind in weights]
+    experts = list(zip(*weights, strict=True))[::direction]
+    buffer = torch.zeros(sum(each.numel() + 5 for pair in experts for each in pair))
+    found, at = ([], []), 0
+    for pair in experts:
+        for kind, each in zip(found, pair, strict=True):
+            kind.append(nn.Parameter(buffer[at : at + each.numel()].view(each.shape).copy_(each)))
+            at += each.numel() + 5
+    return [kind[::direction] for kind in found]
+
+
+def draw(generator, num_tokens, counts, per_token):
+    """Tokens, their pairs by expert, weights of pairs, and matrices."""
+    expert = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    chosen = expert[torch.randperm(len(expert), generator=generator)].view(num_tokens, per_token)
+    hidden, weights = (torch.randn(num_tokens, width, generator=generator) for width in (16, per_token))
+    matrices = [[torch.randn(*shape, generator=generator) for _ in counts] for shape in ((48, 16), (16, 24))]
+    return hidden, chosen, weights, matrices
+
+
+def one_by_one(hidden, chosen, weights, first, second):
+    total = torch.zeros_like(hidden)
+    for expert, (one, two) in enumerate(zip(first, second, strict=True)):
+        gate, value = (hidden @ one.T).chunk(2, dim=-1)
+        total = total + (weights * (chosen == expert)).sum(1, keepdim=True) * ((silu(gate) * value) @ two.T)
+    return total
+
+
+@pytest.mark.parametrize("direction", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize(("counts", "per_token"), [([3, 0, 9, 8], 2), ([0, 0, 0, 20], 4), ([1, 1, 1, 1], 1), ([7], 1)])
+@pytest.mark.parametrize("has_sums", [False, True])
+def test_grouped_experts_are_what_each_computes(monkeypatch, counts, per_token, direction, has_sums):
     generator = torch.Generator().manual_seed(1)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator).requires_grad_()
-
-    hidden, weights = draw(sum(counts), 16), draw(sum(counts))
-    first, second = [draw(48, 16) for _ in counts], [draw(16, 24) for _ in counts]
-    given = [hidden, weights, *first, *second]
-    found = grouped_experts(hidden, torch.tensor(counts), weights, first, second, silu)
-    parts = []
-    for rows, scale, one, two in zip(hidden.split(counts), weights.split(counts), first, second, strict=True):
-        gate, value = (rows @ one.T).chunk(2, dim=-1)
-        parts.append((silu(gate) * value * scale[:, None]) @ two.T)
-    expected = torch.cat(parts)
-    torch.testing.assert_close(found, expected)
+    hidden, chosen, weights, matrices = draw(generator, sum(counts) // per_token, counts, per_token)
+    first, second = lay(matrices, direction)
+    given = [hidden.requires_grad_(), weights.requires_grad_(), *first, *second]
+    sums = lay([[torch.ones_like(each) for each in kind] for kind in (first, second)], direction)
+    for weight, total in zip((*first, *second), (*sums[0], *sums[1]), strict=True):
+        weight.main_grad = total.detach()
+    copies = []
+    monkeypatch.setattr("hybridflow.models.grouped.torch.stack", lambda each: copies.append(each) or torch_stack(each))
+    order = chosen.flatten().argsort(stable=True)
+    found = grouped_experts(hidden, order, torch.tensor(counts), weights, first, second, silu, adds_gradients=has_sums)
+    expected = one_by_one(hidden, chosen, weights, first, second)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
     gradient = torch.randn(expected.shape, generator=generator)
-    for one, other in zip(
-        torch.autograd.grad(found, given, gradient), torch.autograd.grad(expected, given, gradient), strict=True
-    ):
+    ours, theirs = (torch.autograd.grad(each, given, gradient) for each in (found, expected))
+    for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+    for weight, other in zip((*first, *second), theirs[2:], strict=True):
+        torch.testing.assert_close(weight.main_grad, 1 + has_sums * other, rtol=1e-5, atol=1e-4)
+        assert getattr(weight, "grad_added_to_main_grad", False) == has_sums
+    assert len(copies) == (4 if direction is None and len(counts) > 1 else 0)
 
 
 def test_no_group_is_without_rows(monkeypatch):
@@ -47,8 +85,28 @@ def test_no_group_is_without_rows(monkeypatch):
 
     monkeypatch.setattr("hybridflow.models.grouped.grouped_mm", keep_stops)
     hidden, first, second = torch.ones(9, 8), [torch.ones(16, 8)] * 4, [torch.ones(8, 8)] * 4
-    grouped_experts(hidden, torch.tensor([0, 9, 0, 0]), torch.ones(9), first, second, silu)
-    assert stops == [[8, 24, 32, 40]] * 2
+    grouped_experts(hidden, torch.arange(9), torch.tensor([0, 9, 0, 0]), torch.ones(9, 1), first, second, silu)
+    # The last group has what is left.
+    assert stops == [[8, 24, 32, 41]] * 2
+
+
+def test_what_is_kept_for_the_backward_pass_has_no_second_copy_of_the_inputs():
+    generator = torch.Generator().manual_seed(1)
+    hidden, chosen, weights, matrices = draw(generator, 64, [256, 256], 8)
+    first, second = lay(matrices, 1)
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    order = chosen.flatten().argsort(stable=True)
+    hidden.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        grouped_experts(hidden, order, torch.tensor([256, 256]), weights, first, second, silu)
+    rows, matrix_bytes = 512 + 2 * 8, 2 * 4 * (48 * 16 + 16 * 24 + 10)
+    # Inputs, gate and other half; the gate's product, and that weighted. In numbers: the weights, and the ends.
+    assert sum(kept.values()) <= matrix_bytes + 4 * rows * (16 + 2 * 24 + 2 * 24 + 2)
 
 
 MIXTURE = ModelConfig(
@@ -76,7 +134,8 @@ def test_experts_whose_gate_the_products_do_not_know_compute_one_after_the_other
 def test_frozen_experts_have_no_gradient():
     hidden = torch.randn(4, 8, requires_grad=True)
     first, second = [torch.randn(16, 8)], [torch.randn(8, 8)]
-    grouped_experts(hidden, torch.tensor([4]), torch.ones(4), first, second, silu).sum().backward()
+    counts, weights = torch.tensor([4]), torch.ones(4, 1)
+    grouped_experts(hidden, torch.arange(4), counts, weights, first, second, silu).sum().backward()
     assert hidden.grad is not None and first[0].grad is None
 
 

@@ -1,0 +1,36 @@
+"""What the layers of each family keep for the backward pass, beside what is planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.mapping import memory
+from hybridflow.models.gpt import build_transformer
+from tests.cuda.fake.batches import shared_prompts
+from tests.cuda.fake.machine import DEVICE, Peak, fake_cuda, place
+from tests.cuda.fake.shapes import FAMILIES, family_model
+
+
+# The experts of GPT-OSS compute one after the other, and ask how many tokens each has.
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_oss"])
+def test_a_layer_keeps_what_is_planned(monkeypatch, name):
+    # So that all layers are alike.
+    model = replace(family_model(name), num_layers=3, window_layers=None)
+    layout = ParallelLayout()
+    with fake_cuda(monkeypatch) as world:
+        mesh, groups = place(world, layout)
+        batch = shared_prompts(8, 1, 8, 1016)
+        kept = []
+        for num_layers in (1, 3):
+            cut = replace(model, num_layers=num_layers)
+            built = build_transformer(cut, layout, groups, DEVICE, vocab_size=model.vocab_size)
+            with Peak() as peak:
+                output = built(batch.tokens, batch.attention, batch.rows)
+            kept.append(peak.held_bytes)
+            del output
+    tokens = len(batch.tokens)
+    planned = [memory.training_bytes(replace(model, num_layers=each), mesh, 0, tokens) for each in (1, 3)]
+    assert 0.95 * (planned[1] - planned[0]) <= kept[1] - kept[0] <= planned[1] - planned[0]

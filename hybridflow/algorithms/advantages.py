@@ -167,8 +167,8 @@ def remax(rewards: Tensor, baselines: Tensor, mask: Tensor) -> Tensor:
 def group_normalize(scores: Tensor, groups: Tensor) -> Tensor:
     """Compute GRPO's advantage of each sample: its score relative to the other responses to the same prompt.
 
-    ``(score - mean) / (std + 1e-6)`` within the group, with the unbiased standard deviation (n - 1). A group of one has
-    mean 0 and std 1, so it keeps its score. The caller spreads the result over the sample's response mask.
+    ``(score - mean) / (std + 1e-6)`` within the group, with the unbiased standard deviation (n - 1); 0 for a group of
+    one, which has nothing to be compared with. The caller spreads the result over the sample's response mask.
 
     Args:
         scores: Scores of the whole global batch, ``[samples]``: a group may lie on several ranks, so gather first.
@@ -186,12 +186,11 @@ def group_normalize(scores: Tensor, groups: Tensor) -> Tensor:
     within = _Groups(scores, groups)
     centred = within.centred(torch.ones_like(within.scores))
     variances = within.sums(centred.square()) / (within.sizes - 1).clamp(min=1)
-    stds = torch.where(within.is_single, 1, variances.sqrt())
-    return _narrow(centred / (stds + 1e-6), scores)
+    return _narrow(centred / (variances.sqrt() + 1e-6), scores)
 
 
 def group_center(scores: Tensor, groups: Tensor) -> Tensor:
-    """Subtract the mean of its group from each score; a group of one keeps its score.
+    """Subtract the mean of its group from each score; 0 for a group of one.
 
     The advantage of Dr. GRPO, and before whitening that of REINFORCE++ with a baseline. Shapes and errors as in
     :func:`group_normalize`.
@@ -205,7 +204,7 @@ def group_center(scores: Tensor, groups: Tensor) -> Tensor:
 def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
     """Compute RLOO's advantage: each score minus the mean of the others in its group.
 
-    ``score * n / (n - 1) - mean * n / (n - 1)``; a group of one keeps its score. Shapes and errors as in
+    ``score * n / (n - 1) - mean * n / (n - 1)``; 0 for a group of one. Shapes and errors as in
     :func:`group_normalize`.
 
     Paper: arXiv 2402.14740.
@@ -218,7 +217,7 @@ def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
 def length_weighted_center(scores: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
     """Compute OPO's advantage: score minus the group's mean weighted by lengths, ``sum(n * score) / sum(n)``.
 
-    A group of one keeps its score, as does one without a token.
+    0 for a group of one. A group without a token keeps its scores.
 
     Args:
         scores: As in :func:`group_normalize`.
@@ -245,7 +244,6 @@ class _Groups:
     Attributes:
         scores: The samples' own.
         sizes: Samples of the group.
-        is_single: Whether it has but one.
     """
 
     def __init__(self, scores: Tensor, groups: Tensor) -> None:
@@ -258,16 +256,14 @@ class _Groups:
         self._num_groups = len(counts)
         self.scores = scores.double()
         self.sizes = counts[self._index]
-        self.is_single = self.sizes == 1
 
     def sums(self, values: Tensor) -> Tensor:
         return values.new_zeros(self._num_groups).index_add(0, self._index, values)[self._index]
 
     def centred(self, weights: Tensor) -> Tensor:
-        """Subtract the weighted mean of their group from scores; the mean of a group of one is 0."""
+        """Subtract the weighted mean of their group from scores."""
         totals = self.sums(weights)
-        means = self.sums(weights * self.scores) / torch.where(totals > 0, totals, 1)
-        return self.scores - torch.where(self.is_single, 0, means)
+        return self.scores - self.sums(weights * self.scores) / torch.where(totals > 0, totals, 1)
 
 
 def _narrow(values: Tensor, like: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.inputs import alike
-from hybridflow.algorithms.kl import kl_penalty
+from hybridflow.algorithms.kl import kl_penalty, unbounded_k3
 
 KINDS = ("truncate", "icepop")
 LEVELS = ("token", "sequence")
@@ -90,7 +90,7 @@ def kept_tokens(
         old_log_probs: Log-probabilities of the weights at the start of the update, ``[samples, tokens]``.
         rollout_log_probs: The sampler's own, the same shape; finite where the mask is 1.
         mask: 1 on tokens that were sampled, the same shape; a row holds the whole of a sequence.
-        estimator: k1, k2 or k3, see ``kl.kl_penalty``.
+        estimator: k1, k2 or k3, see ``kl.kl_penalty``; k3 without its bounds of ±10.
         level: One of :data:`REJECT_LEVELS`; max is of k2 and k3 alone.
         low: Lower bound of the ratio, of k1 alone; 0: none.
         high: Upper bound, of k1 of the ratio.
@@ -110,7 +110,9 @@ def kept_tokens(
         old_log_probs=old_log_probs.detach(), rollout_log_probs=rollout_log_probs.detach(), mask=mask
     )
     on = mask > 0
-    found = torch.where(on, kl_penalty(sampled, old, estimator), 0)
+    # Clamped as in a penalty, k3 would never be above a bound of 10.
+    estimates = unbounded_k3(sampled - old) if estimator == "k3" else kl_penalty(sampled, old, estimator)
+    found = torch.where(on, estimates, 0)
     if level in ("sum", "mean"):
         lengths = on.sum(dim=1, keepdim=True).clamp(min=1)
         found = found.sum(dim=1, keepdim=True) / (lengths if level == "mean" else 1)

@@ -14,8 +14,13 @@ def _k2(d: Tensor) -> Tensor:
     return d.square() / 2
 
 
+def unbounded_k3(d: Tensor) -> Tensor:
+    """Return k3 of a difference of log-probabilities, ``exp(-d) + d - 1``, with the exponent clamped to ±20."""
+    return torch.exp((-d).clamp(-20, 20)) + d - 1
+
+
 def _k3(d: Tensor) -> Tensor:
-    return (torch.exp((-d).clamp(-20, 20)) + d - 1).clamp(-10, 10)
+    return unbounded_k3(d).clamp(-10, 10)
 
 
 _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": lambda d: d, "abs": torch.abs, "k2": _k2, "k3": _k3}

@@ -82,7 +82,8 @@ class KLConfig:
 
     Attributes:
         coef: Weight of the KL to the reference. 0 means no penalty and no reference.
-        estimator: Estimate of each token's KL. A ``+`` gives the estimate the gradient of ``k2``.
+        estimator: Estimate of each token's KL. In the loss a ``+`` gives the estimate the gradient of ``k2``, and
+            ``k1`` is refused: its gradient is 0 on average.
         place: Whether the KL penalty is part of the reward or of the loss.
         target: KL that adaptive KL steers toward. None keeps ``coef`` fixed.
         horizon: Samples over which adaptive KL responds.
@@ -153,7 +154,7 @@ class LagrangeConfig:
     Attributes:
         limit: Allowed mean cost of a response.
         init: Multiplier at the start.
-        lr: Step size of the multiplier's logarithm, for each training step.
+        lr: Step size of the multiplier's logarithm, for each training step in which the actor learns.
         max: Largest multiplier.
 
     Paper: arXiv 2310.12773.

@@ -625,9 +625,10 @@ def _layer_bytes(model: ModelConfig, layout: ParallelLayout, slices: int, tokens
     cosine of the rotation, ``4 d``; of the attention, with ``q`` and ``kv`` columns of query and key, what the kernel
     takes and gives, and the context: ``3 (q + kv) / tp``, in latent attention also what these are put together of,
     ``5 (q + kv) / tp``, and what norms of queries and keys keep; of the feed-forward block gate and up, and the
-    product, ``3 f / tp``. Experts keep the weighted product too, ``4 f / tp``. In a mixture these are there for each
-    expert that a token goes to and for the shared one, or those of a dense layer, where it is wider. Latent attention
-    keeps the compressed vectors too.
+    product, ``3 f / tp``. Experts in grouped products keep the weighted product too, ``4 f / tp``; one after the other
+    they keep ``6 f / tp``, or ``8 f / tp`` with biases or another gate. A shared expert keeps ``5 f / tp``, by
+    megatron-core's gate. In a mixture these are there for each expert that a token goes to, or those of a dense layer,
+    where it is wider. Latent attention keeps the compressed vectors too.
 
     An expert is cut in ``etp`` parts, and tokens go to ranks of their experts. With even loads a rank has ``etp / tp``
     inputs of an expert, ``h`` each, for each choice of a token of its own. Of these it has ``f / etp`` columns: ``f /
@@ -638,12 +639,31 @@ def _layer_bytes(model: ModelConfig, layout: ParallelLayout, slices: int, tokens
     whole += -(-2 * ((model.q_lora_rank or 0) + (model.kv_lora_rank or 0)) // slices)
     whole += _input_columns(model, layout)
     cut = (3 if model.kv_lora_rank is None else 5) * (queries + keys) + _head_norm_columns(model, queries, keys)
-    cut += (3 if model.num_experts is None else 4) * _inner_width(model)
+    cut += _block_columns(model)
     columns = tokens * (whole - (-cut // layout.tp))
-    if model.num_experts is not None:
+    if model.num_experts is not None and _is_grouped(model):
         inner = -(-4 * model.ffn_hidden_size // layout.expert_tp)
         columns += model.num_experts // layout.ep * ALIGNED_ROWS * (model.hidden_size + inner)
     return columns * ITEM_BYTES[model.dtype]
+
+
+def _block_columns(model: ModelConfig) -> int:
+    """Return what the feed-forward block keeps of a token inside, in elements; in a mixture that of the wider layer."""
+    if model.num_experts is None:
+        return 3 * model.ffn_hidden_size
+    of_each = 4 if _is_grouped(model) else 6 if _has_plain_gate(model) else 8
+    experts = of_each * model.experts_per_token * model.ffn_hidden_size + 5 * (model.shared_ffn_hidden_size or 0)
+    return max(experts, 3 * (model.dense_ffn_hidden_size or 0))
+
+
+def _has_plain_gate(model: ModelConfig) -> bool:
+    return not (model.linear_bias or model.glu_clamp is not None or model.glu_offset)
+
+
+def _is_grouped(model: ModelConfig) -> bool:
+    """Return whether a GPU computes experts by grouped products, as ``models.grouped`` decides for whole experts."""
+    widths = model.hidden_size, model.ffn_hidden_size
+    return model.dtype == "bf16" and _has_plain_gate(model) and not any(width % 8 for width in widths)
 
 
 def _norm_columns(model: ModelConfig) -> int:
@@ -696,11 +716,11 @@ def _passing_bytes(model: ModelConfig, mesh: DeviceMesh, tokens: int, *, slices:
 
 
 def _stacked_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:
-    """Return the weights of gate and up of a layer's experts, which ``models.grouped`` lays side by side for a product.
+    """Return the gradients of gate and up of a layer's experts, which ``models.grouped`` makes at once.
 
-    In the backward pass they are followed by their gradients, which take as much.
+    Weights that do not lie at equal distances are copied for a product, which takes as much, at another time.
     """
-    if model.num_experts is None or model.dtype != "bf16":
+    if model.num_experts is None or not _is_grouped(model):
         return 0
     rows = model.num_experts // mesh.layout.ep * 2 * model.ffn_hidden_size // mesh.layout.expert_tp
     return rows * model.hidden_size * ITEM_BYTES[model.dtype]

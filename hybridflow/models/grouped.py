@@ -5,8 +5,9 @@ expert without a token has so many rows of zeros: on Blackwell torch gives a gro
 zero (pytorch issue 172439). How many rows that takes is known without their counts: at most ``ALIGNED_ROWS`` more for
 each expert. What is left over are zeros of the last group.
 
-Groups come in the order in which the experts' weights lie in memory. megatron-core lays the parameters of a model side
-by side, the last one first, so the weights of a layer's experts have equal distances and need no copy.
+Groups come in the order in which the experts' weights lie in memory. With the distributed optimizer megatron-core lays
+the parameters of a model side by side, the last one first. The weights of a layer's experts then have equal distances,
+unless a bucket ends in a gap among them, and need no copy.
 """
 
 from __future__ import annotations
@@ -98,14 +99,14 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, stops: Tensor, adds_gradients: bool, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, stops, *weights)
-        ctx.adds_gradients = adds_gradients
-        return grouped_mm(rows, _stacked(weights).transpose(-2, -1), offs=stops)
+        ctx.adds_gradients, ctx.whole = adds_gradients, _side_by_side(weights)
+        return grouped_mm(rows, _stacked(ctx.whole, weights).transpose(-2, -1), offs=stops)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         rows, stops, *weights = ctx.saved_tensors
         gradient = gradients[0].contiguous()
-        of_rows = grouped_mm(gradient, _stacked(weights), offs=stops) if ctx.needs_input_grad[0] else None
+        of_rows = grouped_mm(gradient, _stacked(ctx.whole, weights), offs=stops) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[3:]):
             return of_rows, None, None, *(None for _ in weights)
         of_weights = grouped_mm(gradient.t(), rows, offs=stops)
@@ -119,16 +120,15 @@ def _add_gradients(gradients: Tensor, weights: Sequence[Any]) -> None:
     sums = [weight.main_grad for weight in weights]
     whole = _side_by_side(sums)
     if whole is None:
-        torch._foreach_add_(sums, gradients.to(sums[0].dtype).unbind())
+        torch._foreach_add_(sums, gradients.unbind())
     else:
         whole.add_(gradients)
     for weight in weights:
         weight.grad_added_to_main_grad = True
 
 
-def _stacked(weights: Sequence[Tensor]) -> Tensor:
-    """Return weights as one tensor, ``[experts, out, in]``; a copy only where they do not lie at equal distances."""
-    whole = _side_by_side(weights)
+def _stacked(whole: Tensor | None, weights: Sequence[Tensor]) -> Tensor:
+    """Return weights as one tensor, ``[experts, out, in]``; a copy only where there is no view of them."""
     return torch.stack(tuple(weights)) if whole is None else whole
 
 

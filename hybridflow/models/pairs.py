@@ -1,6 +1,6 @@
 """Pairs of a token and one of its experts, as rows: each row from its token, and the sum of each token's rows.
 
-Both keep no values for the backward pass, in which each is the other.
+For the backward pass, in which each is the other, both keep indices alone.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ def collect(rows: Tensor, pairs: Pairs) -> Tensor:
 class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, pairs: Pairs) -> Tensor:
-        ctx.pairs = pairs
+        ctx.save_for_backward(pairs.tokens, pairs.slots)
         return _spread(values, pairs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _collect(gradients[0], ctx.pairs), None
+        return _collect(gradients[0], Pairs(*ctx.saved_tensors)), None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, pairs: Pairs) -> Tensor:
-        ctx.pairs = pairs
+        ctx.save_for_backward(pairs.tokens, pairs.slots)
         return _collect(rows, pairs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _spread(gradients[0], ctx.pairs), None
+        return _spread(gradients[0], Pairs(*ctx.saved_tensors)), None
 
 
 def _spread(values: Tensor, pairs: Pairs) -> Tensor:

@@ -59,7 +59,7 @@ def fuse_weight_gradients(modules: Iterable[nn.Module], is_fused: bool = True) -
     """Let the linear layers of a model add their weight gradients to the fp32 sums of megatron-core's DDP themselves.
 
     Otherwise a gradient is made in the weights' format, and then added. The product is Apex's where megatron-core has
-    found it, else torch's.
+    found it, else torch's. Experts in grouped products make all gradients of a layer in that format, and add them.
 
     Args:
         modules: On a GPU, within DDP: without its sums a backward pass fails. None whose activations are computed anew:

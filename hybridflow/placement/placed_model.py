@@ -141,17 +141,24 @@ class PlacedModel(ModelOnMesh):
         device, context = self._world.device, self.groups.cp
         return [pack(samples, sequences, prompt_lengths, device, context) for samples in chosen]
 
-    def log_probs(self, output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Compute log-probability and entropy per response token at the rollout's temperature, ``[responses]`` each.
+    def log_probs(
+        self, output: Tensor, micro_batch: MicroBatch, *, temperature: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute log-probability and entropy per response token, ``[responses]`` each.
 
         Collective: tp, cp.
+
+        Args:
+            output: Logits of the micro-batch.
+            micro_batch: The micro-batch.
+            temperature: By which logits are divided; None: the rollout's.
         """
         local = vocab_parallel_log_probs(
             output,
             micro_batch.targets,
             group=self.groups.tp,
             vocab_size=self.vocab_size,
-            temperature=self.temperature,
+            temperature=self.temperature if temperature is None else temperature,
         )
         log_probs, entropy = micro_batch.gathered(torch.stack(local, dim=1)).unbind(1)
         return log_probs, entropy

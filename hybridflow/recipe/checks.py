@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from hybridflow.config.data import check_data
-from hybridflow.config.losses import AdvantageConfig, ShapingConfig, check_correction
+from hybridflow.config.losses import AdvantageConfig, KLConfig, ShapingConfig, check_correction
 from hybridflow.config.metrics import check_prometheus
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.rewards import check_reward
@@ -140,12 +140,28 @@ def _check_algorithm(recipe: Recipe) -> None:
         raise ConfigError(
             f"{key}: algorithm={name} would ignore this section; remove it, or choose one that reads it: {users}"
         )
+    _check_kl(recipe.kl)
     if recipe.kl.target is not None and recipe.kl.coef == 0:
         raise ConfigError("kl.target: adaptive KL multiplies kl.coef, which is 0; set it above 0, say to 0.1")
-    if name == "dapo" and recipe.rollout.group_size == 1:
+    if preset.group_size > 1 and recipe.rollout.group_size == 1:
         raise ConfigError(
             f"rollout.group_size=1: algorithm={name} compares the responses to a prompt; set it to 2 or more, 8 say"
         )
+
+
+def _check_kl(kl: KLConfig) -> None:
+    if kl.coef > 0 and kl.place == "loss" and kl.estimator == "k1":
+        raise ConfigError(
+            "kl.estimator=k1: in the loss its gradient is 0 on average, so it holds nothing back; set it to k1+, k2 or "
+            "k3, or kl.place to reward"
+        )
+    if kl.coef > 0 and kl.place == "reward" and kl.estimator.endswith("+"):
+        raise ConfigError(
+            f"kl.estimator={kl.estimator}: a penalty in the reward has no gradient; set it to "
+            f"{kl.estimator.removesuffix('+')}, or kl.place to loss"
+        )
+    if kl.target is None and kl.horizon != KLConfig().horizon:
+        raise ConfigError(f"kl.horizon={kl.horizon}: kl.coef is fixed; set kl.target, or leave the key out")
 
 
 def _check_live(recipe: Recipe) -> None:

@@ -39,7 +39,7 @@ _MOST_COUNTED_BYTES = 1 << 30
 _OTHER_FORMATS = (".parquet", ".h5", ".hdf5")
 
 _SIZED = ("actor.update", "actor.optimizer.lr", "rollout.max_new_tokens", "trainer.steps", "trainer.global_batch_size")
-"""A recipe with all of these has chosen its sizes, and one response to each prompt unless it says how many."""
+"""A recipe with all of these has chosen its sizes."""
 
 
 def in_full(values: Mapping[Any, Any], overrides: Sequence[str]) -> tuple[dict[Any, Any], list[str]]:
@@ -124,7 +124,7 @@ def fill_in(
             layout = inner(values, "actor.update") if is_beside else _replicas(values, f"{role}.ranks")
             put(f"{role}.layout", layout)
             put(f"{role}.optimizer.lr", _CRITIC_LR)
-    if traits.group_size > 1 and not is_sized:
+    if traits.group_size > 1:
         put("rollout.group_size", traits.group_size)
     context = inner(values, "model.max_context")
     if not has_context and not is_sized and context > _MOST_CONTEXT:

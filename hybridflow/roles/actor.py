@@ -331,7 +331,8 @@ class Actor(Role):
         model = self._placed
 
         def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-            log_probs, _ = model.log_probs(output, micro_batch)
+            # What is imitated was not sampled at the rollout's temperature.
+            log_probs, _ = model.log_probs(output, micro_batch, temperature=1.0)
             counts = to_device(torch.cat([masks[sample] > 0 for sample in micro_batch.samples]), output.device)
             share = -torch.where(counts, log_probs, 0).sum() / num_tokens
             return share, share.detach()[None]

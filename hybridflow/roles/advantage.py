@@ -19,7 +19,6 @@ from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.role import NodeCall, Role
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.models.training import sum_over
-from hybridflow.observe.rank_log import say
 from hybridflow.placement.job import Job
 from hybridflow.placement.loss_mask import loss_mask, spread
 from hybridflow.rollout.learned import Learned, write_learned
@@ -114,10 +113,10 @@ class Advantage(Role):
         self._drops = job.recipe.drops_samples
         self._job = job
         self._kl_coef = kl_coef
-        self._has_warned = False
         self._column: str = job.objects.get("scores", "scores")
         mesh = job.meshes["actor.update"]
-        self._peers = mesh.group_of(job.world.rank, "dp", "cp") if job.world.rank in mesh else ()
+        # Ranks of cp share a replica, and have the same samples.
+        self._peers = mesh.group_of(job.world.rank, "dp") if job.world.rank in mesh else ()
 
     @property
     def calls(self) -> Mapping[str, NodeCall]:
@@ -246,23 +245,11 @@ class Advantage(Role):
         shares = coordinator.gather([column.tolist() for column in columns], "scores")
         rows = sorted(row for share in shares for row in zip(*share, strict=True))
         ids, groups, all_scores, lengths = (torch.tensor([row[at] for row in rows]) for at in range(4))
-        if name == "rloo":
-            self._warn_of_single_responses(groups)
         if name == "user_algorithm":
             found = user_advantages(self._job.objects["algorithm"], all_scores, groups, lengths)
         else:
             found = GROUP_ESTIMATORS[name](all_scores, groups, lengths)
         return found[torch.searchsorted(ids, batch.ids)][:, None] * mask
-
-    def _warn_of_single_responses(self, groups: Tensor) -> None:
-        """Warn once that RLOO has no baseline for a response that is alone in its group."""
-        num_single = int((torch.unique(groups, return_counts=True)[1] == 1).sum())
-        if num_single and not self._has_warned and self._job.world.rank == min(self._job.meshes["actor.update"].ranks):
-            say(
-                f"rloo: {num_single} groups of this step have one response, whose score is its advantage, without a "
-                "baseline; set rollout.group_size to 2 or more"
-            )
-        self._has_warned = self._has_warned or num_single > 0
 
     def _token_rewards(self, batch: Batch) -> Tensor:
         """Return each token's reward, ``[samples, tokens]``: the final score, minus a KL penalty in the reward."""
@@ -340,6 +327,6 @@ def length_stats(job: Job, batch: Batch) -> dict[str, list[float]]:
     """Return the response tokens of each sample of this rank's replica, on one of its ranks."""
     mesh = job.meshes["actor.update"]
     place = mesh.coordinate(job.world.rank)
-    if place.tp or place.pp:
+    if place.tp or place.cp or place.pp:
         return {}
     return {"length": [float(row.sum()) for row in batch.ragged("response_mask").to_list()]}

@@ -102,9 +102,8 @@ class SteppedActor(Actor):
                 for row, places in zip(part.samples, part.places, strict=True):
                     logits[row] = output[to_device(places, output.device), : self._job.vocab_size]
                 output = output[to_device(torch.cat([places[:-1] for places in part.places]), output.device)]
-            log_probs = self._placed.log_probs(output, part)[0] * to_device(
-                labelled.counts(part.samples), output.device
-            )
+            log_probs = self._placed.log_probs(output, part, temperature=1.0)[0]
+            log_probs = log_probs * to_device(labelled.counts(part.samples), output.device)
             local_losses.append(-log_probs.sum() / count)
             if self._tells:
                 for row, values in zip(part.samples, part.by_response(log_probs.detach()), strict=True):
@@ -130,7 +129,7 @@ class SteppedActor(Actor):
         """
 
         def loss(output: Tensor, part: MicroBatch) -> tuple[Tensor, Tensor]:
-            log_probs, _ = self._placed.log_probs(output, part)
+            log_probs, _ = self._placed.log_probs(output, part, temperature=1.0)
             share = -(log_probs * to_device(labelled.counts(part.samples), output.device)).sum() / labelled.num_labels
             return share, share.detach()
 

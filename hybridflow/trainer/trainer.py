@@ -316,12 +316,14 @@ class Trainer(Role):
 
     def _adapt(self, metrics: Mapping[str, float]) -> None:
         """Adapt the KL coefficient and the price of cost to what the step measured."""
+        if self.progress.is_critic_alone(self.progress.step):
+            # The actor does not learn yet, so it could not answer.
+            return
         groups = self.roles.groups
-        if not self.progress.is_critic_alone(self.progress.step):
-            if "kl/ref" in metrics:
-                num_samples = self.job.recipe.trainer.global_batch_size if groups is None else groups.num_samples
-                self.kl_coef.advance(metrics["kl/ref"], num_samples)
-            self._rollouts.advance(metrics)
+        if "kl/ref" in metrics:
+            num_samples = self.job.recipe.trainer.global_batch_size if groups is None else groups.num_samples
+            self.kl_coef.advance(metrics["kl/ref"], num_samples)
+        self._rollouts.advance(metrics)
         if self._multiplier is not None:
             self._multiplier.advance(metrics["cost/mean"])
 

@@ -71,11 +71,15 @@ def tiny_recipe(
     micro_batch_tokens: int = 4096,
     num_samples: int = 12,
     mini_batch_size: int = 6,
-    group_size: int = 1,
+    group_size: int | None = None,
     optimizer: OptimizerConfig | None = None,
     value_clip: float = 0.5,
 ) -> Recipe:
-    """A recipe of a tiny model, all roles on the ranks of ``layout``, which is the critic's too unless one is given."""
+    """A recipe of a tiny model, all roles on the ranks of ``layout``, which is the critic's too unless one is given.
+
+    Groups are as small as the algorithm allows, unless their size is given.
+    """
+    group_size = min(ALGORITHMS[algorithm].traits.group_size, 2) if group_size is None else group_size
     optimizer = OptimizerConfig(lr=1e-3) if optimizer is None else optimizer
     is_ppo = algorithm == "ppo"
     recipe = Recipe(

@@ -176,7 +176,7 @@ def test_a_saved_checkpoint_is_gone_on_with(folder: Path) -> None:
 
 
 def a_closed_trainer(folder: Path):
-    given = {**settings(folder, batch_size=8)}
+    given = settings(folder, batch_size=16, group_size=2)
     with GRPOTrainer(given, actor_model=actor(folder), reward=digits) as trainer:
         trainer.step(PROMPTS[:8])
         trainer.save_checkpoint(folder / "before")
@@ -195,7 +195,8 @@ def test_a_closed_trainer_keeps_what_it_has_learned(folder: Path) -> None:
 
 
 def rollouts_ahead(folder: Path):
-    with GRPOTrainer(settings(folder, batch_size=8), actor_model=actor(folder), reward=digits) as trainer:
+    given = settings(folder, batch_size=16, group_size=2)
+    with GRPOTrainer(given, actor_model=actor(folder), reward=digits) as trainer:
         made = [trainer.rollout(PROMPTS[:8]) for _ in range(3)]
         return [trainer.update(each).get("rollout/staleness_max", 0.0) for each in made]
 
@@ -209,8 +210,9 @@ def different_batches(folder: Path):
     rows = list(PROMPTS[:8])
     if find_world().rank == 1:
         rows[2], rows[3] = rows[3], rows[2]
-    trainer = GRPOTrainer(settings(folder, batch_size=8), actor_model=actor(folder), reward=digits)
-    flow = actor(folder).sample() >> Reward(digits).score() >> GRPO(batch_size=8).update()
+    given = settings(folder, batch_size=16, group_size=2)
+    trainer = GRPOTrainer(given, actor_model=actor(folder), reward=digits)
+    flow = actor(folder).sample(group_size=2) >> Reward(digits).score() >> GRPO(batch_size=16).update()
     return [complaint(lambda ask=ask: ask(rows), DataError) for ask in (trainer.rollout, flow.run)]
 
 
@@ -223,7 +225,8 @@ def a_tokenizer_object(folder: Path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hf")
 
     def trainer(place, **more):
-        given = {**settings(folder, batch_size=4), "run_dir": str(folder / place), "model": MODEL | {"max_context": 32}}
+        given = {**settings(folder, batch_size=8, group_size=2), "run_dir": str(folder / place)}
+        given |= {"model": MODEL | {"max_context": 32}}
         return GRPOTrainer(given, tokenizer=tokenizer, reward=digits, **more)
 
     with trainer("run") as first:
@@ -268,7 +271,7 @@ def test_role_sections(folder: Path) -> None:
 
 
 def stale_rollouts(folder: Path):
-    given = {**settings(folder, batch_size=8), "hybrid_engine": {"resharding_interval": 3}}
+    given = {**settings(folder, batch_size=16, group_size=2), "hybrid_engine": {"resharding_interval": 3}}
     found = []
     with GRPOTrainer(given, actor_model=actor(folder), reward=digits) as trainer:
         for _ in range(5):

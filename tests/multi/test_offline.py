@@ -96,7 +96,8 @@ def recipe_of(case: Case) -> Recipe:
         data=DataConfig(train="none", held_out="none"),
         actor=ActorConfig(update=case.layout, optimizer=OPTIMIZER),
         reference=ReferenceConfig(layout=ParallelLayout(dp=size)),
-        rollout=RolloutConfig(max_new_tokens=1),
+        # Validations of sft sample with it. What is learned from was given.
+        rollout=RolloutConfig(max_new_tokens=1, temperature=0.5 if case.name == "sft" else 1.0),
         preference=PREFERENCES.get(case.name, PreferenceConfig()),
         trainer=TrainerConfig(
             steps=1, global_batch_size=BATCH, mini_batch_size=MINI_BATCH, micro_batch_tokens=case.micro_batch_tokens

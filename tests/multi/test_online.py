@@ -1,4 +1,4 @@
-"""Advantages of every online algorithm on uneven shares of two ranks, and mini-batches that nothing is learned from.
+"""Advantages of every online algorithm on two ranks, and mini-batches that nothing is learned from.
 
 The truth is plain loops over Python numbers, in which a sample is a list of the policy's own tokens.
 """
@@ -70,21 +70,28 @@ def share_of(batch: Batch, rank: int) -> Batch:
     return batch.select(torch.tensor([0, 1, 4, 9] if rank == 0 else [2, 3, 5, 6, 7, 8, 10, 11]))
 
 
-def advantages_of(world: World) -> dict[tuple[str, bool], Any]:
+LAYOUTS = [ParallelLayout(dp=2), ParallelLayout(cp=2), ParallelLayout(tp=2)]
+
+
+def advantages_of(world: World) -> list[dict[tuple[str, bool], Any]]:
+    return [advantages_in(world, layout) for layout in LAYOUTS]
+
+
+def advantages_in(world: World, layout: ParallelLayout) -> dict[tuple[str, bool], Any]:
     """Rows of advantages by sample, and what was measured; of each algorithm, without and with shaped scores."""
     found: dict[tuple[str, bool], Any] = {}
     for algorithm, call in CALLS.items():
         settings: dict[str, Any] = {"kl": KLConfig(coef=KL_COEF), "advantage": AdvantageConfig()}
         if algorithm == "reinforce++":
             settings["advantage"] = AdvantageConfig(gamma=GAMMA)
-        recipe = tiny_recipe(ParallelLayout(dp=world.size), algorithm, settings=settings, group_size=GROUP_SIZE)
+        recipe = tiny_recipe(layout, algorithm, settings=settings, group_size=GROUP_SIZE)
         for shaping in (ShapingConfig(), SHAPING):
             job, _ = make_job(world, replace(recipe, shaping=shaping))
             role = Advantage(job, KLCoefficient(recipe))
-            batch = share_of(full_batch(), world.rank)
+            batch = share_of(full_batch(), world.rank) if layout.dp > 1 else full_batch()
             column = role.calls[call](batch, {}).columns["advantages"]
             rows = dict(zip(batch.ids.tolist(), [row.tolist() for row in column.to_list()], strict=True))
-            found[algorithm, shaping is SHAPING] = rows, dict(role.metrics)
+            found[algorithm, shaping is SHAPING] = rows, dict(role.metrics), role.sample_stats.get("reward", [])
     return found
 
 
@@ -137,29 +144,35 @@ def plain(algorithm: str, samples: list[Sample]) -> list[list[float]]:
 
 
 def test_advantages_are_the_plain_loops_whatever_a_rank_has():
-    shares = run_ranks(advantages_of, 2)
-    masks = full_batch().columns["response_mask"].to_list()
-    scores = full_batch().columns["scores"].double()
-    for algorithm in CALLS:
-        for is_shaped in (False, True):
+    whole = full_batch()
+    masks, scores = whole.columns["response_mask"].to_list(), whole.columns["scores"].double()
+    num_tokens = int(whole.columns["tokens"].lengths.sum())
+    cases = [(algorithm, is_shaped) for algorithm in CALLS for is_shaped in (False, True)]
+    for layout, *ranks in zip(LAYOUTS, *run_ranks(advantages_of, 2), strict=True):
+        for algorithm, is_shaped in cases:
+            shares = [rank[algorithm, is_shaped] for rank in ranks]
             samples = plain_samples(is_shaped=is_shaped)
             expected = plain(algorithm, samples)
-            found = {key: row for share in shares for key, row in share[algorithm, is_shaped][0].items()}
-            assert sorted(found) == list(range(12))
-            for index, mask in enumerate(masks):
-                row = torch.tensor(found[index], dtype=torch.float64)
-                assert not row[mask == 0].any(), (algorithm, index)
-                wanted = torch.tensor(expected[index], dtype=torch.float64)
-                torch.testing.assert_close(row[mask > 0], wanted, rtol=1e-5, atol=1e-5)
-            for share in shares:
-                metrics = share[algorithm, is_shaped][1]
+            # Each rank of a replica has all samples of the replica.
+            found = [rows for rows, *_ in shares] if layout.dp == 1 else [shares[0][0] | shares[1][0]]
+            for rows in found:
+                assert sorted(rows) == list(range(12))
+                for index, mask in enumerate(masks):
+                    row = torch.tensor(rows[index], dtype=torch.float64)
+                    assert not row[mask == 0].any(), (layout, algorithm, index)
+                    wanted = torch.tensor(expected[index], dtype=torch.float64)
+                    torch.testing.assert_close(row[mask > 0], wanted, rtol=1e-5, atol=1e-5)
+            for _, metrics, _ in shares:
                 # The mean of what the reward gave is not that of what is learned from.
                 assert metrics["reward/mean"] == pytest.approx(float(scores.mean()))
+                assert metrics["batch/num_tokens"] == num_tokens
                 assert ("reward/shaped_mean" in metrics) == is_shaped
                 if is_shaped:
                     assert metrics["reward/shaped_mean"] == pytest.approx(sum(each.score for each in samples) / 12)
-                assert metrics.get("reward/baseline_mean", 0.375) == pytest.approx(0.375)
-    assert "reward/baseline_mean" in shares[0]["remax", False][1]
+                baseline = metrics.get("reward/baseline_mean")
+                assert baseline == (pytest.approx(0.375) if algorithm == "remax" else None)
+            # Each sample is told of once.
+            assert sorted(each for *_, told in shares for each in told) == pytest.approx(sorted(scores.tolist()))
 
 
 def weights_of(role: Any) -> list[torch.Tensor]:

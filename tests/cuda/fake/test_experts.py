@@ -81,7 +81,7 @@ def test_a_backward_pass_takes_the_weights_side_by_side_or_their_gradients(monke
         stops = torch.empty(model.num_experts, dtype=torch.int32, device=DEVICE)
         saved = make(rows, hidden), stops, *(make(out, hidden) for _ in range(model.num_experts))
         needed = True, False, False, *[True] * model.num_experts
-        context = SimpleNamespace(saved_tensors=saved, needs_input_grad=needed, adds_gradients=False)
+        context = SimpleNamespace(saved_tensors=saved, needs_input_grad=needed, adds_gradients=False, whole=None)
         with Peak() as peak:
             found = _GroupedLinear.backward(context, make(rows, out))
     stack = model.num_experts * out * hidden * 2

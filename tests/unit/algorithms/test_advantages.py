@@ -186,10 +186,10 @@ def test_whiten_counts_tokens_over_ranks_not_locally():
 
 def test_group_normalize_by_hand():
     # Group 7 = 1 2 3 6: mean 3, unbiased std sqrt(14/3) = 2.16024690. Group 2 = 0 1: mean 0.5, std sqrt(1/2).
-    # Group 4 is alone: mean 0, std 1.
+    # Group 4 is alone.
     scores = torch.tensor([1.0, 0, 2, 5, 3, 1, 6])
     groups = torch.tensor([7, 2, 7, 4, 7, 2, 7])
-    expected = [-0.92582010, -0.70710678, -0.46291005, 5, 0, 0.70710678, 1.38873015]
+    expected = [-0.92582010, -0.70710678, -0.46291005, 0, 0, 0.70710678, 1.38873015]
     close(group_normalize(scores, groups), expected, 3e-6)
 
 
@@ -205,8 +205,8 @@ def test_group_normalize_is_the_plain_loop(rows: list[tuple[int, float]]):
     expected = []
     for group, score in rows:
         mates = [s for g, s in rows if g == group]
-        mean = math.fsum(mates) / len(mates) if len(mates) > 1 else 0.0
-        variance = math.fsum((s - mean) ** 2 for s in mates) / (len(mates) - 1) if len(mates) > 1 else 1.0
+        mean = math.fsum(mates) / len(mates)
+        variance = math.fsum((s - mean) ** 2 for s in mates) / max(len(mates) - 1, 1)
         expected.append((score - mean) / (math.sqrt(variance) + 1e-6))
     close(group_normalize(torch.tensor(scores), torch.tensor(groups)), expected, 1e-5)
 
@@ -218,12 +218,12 @@ LENGTHS = torch.tensor([4.0, 3, 1, 9, 2, 1, 1])
 
 
 def test_group_baselines_by_hand():
-    # Means 3 and 0.5; a group of one keeps its score.
-    close(group_center(SCORES, GROUPS), [-2, -0.5, -1, 5, 0, 0.5, 3])
+    # Means 3 and 0.5; a group of one has nothing to be compared with.
+    close(group_center(SCORES, GROUPS), [-2, -0.5, -1, 0, 0, 0.5, 3])
     # The others' means: of 2 3 6, 1, 1 3 6, none, 1 2 6, 0, 1 2 3.
-    close(leave_one_out(SCORES, GROUPS), [1 - 11 / 3, -1, 2 - 10 / 3, 5, 0, 1, 4])
+    close(leave_one_out(SCORES, GROUPS), [1 - 11 / 3, -1, 2 - 10 / 3, 0, 0, 1, 4])
     # (4·1 + 1·2 + 2·3 + 1·6) / 8 = 2.25 and (3·0 + 1·1) / 4 = 0.25.
-    close(length_weighted_center(SCORES, GROUPS, LENGTHS), [-1.25, -0.25, -0.25, 5, 0.75, 0.75, 3.75])
+    close(length_weighted_center(SCORES, GROUPS, LENGTHS), [-1.25, -0.25, -0.25, 0, 0.75, 0.75, 3.75])
 
 
 def test_a_group_without_a_token_keeps_its_scores():
@@ -243,9 +243,9 @@ def test_group_baselines_are_the_plain_loops_in_any_order(rows: list[tuple[int, 
     for index, (group, score, _) in enumerate(rows):
         mates = [(s, n) for g, s, n in rows if g == group]
         others = [s for other, (g, s, _) in enumerate(rows) if g == group and other != index]
-        centred.append(score - math.fsum(s for s, _ in mates) / len(mates) if others else score)
-        left_out.append(score - math.fsum(others) / len(others) if others else score)
-        weighted.append(score - math.fsum(s * n for s, n in mates) / sum(n for _, n in mates) if others else score)
+        centred.append(score - math.fsum(s for s, _ in mates) / len(mates))
+        left_out.append(score - math.fsum(others) / len(others) if others else 0.0)
+        weighted.append(score - math.fsum(s * n for s, n in mates) / sum(n for _, n in mates))
     groups, scores, lengths = (torch.tensor(column) for column in zip(*rows, strict=True))
     close(group_center(scores, groups), centred, 1e-5)
     close(leave_one_out(scores, groups), left_out, 1e-5)

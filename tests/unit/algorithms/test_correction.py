@@ -126,6 +126,11 @@ def test_sequences_are_rejected_as_a_whole(estimator, level, high, expected):
     ]
 
 
+def test_a_bound_of_k3_above_that_of_a_penalty_rejects():
+    # e^16 - 17 and e - 2.
+    assert kept([[16.0, 1.0]], [[1.0, 1.0]], estimator="k3", level="token", low=0.0, high=12.0) == [[0.0, 1.0]]
+
+
 def test_rejection_has_no_maximum_of_k1():
     with pytest.raises(ValueError, match="max of k2 and k3 alone"):
         kept(D, MASK, estimator="k1", level="max", low=0.0, high=1.0)

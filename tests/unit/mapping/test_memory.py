@@ -163,12 +163,11 @@ def test_a_mixture_needs_the_inputs_of_its_experts_and_their_weights_side_by_sid
     # Each of eight experts may have eight inputs more. One layer has gradients, six times the columns. Both ranks have
     # slices of the tokens and halves of the experts, so inputs and outputs are there five times more.
     layers, gradients = 2 * 4096 * (2 * 128 + 2 * 4 * 256 - 3 * 256) * 2, 4096 * 6 * 256 * 2
-    layers += 2 * 8 * 8 * (128 + 4 * 256) * 2
-    kept = dense + layers + gradients + 5 * 4096 * 2 * 128 * 2
-    # Gate and up of eight experts, for their product.
-    assert stacked == kept + 8 * 2 * 256 * 128 * 2
-    # In fp32 they are multiplied one after the other.
-    assert sparse == 2 * kept
+    spare, exchanged = 2 * 8 * 8 * (128 + 4 * 256) * 2, 5 * 4096 * 2 * 128 * 2
+    # With gradients of gate and up of eight experts.
+    assert stacked == dense + layers + spare + gradients + exchanged + 8 * 2 * 256 * 128 * 2
+    # In fp32 they are multiplied one after the other, and keep six times as many columns.
+    assert sparse == 2 * (dense + layers + 2 * 4096 * 2 * 2 * 256 * 2 + gradients + exchanged)
 
 
 def test_whole_experts_have_fewer_inputs_of_the_same_width():
@@ -179,9 +178,7 @@ def test_whole_experts_have_fewer_inputs_of_the_same_width():
         for layout in ("{tp: 2, dp: 2, ep: 2}", "{tp: 2, dp: 2, ep: 2, etp: 1}")
     )
     inputs = 4096 * 2 * 128 * 4
-    # Two experts may have eight inputs more.
-    wider = 2 * 2 * 8 * 4 * (512 - 256) * 4
-    assert halves.activations - whole.activations == (2 + 5) * inputs // 2 - wider
+    assert halves.activations - whole.activations == (2 + 5) * inputs // 2
 
 
 def test_the_cache_keeps_to_its_budget():

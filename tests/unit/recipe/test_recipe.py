@@ -214,6 +214,22 @@ def test_layout_that_does_not_fit_is_refused_before_any_model(recipe_file, overr
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
+        (["kl.coef=0.1", "kl.place=loss"], ["kl.estimator=k1", "0 on average", "k1+, k2 or k3"]),
+        (["kl.coef=0.1", "kl.estimator=k3+"], ["kl.estimator=k3+", "in the reward has no gradient", "k3, or kl.place"]),
+        (["kl.coef=0.1", "kl.horizon=5"], ["kl.horizon=5", "set kl.target"]),
+        *(
+            ([f"algorithm={name}", "rollout.group_size=1", "critic=null"], ["rollout.group_size=1", name, "2 or more"])
+            for name in ("grpo", "dr-grpo", "rloo", "opo", "gspo", "reinforce++-baseline")
+        ),
+    ],
+)
+def test_a_penalty_or_a_comparison_that_does_nothing_is_refused(recipe_file, overrides, says):
+    complains(lambda: load_recipe(recipe_file, overrides), says)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
         (["actor.recompute_layers=2"], ["actor.recompute_layers=2: counts the layers of actor.recompute=full", "none"]),
         (["critic.recompute=always"], ["critic.recompute", "expected one of none, selective, full"]),
         (["actor.gradient_checkpointing=true"], ["actor.recompute", "none, selective or full"]),

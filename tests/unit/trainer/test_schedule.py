@@ -11,6 +11,7 @@ from hybridflow.algorithms.pass_at_k import pass_at_k
 from hybridflow.config.roles import OptimizerConfig
 from hybridflow.sampling.validation import measure
 from hybridflow.trainer.schedule import learning_rate
+from hybridflow.trainer.trainer import Trainer
 from hybridflow.trainer.validations import Validations
 
 
@@ -85,3 +86,23 @@ def test_samples_of_a_problem_may_be_judged_on_two_ranks():
         "validation/pass_at_1": pytest.approx((0.5 + 0.0 + 1.0) / 3),
         "validation/pass_at_k": pytest.approx((5 / 6 + 0.0 + 1.0) / 3),
     }
+
+
+def test_nothing_adapts_while_the_critic_learns_alone():
+    moved = []
+
+    def note(name):
+        return SimpleNamespace(advance=lambda *_: moved.append(name))
+
+    progress = SimpleNamespace(step=2, is_critic_alone=lambda step: step <= 2)
+    trainer = SimpleNamespace(
+        progress=progress,
+        roles=SimpleNamespace(groups=SimpleNamespace(num_samples=8)),
+        kl_coef=note("KL"),
+        _rollouts=note("rollouts"),
+        _multiplier=note("multiplier"),
+    )
+    for step, expected in ((2, []), (3, ["KL", "rollouts", "multiplier"])):
+        progress.step = step
+        Trainer._adapt(trainer, {"kl/ref": 1.0, "cost/mean": 2.0})
+        assert moved == expected

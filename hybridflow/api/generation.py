@@ -83,11 +83,15 @@ def generation_of(given: Mapping[str, Any], ends: Ends, *, longest_prompt: int) 
         passed = {name: value for name, value in passed.items() if name not in _OF_SAMPLING}
     elif passed.get("temperature", 1.0) == 0:
         raise DataError("generate: temperature=0; for the likeliest token set do_sample=False")
+    most = _most_tokens(given, longest_prompt)
+    if passed.get("min_new_tokens"):
+        # There, the token that ends a response is not counted.
+        passed["min_new_tokens"] = min(passed["min_new_tokens"] + 1, most)
     eos_ids = given.get("eos_token_id")
     eos_ids = ends.eos_ids if eos_ids is None else _listed(eos_ids)
     pad_id = given.get("pad_token_id")
     params = SamplingParams(
-        max_new_tokens=_most_tokens(given, longest_prompt),
+        max_new_tokens=most,
         stop_ids=tuple(eos_ids),
         stop=tuple(_listed(given.get("stop_strings") or ())),
         bad_ids=tuple(tuple(ids) for ids in given.get("bad_words_ids") or ()),

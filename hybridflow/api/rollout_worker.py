@@ -133,7 +133,7 @@ class RolloutWorker(FlowNode):
         num_samples: int = 1,
         top_k: int = 0,
         top_p: float = 1.0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         stop_ids: Sequence[int] | None = None,
         seed: int | None = None,
     ) -> list[Generated]:
@@ -166,7 +166,7 @@ class RolloutWorker(FlowNode):
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            stop=tuple(stop),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
             stop_ids=ends if stop_ids is None else tuple(stop_ids),
             greedy=not do_sample,
             seed=seed,

@@ -58,19 +58,22 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     return {name: piece for name, piece in pieces.items() if piece is not None}
 
 
-def render_chat(template: str, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:
+def render_chat(
+    template: str, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+) -> str:
     """Render a conversation as the text that the assistant's answer continues; see ``Chat.render``.
 
     Args:
         template: From ``chat_template``.
         tokenizer: The tokenizer whose special tokens the template may name.
         messages: With ``role`` and ``content`` each.
+        tools: What the assistant may call.
 
     Raises:
         DataError: As for ``Chat.render`` and ``check_special``.
     """
-    text = _shared(os.getpid(), template, json.dumps(special_tokens(tokenizer))).render(messages)
-    check_special(text, messages, tokenizer)
+    text = _shared(os.getpid(), template, json.dumps(special_tokens(tokenizer))).render(messages, tools)
+    check_special(text, [messages, tools], tokenizer)
     return text
 
 

@@ -9,6 +9,7 @@ a line of JSON. It ends when its input does.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import importlib
 import json
 import sys
@@ -61,18 +62,40 @@ class _Refused(Exception):
 
 
 def _compiled(template: str) -> Any:
+    """Return a template with what ``transformers`` gives it."""
+    from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    class Generation(Extension):
+        """``{% generation %}`` marks what an assistant has said; here it is text like any other."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _now
     return environment.from_string(template)
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
 
 
 def _refuse(message: object) -> None:

@@ -14,6 +14,9 @@ from hybridflow.foreign import limit_process, read_small
 
 # Ids of real vocabularies have few gaps.
 _MAX_GAPS = 1 << 16
+
+_LONG_TEXT = 1 << 15
+"""Characters from which other threads may go on while a text is encoded, which takes the start of a thread."""
 _CHARACTERS = "".join(map(chr, range(1, 0x250))) + "☃漢字\U0001f642\U0001f1e9\u200b\ufeff"
 _SAMPLES = (_CHARACTERS * 16, *(each * 4096 for each in ("a", " ", "\n", "1", "☃", "ab", " a", "<|x|>")))
 
@@ -66,7 +69,10 @@ class FastTokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without any at its beginning or end."""
         with _failures_told(self.path, "cannot encode a text"):
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+            if len(text) < _LONG_TEXT:
+                ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+            else:
+                ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

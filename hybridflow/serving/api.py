@@ -211,7 +211,7 @@ def _prompts(fields: Mapping[str, Any], served: Served, *, is_chat: bool) -> lis
             raise ApiError(
                 400, "the model has no tokenizer, so it takes no messages; use /v1/completions with token ids"
             )
-        prompts = [encode_chat(value, served.tokenizer)]
+        prompts = [encode_chat(value, served.tokenizer, served.max_context)]
     else:
         several = value if isinstance(value, list) and not all(map(is_int, value)) else [value]
         if len(several) > _MOST_SAMPLES:
@@ -230,7 +230,7 @@ def _prompt(value: Any, served: Served) -> list[int]:
         raise ApiError(400, f"prompt: found {value!r:.60}, expected text, a list of token ids, or a list of those")
     if served.tokenizer is None:
         raise ApiError(400, "the model has no tokenizer; give token ids as the prompt")
-    return encode_text(value, served.tokenizer)
+    return encode_text(value, served.tokenizer, served.max_context)
 
 
 def _flag(fields: Mapping[str, Any], name: str) -> bool:
@@ -345,6 +345,7 @@ def _text_choice(ask: Ask, served: Served, sample: Sample, index: int) -> dict[s
 def _chat_choice(ask: Ask, served: Served, sample: Sample, index: int) -> dict[str, Any]:
     message = {"role": "assistant", "content": text_of(ask, served, sample.tokens)}
     choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": sample.finish, "logprobs": None}
+    choice["token_ids"] = sample.tokens
     if ask.with_log_probs:
         pairs = zip(_pieces(served, sample.tokens), sample.log_probs, strict=True)
         choice["logprobs"] = {

@@ -181,7 +181,7 @@ def _tasks(
             bad[prompt.prompt_index] = prompt.error
             continue
         try:
-            ids = encode_prompt(prompt, tokenizer, vocab_size)
+            ids = encode_prompt(prompt, tokenizer, vocab_size, max_context)
             tasks.append(_task(prompt, ids, tokenizer, options, max_context))
         except DataError as error:
             bad[prompt.prompt_index] = str(error)

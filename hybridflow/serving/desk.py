@@ -19,7 +19,7 @@ class Event(NamedTuple):
 
     Attributes:
         place: Which of its samples.
-        tokens: All that was generated of it so far; empty when it has ended.
+        tokens: What was generated of it since the last event; empty when it has ended.
         sample: It, when it has ended.
     """
 

@@ -325,6 +325,7 @@ class _Completions:
     async def _stream(self, ask: Ask, events: AsyncIterator[Event], answer_id: str, send: Send) -> None:
         """Send server-sent events, up to ``data: [DONE]``."""
         served, sent, samples = self._endpoint.served, dict[int, str](), list[Sample]()
+        known: dict[int, list[int]] = {}
         assert served.tokenizer is not None, "asked before"
         # What is refused at once is an error of its own, as without a stream.
         event: Event | None = await anext(events)
@@ -333,7 +334,9 @@ class _Completions:
         try:
             while event is not None:
                 if event.sample is None:
-                    text, finish = settled_text(event.tokens, ask.stop, served.tokenizer), None
+                    tokens = known.setdefault(event.place, [])
+                    tokens += event.tokens
+                    text, finish = settled_text(tokens, ask.stop, served.tokenizer), None
                 else:
                     text, finish = api.text_of(ask, served, event.sample.tokens), event.sample.finish
                     samples.append(event.sample)

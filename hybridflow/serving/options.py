@@ -44,6 +44,9 @@ def read_options(given: Mapping[str, Any], where: str) -> Options:
     temperature = options.get("temperature")
     if temperature == 0 and not isinstance(temperature, bool):
         options |= {"temperature": 1.0, "greedy": True}
+    elif temperature is not None:
+        # In the place of another that was greedy.
+        options.setdefault("greedy", False)
     _check(options, where)
     return options
 

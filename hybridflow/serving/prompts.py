@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from hybridflow.data.chat import chat_template, read_messages, render_chat
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
+from hybridflow.foreign import open_regular
 from hybridflow.serving.options import Options, check_ids, check_together, is_int, read_options
 
 HDF5_SUFFIXES = (".h5", ".hdf5")
@@ -54,7 +55,8 @@ def read_prompts(path: Path) -> tuple[list[Prompt], str]:
                 for index, text in enumerate(texts)
             ]
         else:
-            content = path.read_bytes()
+            with open_regular(path) as file:
+                content = file.read()
             numbered = ((number, line) for number, line in enumerate(content.split(b"\n"), start=1) if line.strip())
             prompts = [
                 _of_line(prompt_index, f"{path}:{number}", line) for prompt_index, (number, line) in enumerate(numbered)
@@ -66,10 +68,16 @@ def read_prompts(path: Path) -> tuple[list[Prompt], str]:
     return prompts, hashlib.sha256(content).hexdigest()
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int, max_context: int) -> list[int]:
     """Return a prompt's tokens.
 
     A text follows the beginning of a sequence where the tokenizer has one; tokens stay as they are.
+
+    Args:
+        prompt: The prompt.
+        tokenizer: Of the model; None: there is none.
+        vocab_size: Of the model.
+        max_context: Of the model; a text that cannot fit is not encoded.
 
     Raises:
         DataError: It needs a tokenizer and there is none; it has no tokens, or some that the model has not.
@@ -81,41 +89,59 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) 
     elif tokenizer is None:
         raise DataError("the model's directory has no tokenizer; give prompt_ids, or --tokenizer")
     elif "messages" in fields:
-        ids = encode_chat(fields["messages"], tokenizer)
+        ids = encode_chat(fields["messages"], tokenizer, max_context, fields.get("tools"))
     else:
-        ids = encode_text(fields["prompt"], tokenizer)
+        ids = encode_text(fields["prompt"], tokenizer, max_context)
     if not ids:
         raise DataError("the prompt has no tokens; give at least one")
     check_ids(ids, vocab_size, "prompt")
     return ids
 
 
-def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
+def encode_text(text: str, tokenizer: Tokenizer, max_context: int) -> list[int]:
     """Return a text's tokens, after the beginning of a sequence where the tokenizer has one.
 
     Raises:
-        DataError: It is half of a surrogate pair.
+        DataError: It has half of a surrogate pair, or is too long for the context.
     """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(f"the prompt has half of a surrogate pair at character {error.start}; mend it") from error
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    return [*begin, *tokenizer.encode(text)]
+    return [*begin, *_encoded(text, tokenizer, max_context)]
 
 
-def encode_chat(messages: Any, tokenizer: Tokenizer) -> list[int]:
+def encode_chat(messages: Any, tokenizer: Tokenizer, max_context: int, tools: Sequence[Any] | None = None) -> list[int]:
     """Return a conversation's tokens; its template decides about the beginning of a sequence.
 
+    Args:
+        messages: As JSON has them.
+        tokenizer: With a template.
+        max_context: Of the model.
+        tools: What the assistant may call, as the template wants it.
+
     Raises:
-        DataError: The tokenizer has no template, or the messages are not for it.
+        DataError: The tokenizer has no template, the messages are not for it, or too long for the context.
     """
     template = chat_template(tokenizer)
     if template is None:
         raise DataError(
             f"the tokenizer {tokenizer.path} has no chat_template, so it takes no messages; give the text as a prompt"
         )
-    return tokenizer.encode(render_chat(template, tokenizer, read_messages(messages, "messages")))
+    text = render_chat(template, tokenizer, read_messages(messages, "messages"), tools)
+    return _encoded(text, tokenizer, max_context)
+
+
+def _encoded(text: str, tokenizer: Tokenizer, max_context: int) -> list[int]:
+    if len(text) > max_context:
+        most = max_context * max(map(len, tokenizer.pieces().values()))
+        if len(text) > most:
+            raise DataError(
+                f"the prompt has {len(text)} characters, the context {max_context} tokens, which have at most {most}; "
+                "shorten the prompt"
+            )
+    return tokenizer.encode(text)
 
 
 def _of_line(prompt_index: int, place: str, line: bytes) -> Prompt:
@@ -126,6 +152,10 @@ def _of_line(prompt_index: int, place: str, line: bytes) -> Prompt:
         return replace(prompt, error=f"not JSON in UTF-8: {error}")
     if not isinstance(fields, dict):
         return replace(prompt, error=f"found {type(fields).__name__}, expected a JSON object")
+    try:
+        json.dumps(fields, allow_nan=False)
+    except ValueError:
+        return replace(prompt, error="has a number that is not finite, which JSON cannot have")
     return _checked(replace(prompt, fields=fields))
 
 

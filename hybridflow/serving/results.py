@@ -65,6 +65,11 @@ class Results:
         with writing(self.folder, _REMEDY):
             make_own_folder(self.folder)
             before = self._run_before()
+            if before is None and not is_forced and any(self.folder.iterdir()):
+                raise WriteError(
+                    f"{self.folder}: has files and no {_RUN} that can be read, so they are not known to be parts of "
+                    f"{self.out.name}; move them away, or give --force to remove them"
+                )
             known = run if before is None else before
             changed = [name for name in {**known, **run} if known.get(name) != run.get(name)]
             if changed and not is_forced:
@@ -170,15 +175,17 @@ def check_free(out: Path, *, is_forced: bool) -> None:
         raise WriteError(f"--out {out}: there is no directory {out.parent}; make it")
 
 
-def merge_row(prompt: Prompt, row: Row) -> Row:
-    """Return a line of the output: the fields of the prompt's line, then the results.
+_OURS = ("sample", "text", "token_ids", "log_probs", "prompt_log_probs", "finish", "error", "place")
+"""Names of results."""
 
-    The result wins where names are equal.
-    """
+
+def merge_row(prompt: Prompt, row: Row) -> Row:
+    """Return a line of the output: the fields of the prompt's line, but for names of results, then the results."""
     made = {name: value for name, value in row.items() if name not in ("prompt_index", "index")}
     if prompt.error is not None and not prompt.fields:
         made["place"] = prompt.place
-    return {**prompt.fields, "sample": row["index"], **made}
+    given = {name: value for name, value in prompt.fields.items() if name not in _OURS}
+    return {**given, "sample": row["index"], **made}
 
 
 def _line(row: Row) -> bytes:
@@ -205,10 +212,9 @@ def _write_hdf5(path: Path, rows: list[Row]) -> None:
 
     from hybridflow.data.arrays import write_rows
 
-    ours = ("sample", "text", "token_ids", "log_probs", "prompt_log_probs", "finish", "error", "place")
     texts = {name: [row.get(name) or "" for row in rows] for name in ("text", "finish", "error")}
     texts["prompt"] = [_as_text(row) for row in rows]
-    fields = [{name: value for name, value in row.items() if name not in (*ours, "prompt")} for row in rows]
+    fields = [{name: value for name, value in row.items() if name not in (*_OURS, "prompt")} for row in rows]
     texts["fields"] = [json.dumps(each) for each in fields]
     arrays = {
         "sample": np.array([row["sample"] for row in rows], np.int64),

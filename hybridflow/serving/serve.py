@@ -122,9 +122,10 @@ class _Replica:
         found = []
         for request, tokens in self._session.running():
             sample_id = self._ids[id(request)]
-            if sample_id in self._streamed and len(tokens) > self._num_sent.get(sample_id, 0):
+            num_sent = self._num_sent.get(sample_id, 0)
+            if sample_id in self._streamed and len(tokens) > num_sent:
                 self._num_sent[sample_id] = len(tokens)
-                found.append({"id": sample_id, "tokens": tokens})
+                found.append({"id": sample_id, "tokens": tokens[num_sent:]})
         return found
 
     def _forget(self, request: Request) -> int:

@@ -85,6 +85,12 @@ def test_greedy_unless_asked() -> None:
     assert found.params.stop_ids == (0, 3) and (found.num_samples, found.pad_id) == (1, 2)
 
 
+@pytest.mark.parametrize(("fewest", "expected"), [(0, 0), (5, 6), (8, 8)])
+def test_fewest_tokens_are_counted_without_the_one_that_stops(fewest: int, expected: int) -> None:
+    found = generation_of({"max_new_tokens": 8, "min_new_tokens": fewest}, ENDS, longest_prompt=4)
+    assert found.params.min_new_tokens == expected
+
+
 def test_sampling() -> None:
     asked = {
         "max_new_tokens": 3,

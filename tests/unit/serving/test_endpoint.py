@@ -46,7 +46,7 @@ class Echoing:
         tokens = command["prompt"][::-1]
         for sample_id in command["ids"]:
             for length in range(1, len(tokens)) if command["is_streamed"] else ():
-                self.desk.deliver(sample_id, tokens[:length], None)
+                self.desk.deliver(sample_id, tokens[length - 1 : length], None)
             sample = Sample(
                 tokens=tokens, log_probs=[-1.0] * len(tokens), prompt_log_probs=None, finish="stop", error=None
             )

@@ -1,6 +1,7 @@
 """Prompts, parameters and kept results of ``hybridflow generate``, and the form of requests, without a model."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class Letters:
         return bytes(token for token in ids if token < 256).decode("utf-8", "replace")
 
     def pieces(self):
-        return {}
+        return {0: "one", 1: "three"}
 
 
 SERVED = Served(name="letters", tokenizer=Letters(), vocab_size=257, max_context=64)
@@ -39,7 +40,7 @@ SERVED = Served(name="letters", tokenizer=Letters(), vocab_size=257, max_context
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("temperature", 0.5, {"temperature": 0.5}),
+        ("temperature", 0.5, {"temperature": 0.5, "greedy": False}),
         ("temperature", 0, {"temperature": 1.0, "greedy": True}),
         ("stop", "a", {"stop": ("a",)}),
         ("stop", ["a", "bc"], {"stop": ("a", "bc")}),
@@ -93,23 +94,26 @@ def test_bad_lines_are_kept_with_what_is_wrong_and_the_others_are_unharmed(tmp_p
         b'{"prompt": "a", "sampling": {"top_p": 2}}',
         b"\xff",
         b"[" * 100_000,
+        b'{"prompt": "a", "score": 1e999}',
         b'{"prompt_ids": [1, 2]}',
     ]
     (tmp_path / "p.jsonl").write_bytes(b"\n".join(lines))
     prompts, sha256 = read_prompts(tmp_path / "p.jsonl")
-    assert [prompt.prompt_index for prompt in prompts] == list(range(9))
-    assert [prompt.prompt_index for prompt in prompts if prompt.error is None] == [0, 8]
+    assert [prompt.prompt_index for prompt in prompts] == list(range(10))
+    assert [prompt.prompt_index for prompt in prompts if prompt.error is None] == [0, 9]
     assert prompts[0].options == {"n": 2} and prompts[0].fields["id"] == 1
     assert prompts[1].place.endswith("p.jsonl:3"), "blank lines count in places"
-    assert "top_p" in prompts[5].error and "one of them" in prompts[4].error
+    assert "top_p" in prompts[5].error and "one of them" in prompts[4].error and "not finite" in prompts[8].error
     (tmp_path / "p.jsonl").write_bytes(b"\n".join([*lines, b"{}"]))
     assert read_prompts(tmp_path / "p.jsonl")[1] != sha256
     for content in (b"", b"\n\n"):
         (tmp_path / "p.jsonl").write_bytes(content)
         with pytest.raises(DataError, match="holds no prompts"):
             read_prompts(tmp_path / "p.jsonl")
-    with pytest.raises(DataError, match="cannot be read"):
-        read_prompts(tmp_path / "absent.jsonl")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("absent.jsonl", "pipe"):
+        with pytest.raises(DataError, match="cannot be read"):
+            read_prompts(tmp_path / name)
 
 
 @given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 7))
@@ -168,6 +172,18 @@ def test_parts_of_something_else_are_noticed_and_force_begins_anew(tmp_path):
         Results(tmp_path / "absent/out.jsonl").prepare(RUN, is_forced=False)
 
 
+def test_what_is_not_known_to_be_parts_is_left_alone_without_force(tmp_path):
+    results = Results(tmp_path / "out.jsonl")
+    results.folder.mkdir()
+    kept = results.folder / "precious"
+    kept.write_text("mine")
+    with pytest.raises(WriteError, match="no run.json that can be read"):
+        results.prepare(RUN, is_forced=False)
+    assert kept.read_text() == "mine"
+    results.prepare(RUN, is_forced=True)
+    assert not kept.exists()
+
+
 def test_parts_that_another_user_has_prepared_are_refused(tmp_path):
     results, victim = Results(tmp_path / "out.jsonl"), tmp_path / "victim"
     victim.mkdir()
@@ -184,7 +200,7 @@ def test_parts_that_another_user_has_prepared_are_refused(tmp_path):
 
 
 def test_output_has_the_lines_in_order_with_their_own_fields(tmp_path):
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "id": 7, "text": "old"}\nnonsense\n')
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "id": 7, "text": "old", "error": 5}\nnonsense\n')
     prompts = {prompt.prompt_index: prompt for prompt in read_prompts(tmp_path / "p.jsonl")[0]}
     results = Results(tmp_path / "out.jsonl")
     results.prepare(RUN, is_forced=False)
@@ -204,6 +220,8 @@ def test_output_has_the_lines_in_order_with_their_own_fields(tmp_path):
 TEMPLATES = {
     "plain": "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}",
+    "asks": "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m | tojson(ensure_ascii=True, sort_keys=True) }}"
+    "{% generation %}<{{ m.content }}>{% endgeneration %}{% endfor %}",
     "loops": "{%- for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}\n  {{ m.content | trim | tojson }}"
     "{% if m.role == 'end' %}{% break %}{% endif %}{%- endfor %}",
 }
@@ -300,6 +318,7 @@ def test_a_request_becomes_prompts_and_parameters():
         ({"prompt": "\ud800"}, "surrogate"),
         ({"prompt": "a", "max_tokens": 64}, "exceeds the context of 64"),
         ({"prompt": "a" * 64}, "exceeds the context of 64"),
+        ({"prompt": "a" * 321}, "321 characters, the context 64 tokens, which have at most 320"),
         ({"prompt": "a", "n": 0}, "n: found 0"),
         ({"prompt": "a", "n": 257}, "at most 256 samples"),
         ({"prompt": ["a"] * 300}, "at most 256"),

@@ -217,6 +217,8 @@ def test_layout_that_does_not_fit_is_refused_before_any_model(recipe_file, overr
         (["kl.coef=0.1", "kl.place=loss"], ["kl.estimator=k1", "0 on average", "k1+, k2 or k3"]),
         (["kl.coef=0.1", "kl.estimator=k3+"], ["kl.estimator=k3+", "in the reward has no gradient", "k3, or kl.place"]),
         (["kl.coef=0.1", "kl.horizon=5"], ["kl.horizon=5", "set kl.target"]),
+        (["correction.level=sequence"], ["correction.level", "correction.kind is none here"]),
+        (["correction.kind=truncate", "correction.low=0.1"], ["correction.low", "truncate here"]),
         *(
             ([f"algorithm={name}", "rollout.group_size=1", "critic=null"], ["rollout.group_size=1", name, "2 or more"])
             for name in ("grpo", "dr-grpo", "rloo", "opo", "gspo", "reinforce++-baseline")

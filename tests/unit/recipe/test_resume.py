@@ -86,6 +86,7 @@ GIVEN = {
     ],
     r"(.*\bmodel)\.trust_remote_code": [r"\1.implementation=transformers"],
     r"(.*\bmodel)\.window_layers": [r"\1.window=4"],
+    r"correction\.(level|low|high)": ["correction.kind=icepop"],
     r"kl\.horizon": ["kl.coef=0.1", "kl.target=0.1"],
     r"(.*\bmodel)\.(router_score|router_bias|shared_ffn_hidden_size)": [r"\1.num_experts=4"],
     r"(.*\bmodel)\.router_bias": [r"\1.router_score=sigmoid"],

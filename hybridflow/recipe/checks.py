@@ -124,8 +124,8 @@ def check_recipe(recipe: Recipe, in_memory: Mapping[str, ModelInfo] | None = Non
     unused = {"none": ("level", "low", "high"), "truncate": ("low",)}.get(recipe.correction_kind, ())
     for key in changed_keys(recipe.correction, unused):
         raise ConfigError(
-            f"correction.{key}: correction.kind is {recipe.correction_kind} here, and does not read it; leave it out, or "
-            "set the kind"
+            f"correction.{key}: correction.kind is {recipe.correction_kind} here, and does not read it; leave it "
+            "out, or set the kind"
         )
     _check_schedules(recipe)
     _check_validation(recipe)

@@ -106,8 +106,12 @@ def complete_role(run_dir: Path, step: int, role: str, num_bytes: int, *, is_fro
     sha256 = _sha256(path / NAME)
     if not is_frozen:
         return RoleRecord(f"{step_path(run_dir, step).name}/{role}", sha256, num_bytes)
+    target = checkpoints_folder(run_dir) / role
     try:
-        path.rename(checkpoints_folder(run_dir) / role)
+        if target.is_dir():
+            # Of a run that was killed before its next checkpoint, or has gone back: the latest names no such model.
+            _remove(target)
+        path.rename(target)
         sync_path(checkpoints_folder(run_dir))
     except OSError as error:
         remedy = write_remedy(error, "choose another place")
@@ -243,14 +247,15 @@ def open_role(checkpoint: Checkpoint, role: str) -> ModelDir:
     Raises:
         CheckpointError: It is missing, incomplete or damaged, or the checkpoint has no such role.
     """
-    remedy = choices(checkpoint.run_dir)
     if role not in checkpoint.roles:
         raise CheckpointError(
             f"{checkpoint.path / JOB}: has no {role}, which was expected; it has {', '.join(checkpoint.roles)}: "
             "resume with the recipe that wrote it"
         )
     record = checkpoint.roles[role]
-    path = checkpoints_folder(checkpoint.run_dir) / record.directory
+    path, remedy = checkpoints_folder(checkpoint.run_dir) / record.directory, choices(checkpoint.run_dir)
+    if "/" not in record.directory:
+        remedy = "all checkpoints share it: restore it from a copy"
     try:
         found = _sha256(path / NAME)
     except (OSError, ValueError) as error:
@@ -258,11 +263,23 @@ def open_role(checkpoint: Checkpoint, role: str) -> ModelDir:
         raise CheckpointError(f"{path / NAME}: found {reason}, expected a file; {remedy}") from error
     if found != record.sha256:
         raise CheckpointError(f"{path / NAME}: found sha256 {found}, expected {record.sha256}; {remedy}")
-    with_choices = f"; or {remedy.partition(', or ')[2]}"
-    try:
+    with naming_others(checkpoint, role):
         return ModelDir(path)
+
+
+@contextlib.contextmanager
+def naming_others(checkpoint: Checkpoint, role: str) -> Iterator[None]:
+    """Say with an error of a role's files which other checkpoints there are.
+
+    Raises:
+        CheckpointError: With them.
+    """
+    try:
+        yield
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{with_choices}") from error
+        others = choices(checkpoint.run_dir).partition(", or ")[2]
+        is_shared = "/" not in checkpoint.roles[role].directory
+        raise CheckpointError(f"{error}; all checkpoints share it" if is_shared else f"{error}; or {others}") from error
 
 
 def _sha256(path: Path) -> str:

@@ -17,6 +17,7 @@ from hybridflow.checkpoint.store import (
     Checkpoint,
     clear_leftovers,
     load_latest,
+    naming_others,
     open_role,
     reading_state,
 )
@@ -130,12 +131,14 @@ def load(job: Job, roles: Mapping[str, Any], checkpoint: Checkpoint) -> None:
             continue
         # What was one with the base until now, and was never changed, begins as that.
         is_base = name == "reference" and name not in checkpoint.roles and BASE in checkpoint.roles
-        source, place = open_role(checkpoint, BASE if is_base else name), (saved.spec, saved.mesh, job.world.rank)
-        if saved.trainable is None:
-            with saved.model.at_hand(is_written=True):
-                load_model(source, saved.model.transformer, *place)  # type: ignore[arg-type]  # an Uncut is read and written alike
-        else:
-            load_training(source, saved.trainable, *place)
+        role, place = BASE if is_base else name, (saved.spec, saved.mesh, job.world.rank)
+        source = open_role(checkpoint, role)
+        with naming_others(checkpoint, role):
+            if saved.trainable is None:
+                with saved.model.at_hand(is_written=True):
+                    load_model(source, saved.model.transformer, *place)  # type: ignore[arg-type]  # an Uncut is read and written alike
+            else:
+                load_training(source, saved.trainable, *place)
 
 
 class Saved(NamedTuple):

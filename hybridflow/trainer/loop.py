@@ -47,10 +47,13 @@ def training_loop_ahead(step: Step, meshes: Mapping[str, DeviceMesh], validation
 
 
 def two_halves(step: Step, meshes: Mapping[str, DeviceMesh]) -> tuple[Program, Program]:
-    """Return one step in two halves, for a program that runs its own loop: sample and score; learn and record."""
+    """Return one step in two halves, for a program that runs its own loop: sample and score; learn, record and save."""
     sample, score, experience, update = compile_stages((step.sample, step.score, step.experience, step.update), meshes)
-    return (*sample.whole, *score.whole), (*experience.whole, *update.whole, RECORD)
+    return (*sample.whole, *score.whole), (*experience.whole, *update.whole, RECORD, _SAVE_WHERE_DUE)
+
+
+_SAVE_WHERE_DUE = Branch("save", "job", (SAVE,))
 
 
 def _end_of_step(validation: Program) -> Program:
-    return (Branch("validate", "job", validation), RECORD, Branch("save", "job", (SAVE,)))
+    return (Branch("validate", "job", validation), RECORD, _SAVE_WHERE_DUE)

@@ -194,6 +194,19 @@ def test_a_closed_trainer_keeps_what_it_has_learned(folder: Path) -> None:
     assert (place / "run" / "checkpoints" / "latest").read_text().strip() == "step_000001"
 
 
+def a_trainer_that_saves(folder: Path):
+    given = settings(folder, batch_size=16, group_size=2, trainer={"save_every": 2, "keep_last": 9})
+    with GRPOTrainer(given, actor_model=actor(folder), reward=digits) as trainer:
+        for _ in range(5):
+            trainer.step(PROMPTS[:8])
+
+
+def test_checkpoints_are_saved_while_a_program_trains(folder: Path) -> None:
+    run(a_trainer_that_saves, 1, folder)
+    names = {path.name for path in (folder / "a_trainer_that_saves-1/run/checkpoints").glob("step_*")}
+    assert {"step_000002", "step_000004"} <= names
+
+
 def rollouts_ahead(folder: Path):
     given = settings(folder, batch_size=16, group_size=2)
     with GRPOTrainer(given, actor_model=actor(folder), reward=digits) as trainer:

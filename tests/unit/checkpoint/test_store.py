@@ -23,6 +23,7 @@ from hybridflow.checkpoint.store import (
     complete_step,
     latest_step,
     load_latest,
+    naming_others,
     open_role,
 )
 from hybridflow.errors import CheckpointError
@@ -277,7 +278,8 @@ def test_damage_is_named(tmp_path: Path) -> None:
     reference = tmp_path / "checkpoints/reference"
     reference.rename(tmp_path / "away")
     assert damaged(tmp_path) == (
-        f"{reference}/manifest.json: found No such file or directory, expected a file; {remedy}"
+        f"{reference}/manifest.json: found No such file or directory, expected a file; all checkpoints share it: "
+        "restore it from a copy"
     )
     (tmp_path / "away").rename(reference)
 
@@ -327,6 +329,42 @@ def test_pieces_that_do_not_cover_their_tensor_are_never_called_a_checkpoint(tmp
         with pytest.raises(CheckpointError, match=says):
             writer.finish(print)
         assert_is(tmp_path, 10, first=10)
+
+
+def test_a_model_that_no_checkpoint_names_gives_way(tmp_path: Path) -> None:
+    """A kill before the first checkpoint that has it leaves one, as does a return to an older one."""
+    save(tmp_path, 10)
+    writer = saver(tmp_path)
+    parts = {role: part(20, role) for role in ("actor", "reference")}
+    writer.save(Step(number=20, state=STATE, leads=dict.fromkeys(parts, 0), parts=parts))
+    writer.finish(print)
+    assert_is(tmp_path, 20, first=20)
+    assert names(tmp_path) == ["latest", "reference", "step_000010", "step_000020"]
+
+
+def test_damage_names_the_checkpoints_that_are_not(tmp_path: Path) -> None:
+    path = save(tmp_path, 10, 20)
+    checkpoint = load_latest(tmp_path)
+    assert checkpoint is not None
+    for damaged_path, says in (
+        (path / "actor/rank-00000.safetensors", "; or write one of step_000010 into .*latest"),
+        (tmp_path / "checkpoints/reference/rank-00000.safetensors", "; all checkpoints share it$"),
+    ):
+        content = bytearray(damaged_path.read_bytes())
+        content[-1] ^= 255
+        damaged_path.write_bytes(content)
+        role = "actor" if "actor" in str(damaged_path) else "reference"
+        with (
+            pytest.raises(CheckpointError, match=f"restore the file from a copy{says}"),
+            naming_others(checkpoint, role),
+        ):
+            found = open_role(checkpoint, role)
+            for kind, tensors in found.manifest.tensors.items():
+                for name in tensors:
+                    found.read(kind, name)
+    (tmp_path / "checkpoints/reference/manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="all checkpoints share it: restore it from a copy"):
+        open_role(checkpoint, "reference")
 
 
 def test_latest_points_to_nothing(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hybridflow.trainer.ahead import compile_ahead
 
 RECORD = Call("trainer.finish_step", "trainer", "finish_step", "job")
 SAVE = Call("trainer.save", "trainer", "save", "job")
+_SAVE_WHERE_DUE = Branch("save", "job", (SAVE,))
 
 
 def training_loop(step: Step, meshes: Mapping[str, DeviceMesh], validation: Program) -> Program:
@@ -50,9 +51,6 @@ def two_halves(step: Step, meshes: Mapping[str, DeviceMesh]) -> tuple[Program, P
     """Return one step in two halves, for a program that runs its own loop: sample and score; learn, record and save."""
     sample, score, experience, update = compile_stages((step.sample, step.score, step.experience, step.update), meshes)
     return (*sample.whole, *score.whole), (*experience.whole, *update.whole, RECORD, _SAVE_WHERE_DUE)
-
-
-_SAVE_WHERE_DUE = Branch("save", "job", (SAVE,))
 
 
 def _end_of_step(validation: Program) -> Program:

@@ -145,7 +145,7 @@ def test_a_loss_of_given_responses_asks_nothing_of_the_host(monkeypatch, algorit
         )
         model = SimpleNamespace(
             is_output_rank=False,
-            log_probs=lambda output, micro_batch: (values, values),
+            log_probs=lambda output, micro_batch, temperature=None: (values, values),
             values=lambda output, micro_batch: values[:4],
             totals=lambda part: Totals(num_tokens=16, num_sequences=4, max_response_tokens=4),
             pack=lambda sequences, prompt_lengths: [micro_batch],

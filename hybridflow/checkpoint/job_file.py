@@ -31,6 +31,11 @@ class RoleRecord(NamedTuple):
     sha256: str
     num_bytes: int
 
+    @property
+    def is_shared(self) -> bool:
+        """Return whether it lies beside the steps' directories, for all of them, since it does not change."""
+        return "/" not in self.directory
+
 
 def read_roles(body: Mapping[str, Any], path: Path, remedy: str) -> dict[str, RoleRecord]:
     """Return the roles of what ``job.json`` holds.

@@ -253,9 +253,8 @@ def open_role(checkpoint: Checkpoint, role: str) -> ModelDir:
             "resume with the recipe that wrote it"
         )
     record = checkpoint.roles[role]
-    path, remedy = checkpoints_folder(checkpoint.run_dir) / record.directory, choices(checkpoint.run_dir)
-    if "/" not in record.directory:
-        remedy = "all checkpoints share it: restore it from a copy"
+    path = checkpoints_folder(checkpoint.run_dir) / record.directory
+    remedy = "all checkpoints share it: restore it from a copy" if record.is_shared else choices(checkpoint.run_dir)
     try:
         found = _sha256(path / NAME)
     except (OSError, ValueError) as error:
@@ -277,9 +276,10 @@ def naming_others(checkpoint: Checkpoint, role: str) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        others = choices(checkpoint.run_dir).partition(", or ")[2]
-        is_shared = "/" not in checkpoint.roles[role].directory
-        raise CheckpointError(f"{error}; all checkpoints share it" if is_shared else f"{error}; or {others}") from error
+        others = f"or {choices(checkpoint.run_dir).partition(', or ')[2]}"
+        if checkpoint.roles[role].is_shared:
+            others = "all checkpoints share it"
+        raise CheckpointError(f"{error}; {others}") from error
 
 
 def _sha256(path: Path) -> str:

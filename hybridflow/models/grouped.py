@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from hybridflow.models.gated import gated
-from hybridflow.models.pairs import Pairs, collect, spread
+from hybridflow.models.pairs import Pairs, at_places, collect, spread
 
 ALIGNED_ROWS = 8
 
@@ -84,10 +84,8 @@ def _place(order: Tensor, counts: Tensor, shape: torch.Size, is_descending: bool
     shifts = starts - (counts.cumsum(0) - counts)
     places = torch.arange(len(order), device=order.device)
     places = places + shifts.repeat_interleave(counts, output_size=len(order))
-    slots = torch.empty_like(places).index_copy(0, order, places).view(shape)
-    tokens = places.new_full((num_rows,), shape[0]).index_copy(0, places, order // shape[1])
     stops[-1] = num_rows
-    return Pairs(tokens, slots), stops.to(torch.int32)
+    return at_places(order, places, num_rows, shape), stops.to(torch.int32)
 
 
 class _GroupedLinear(torch.autograd.Function):

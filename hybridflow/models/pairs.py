@@ -27,59 +27,57 @@ class Pairs:
 
 
 def in_order(order: Tensor, shape: torch.Size) -> Pairs:
-    """Lay pairs out in an order.
+    """Lay pairs out in an order; see ``at_places``."""
+    return at_places(order, torch.arange(len(order), device=order.device), len(order), shape)
+
+
+def at_places(order: Tensor, places: Tensor, num_rows: int, shape: torch.Size) -> Pairs:
+    """Lay pairs out at places among rows.
 
     Args:
         order: Numbers of the pairs, ``[pairs]``; those of a token follow each other.
+        places: Row of each, ``[pairs]``.
+        num_rows: Rows; those without a pair are zeros.
         shape: Tokens, and pairs of each.
     """
-    places = torch.arange(len(order), device=order.device)
-    return Pairs(order // shape[1], torch.empty_like(order).index_copy(0, order, places).view(shape))
+    slots = torch.empty_like(places).index_copy(0, order, places).view(shape)
+    tokens = places.new_full((num_rows,), shape[0]).index_copy(0, places, order // shape[1])
+    return Pairs(tokens, slots)
 
 
 def spread(values: Tensor, pairs: Pairs) -> Tensor:
     """Return the row of each pair, ``[rows, columns]``, from values of its token, ``[tokens, columns]``."""
-    rows: Tensor = _Spread.apply(values, pairs)
+    rows: Tensor = _Move.apply(values, pairs.tokens, pairs.slots, True)
     return rows
 
 
 def collect(rows: Tensor, pairs: Pairs) -> Tensor:
     """Return the sum of each token's rows, ``[tokens, columns]``, from ``[rows, columns]``."""
-    values: Tensor = _Collect.apply(rows, pairs)
+    values: Tensor = _Move.apply(rows, pairs.tokens, pairs.slots, False)
     return values
 
 
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, pairs: Pairs) -> Tensor:
-        ctx.save_for_backward(pairs.tokens, pairs.slots)
-        return _spread(values, pairs)
+class _Move(torch.autograd.Function):
+    """Either of the two; the gradient goes the other way."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _collect(gradients[0], Pairs(*ctx.saved_tensors)), None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, pairs: Pairs) -> Tensor:
-        ctx.save_for_backward(pairs.tokens, pairs.slots)
-        return _collect(rows, pairs)
+    def forward(ctx: Any, values: Tensor, tokens: Tensor, slots: Tensor, is_spread: bool) -> Tensor:
+        ctx.save_for_backward(tokens, slots)
+        ctx.is_spread = is_spread
+        return _moved(values, tokens, slots, is_spread)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _spread(gradients[0], Pairs(*ctx.saved_tensors)), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        tokens, slots = ctx.saved_tensors
+        return _moved(gradients[0], tokens, slots, not ctx.is_spread), None, None, None
 
 
-def _spread(values: Tensor, pairs: Pairs) -> Tensor:
-    if len(pairs.tokens) > pairs.slots.numel():
-        values = pad(values, (0, 0, 0, 1))
-    return values.index_select(0, pairs.tokens)
-
-
-def _collect(rows: Tensor, pairs: Pairs) -> Tensor:
-    by_token = rows.index_select(0, pairs.slots.flatten())
-    if pairs.slots.shape[1] == 1:
+def _moved(values: Tensor, tokens: Tensor, slots: Tensor, is_spread: bool) -> Tensor:
+    if is_spread:
+        padded = pad(values, (0, 0, 0, 1)) if len(tokens) > slots.numel() else values
+        return padded.index_select(0, tokens)
+    by_token = values.index_select(0, slots.flatten())
+    if slots.shape[1] == 1:
         return by_token
     # All tokens have equally many, so that the sum has one order on every device.
-    return by_token.view(*pairs.slots.shape, rows.shape[1]).sum(1)
+    return by_token.view(*slots.shape, values.shape[1]).sum(1)

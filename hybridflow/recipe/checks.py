@@ -147,8 +147,6 @@ def _check_algorithm(recipe: Recipe) -> None:
             f"{key}: algorithm={name} would ignore this section; remove it, or choose one that reads it: {users}"
         )
     _check_kl(recipe.kl)
-    if recipe.kl.target is not None and recipe.kl.coef == 0:
-        raise ConfigError("kl.target: adaptive KL multiplies kl.coef, which is 0; set it above 0, say to 0.1")
     if preset.group_size > 1 and recipe.rollout.group_size == 1:
         raise ConfigError(
             f"rollout.group_size=1: algorithm={name} compares the responses to a prompt; set it to 2 or more, 8 say"
@@ -166,6 +164,8 @@ def _check_kl(kl: KLConfig) -> None:
             f"kl.estimator={kl.estimator}: a penalty in the reward has no gradient; set it to "
             f"{kl.estimator.removesuffix('+')}, or kl.place to loss"
         )
+    if kl.target is not None and kl.coef == 0:
+        raise ConfigError("kl.target: adaptive KL multiplies kl.coef, which is 0; set it above 0, say to 0.1")
     if kl.target is None and kl.horizon != KLConfig().horizon:
         raise ConfigError(f"kl.horizon={kl.horizon}: kl.coef is fixed; set kl.target, or leave the key out")
 

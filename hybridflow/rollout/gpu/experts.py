@@ -56,10 +56,9 @@ class GpuExperts:
         ops.route(chosen, shares, linear(normed, self._router), self._is_normalized)
         order, bounds = (normed.new_empty(each, dtype=torch.int64) for each in (chosen.numel(), len(first) + 1))
         ops.sort_pairs(order, bounds, chosen)
-        pairs = order, bounds
         inner = normed.new_empty(len(order), len(self._weights[0][0]) // 2)
-        ops.expert_product(inner, normed, first, *pairs, shares, num_chosen, self._is_gelu)
+        ops.expert_product(inner, normed, first, order, bounds, shares, num_chosen, self._is_gelu)
         output = normed.new_empty(len(order), normed.shape[1])
-        ops.expert_product(output, inner, second, *pairs, None, num_chosen, False)
+        ops.expert_product(output, inner, second, order, bounds, None, num_chosen, False)
         # All have equally many experts, so that the sum has one order.
         return output.view(len(normed), num_chosen, normed.shape[1]).sum(1)

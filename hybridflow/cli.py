@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from hybridflow.checkpoint.convert.command import add_convert
 from hybridflow.checkpoint.look import add_commands
 from hybridflow.config.recipe import Recipe
 from hybridflow.doctor.command import add_doctor
-from hybridflow.errors import ConfigError, HybridflowError
+from hybridflow.errors import ConfigError, HybridflowError, MissingFileError
 from hybridflow.exit_status import DONE, REQUEUE, exit_status, system_status
 from hybridflow.launch.checks import planned_recipe
 from hybridflow.launch.command import (
@@ -41,7 +42,7 @@ from hybridflow.observe.rank_log import LOG_VARIABLE, say_event
 from hybridflow.observe.status_command import add_status
 from hybridflow.parallel.rank import MEETING_VARIABLE, run_rank
 from hybridflow.parallel.signals import COPIES_S, CaughtSignals
-from hybridflow.parallel.start import find_start, is_launched, passes_interrupts, rank_hint
+from hybridflow.parallel.start import find_start, is_launched, local_rank_hint, passes_interrupts, rank_hint
 from hybridflow.recipe.defaults import defaults_text
 from hybridflow.recipe.inputs import check_inputs
 from hybridflow.recipe.load import find_recipe, load_recipe, recipe_for_ranks
@@ -108,8 +109,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             status: int = arguments.run(arguments)
         return status
     except HybridflowError as error:
-        if arguments.recipe is None or _speaks(arguments.recipe):
+        if arguments.recipe is None or rank_hint() == 0:
             complain(error)
+        elif _speaks_too(error):
+            complain(f"rank {rank_hint()} on {socket.gethostname()}: {error}")
         return exit_status(error)
     except BrokenPipeError:
         # Who reads has seen enough, as with `| head`.
@@ -119,20 +122,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return system_status(error)
 
 
-def _speaks(recipe: str) -> bool:
-    """Return whether this rank prints recipe errors before the ranks have met: rank 0, since all find the same.
+def _speaks_too(error: HybridflowError) -> bool:
+    """Return whether a rank other than 0 prints an error from before the ranks have met. Most errors all ranks find.
 
-    Another rank prints only if it sees no recipe at all, since rank 0 may see one. A launcher that ends all ranks with
-    the first one ends this rank if rank 0 fails too.
+    A file may be missing on one node alone, so the first rank of each node says so. A launcher that ends all ranks with
+    the first one ends this rank during the wait, if rank 0 fails too.
     """
-    if rank_hint() == 0:
-        return True
-    try:
-        find_recipe(recipe)
-    except ConfigError:
-        time.sleep(_AFTER_RANK_0_S)
-        return True
-    return False
+    if local_rank_hint() > 0 or not isinstance(error, MissingFileError):
+        return False
+    time.sleep(_AFTER_RANK_0_S)
+    return True
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -12,6 +12,10 @@ class ConfigError(HybridflowError):
     """A recipe or an override has an unknown, missing or ill-typed key."""
 
 
+class MissingFileError(ConfigError):
+    """A file or directory that a recipe names is not there; on a cluster perhaps only on this node."""
+
+
 class LayoutError(HybridflowError):
     """A parallel layout does not fit its ranks or its model."""
 

@@ -34,6 +34,8 @@ MPI_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MPI_LOCA
 _MPIRUN_VARIABLES = ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")
 """Variables that mpirun sets, and srun does not: of Open MPI, and of MPICH and its kin."""
 
+_LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
 _FIRST_PORT = 20000
 _PORTS_PER_JOB = 16
 _NUM_JOBS = 750  # ports end at 31999: from 32768 on, Linux hands them out to whoever asks
@@ -144,6 +146,12 @@ def rank_hint(environ: Mapping[str, str] | None = None) -> int:
     """Return this process's rank according to variables, without asking MPI; 0 when alone."""
     env = os.environ if environ is None else environ
     return int(next((env[name] for name in ("RANK", *MPI_RANK_VARIABLES, "SLURM_PROCID") if name in env), "0"))
+
+
+def local_rank_hint(environ: Mapping[str, str] | None = None) -> int:
+    """Return this process's number on its node according to variables, without asking MPI; 0 if none says it."""
+    env = os.environ if environ is None else environ
+    return int(next((env[name] for name in _LOCAL_RANK_VARIABLES if name in env), "0"))
 
 
 def expand_node_list(text: str) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.files import is_address
 from hybridflow.data.tokenizer import tokenizer_in
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, MissingFileError
 from hybridflow.recipe.checks import MODELS
 from hybridflow.sections import to_dict
 
@@ -56,12 +56,12 @@ def check_inputs(recipe: Recipe, folder: Path | None) -> None:
         folder: Its directory, for messages; None: it is in no file.
 
     Raises:
-        ConfigError: A file is neither in the working directory nor beside the recipe.
+        MissingFileError: A file is neither in the working directory nor beside the recipe.
     """
     for section, key, name in _paths(to_dict(recipe)):
         path = section[key]
         if not _is_there(path):
-            raise ConfigError(f"{name}={path!r}: no such file{places(path, folder)}; name one that is there")
+            raise MissingFileError(f"{name}={path!r}: no such file{places(path, folder)}; name one that is there")
 
 
 def tokenizer_path(recipe: Recipe) -> Path | None:

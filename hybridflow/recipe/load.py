@@ -12,7 +12,7 @@ from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.config.algorithm import AlgorithmTraits
 from hybridflow.config.cluster import FallbackConfig
 from hybridflow.config.recipe import Recipe
-from hybridflow.errors import ConfigError, HybridflowError, LayoutError
+from hybridflow.errors import ConfigError, HybridflowError, LayoutError, MissingFileError
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.recipe.checks import MODELS, check_recipe, check_settings
@@ -35,7 +35,7 @@ def find_recipe(name: str | Path) -> Path:
     """Return the file of a recipe: an existing path, or the name of a recipe that comes with the package.
 
     Raises:
-        ConfigError: There is neither such a file nor such a shipped recipe.
+        MissingFileError: There is neither such a file nor such a shipped recipe.
     """
     if os.path.isfile(name):
         return Path(name)
@@ -43,7 +43,8 @@ def find_recipe(name: str | Path) -> Path:
     stem = _EXAMPLES.get(str(name), str(name))
     if stem in found:
         return found[stem]
-    raise ConfigError(f"recipe {name}: no such file; give a YAML file or a shipped recipe: {', '.join(sorted(found))}")
+    shown = ", ".join(sorted(found))
+    raise MissingFileError(f"recipe {name}: no such file; give a YAML file or a shipped recipe: {shown}")
 
 
 def load_recipe(name: str | Path, overrides: Sequence[str] = (), *, num_ranks: int | None = None) -> Recipe:
@@ -239,9 +240,11 @@ def _settings_of_paths(values: Any, in_memory: Mapping[str, ModelInfo], folder: 
             try:
                 found[key] = read_model_info(Path(path))
             except HybridflowError as error:
-                looked = "" if os.path.exists(path) else places(path, folder)
+                if os.path.exists(path):
+                    raise type(error)(f"{key}.path={path!r}: {error}") from None
+                looked = places(path, folder)
                 where = f": is not{looked}" if looked else ""
-                raise type(error)(f"{key}.path={path!r}{where}: {error}") from None
+                raise MissingFileError(f"{key}.path={path!r}{where}: {error}") from None
             except OSError as error:
                 raise ConfigError(f"{key}.path={shorten(path)!r}: {error.strerror}; name a directory") from None
     return found

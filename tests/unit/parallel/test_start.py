@@ -7,7 +7,15 @@ import pytest
 
 from hybridflow.errors import LayoutError
 from hybridflow.parallel import mpi
-from hybridflow.parallel.start import Start, expand_counts, expand_node_list, find_start, rank_hint, shared_by
+from hybridflow.parallel.start import (
+    Start,
+    expand_counts,
+    expand_node_list,
+    find_start,
+    local_rank_hint,
+    rank_hint,
+    shared_by,
+)
 
 # As a real Slurm 22.05 gave them: a step of 8 tasks on 2 nodes, in a job of 4 nodes with 4 tasks each.
 SLURM = {
@@ -283,6 +291,7 @@ def test_shared_by():
 
 def test_hint_of_the_rank():
     assert [rank_hint(env) for env in ({}, {"RANK": "2"}, {"PMI_RANK": "3"}, {"SLURM_PROCID": "4"})] == [0, 2, 3, 4]
+    assert [local_rank_hint(env) for env in ({}, {"LOCAL_RANK": "2"}, {"SLURM_LOCALID": "4"})] == [0, 2, 4]
 
 
 def test_torch_variables_for_the_tasks_of_a_step_leave_its_nodes():

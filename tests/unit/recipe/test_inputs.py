@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 import sys
 from pathlib import Path
 
@@ -100,6 +101,27 @@ def test_a_missing_model_names_both_places(folders):
     here, there = folders
     with pytest.raises(ConfigError, match=rf"model\.path='gone': is not in {here}, nor beside the recipe in {there}: "):
         load_recipe(there / "own.yaml", ["model={path: gone}"])
+
+
+@pytest.mark.parametrize(
+    ("rank", "place", "overrides", "speaks"),
+    [
+        (0, 0, ["model={path: gone}"], True),
+        (1, 1, ["model={path: gone}"], False),
+        (2, 0, ["model={path: gone}"], True),
+        (2, 0, ["data.train=gone"], True),
+        (2, 0, ["trainer.stepz=3"], False),
+    ],
+)
+def test_a_file_missing_on_one_node_is_told_there(folders, monkeypatch, capsys, rank, place, overrides, speaks):
+    """Rank 0 of another node may see it, and would then only say that the ranks of this one did not come."""
+    monkeypatch.setattr(cli, "_AFTER_RANK_0_S", 0.0)
+    for name, value in (("RANK", rank), ("LOCAL_RANK", place), ("WORLD_SIZE", 4)):
+        monkeypatch.setenv(name, str(value))
+    assert cli.main(["train", str(folders[1] / "own.yaml"), *overrides, "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    who = f"rank {rank} on {socket.gethostname()}: " if rank > 0 else ""
+    assert error.startswith(f"hybridflow: {who}") and error.count("gone") > 0 if speaks else error == ""
 
 
 def dry(folders, capsys, *overrides: str) -> tuple[int, str, str]:

@@ -15,11 +15,15 @@ from typing import Any
 
 import yaml
 
+from hybridflow.errors import ConfigError
 from hybridflow.observe.files import json_objects, replace_file, sync_path, writing
 from hybridflow.observe.rank_log import LOGS_DIR
 
 STARTS_FILE = "starts.jsonl"
 RECIPE_FILE = "recipe.yaml"
+
+_CLAIM_S = 30.0
+"""So long the directory of a start's logs stands for a job that is about to add the start."""
 
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("number", "step", "ranks", "restart_count"), (int,)),
@@ -86,6 +90,26 @@ def _is_one(value: object, kinds: tuple[type, ...]) -> bool:
     if not isinstance(value, kinds) or isinstance(value, bool):
         return False
     return not isinstance(value, (int, float)) or 0 <= value < 2**63
+
+
+def claim_start(run_dir: Path, number: int) -> None:
+    """Make the directory of a start's logs. Of two jobs that begin a run in the same moment only one can.
+
+    Raises:
+        ConfigError: Another job made it just now. An older one is what a kill left before the start was added.
+        WriteError: The file system refuses.
+    """
+    folder = run_dir / LOGS_DIR / f"{number:04d}"
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            if time.time() - folder.stat().st_mtime < _CLAIM_S:
+                raise ConfigError(
+                    f"{run_dir}: another job began start {number} of this run just now; let one of them run (scancel the "
+                    f"other), or give this one another run_dir. If there is no other, begin again in {_CLAIM_S:.0f} s"
+                ) from None
 
 
 def add_start(run_dir: Path, record: StartRecord) -> None:

@@ -87,7 +87,10 @@ def living_writer(run_dir: Path, began_s: float) -> str | None:
     """
     first = _kept(run_dir)
     told_s = first.get("time_s", 0.0)
-    if told_s < max(began_s, time.time() - SILENT_AFTER_S) or _is_gone(first):
+    # A job that has just begun may not have written its first sign of life.
+    has_told = told_s >= began_s
+    since_s = told_s if has_told else began_s
+    if since_s < time.time() - (SILENT_AFTER_S if has_told else 2 * WRITE_EVERY_S) or (has_told and _is_gone(first)):
         return None
     end_s = time.monotonic() + 2 * WRITE_EVERY_S
     while time.monotonic() < end_s:

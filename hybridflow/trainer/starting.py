@@ -17,7 +17,7 @@ from hybridflow.errors import ConfigError, WriteError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.observe.files import check_own
 from hybridflow.observe.rank_log import say
-from hybridflow.observe.starts import StartRecord, add_end, add_start, idle_starts, read_starts
+from hybridflow.observe.starts import StartRecord, add_end, add_start, claim_start, idle_starts, read_starts
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.recipe.run_dir import check_alone
 from hybridflow.trainer.ahead import WORKING_AHEAD
@@ -68,6 +68,7 @@ def note_start(recipe: Recipe, meshes: Mapping[str, DeviceMesh], everyone: Coord
             restart_count=int(count) if job_id is not None and count.isdigit() else None,
         )
         _check_progress(recipe, record, earlier)
+        claim_start(run_dir, record.number)
         add_start(run_dir, record)
         if earlier or record.restart_count:
             say(_describe(record))

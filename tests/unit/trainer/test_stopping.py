@@ -170,6 +170,8 @@ def test_what_keeps_a_start_from_being_noted_has_its_own_status(tmp_path, monkey
     (tmp_path / "run/starts.jsonl").mkdir()
     assert status() == TARGET
     (tmp_path / "run/starts.jsonl").rmdir()
+    (tmp_path / "run/logs/0001").rmdir()
+    monkeypatch.setattr(status_file, "WRITE_EVERY_S", 0.01)
     for number in (1, 2, 3):
         assert note_start(recipe, {}, alone).number == number
     assert status() == REQUEST
@@ -183,18 +185,21 @@ from hybridflow.observe.starts import StartRecord, add_start
 run_dir = Path(sys.argv[1])
 add_start(run_dir, StartRecord(number=1, began_s=time.time(), step=None, ranks=1))
 status_file.WRITE_EVERY_S = 0.1
+time.sleep(float(sys.argv[2]))
 status_file.StatusFile(run_dir, facts={})
 time.sleep(60)
 """
 
 
-def test_a_run_that_another_job_writes_is_left_to_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_told", [True, False], ids=["at work", "has just begun"])
+def test_a_run_that_another_job_writes_is_left_to_it(is_told, tmp_path, monkeypatch):
     alone, run_dir = Coordinator(0, (0,), None), tmp_path / "run"
     recipe = load_recipe("quickstart", [f"run_dir={run_dir}"])
     monkeypatch.setattr(status_file, "WRITE_EVERY_S", 0.5)
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, run_dir], env={**os.environ, "SLURM_JOB_ID": "12"})
+    environ, late_s = {**os.environ, "SLURM_JOB_ID": "12"}, "0" if is_told else "0.5"
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, run_dir, late_s], env=environ)
     try:
-        wait_until((run_dir / "status.json").is_file)
+        wait_until((run_dir / ("status.json" if is_told else "starts.jsonl")).is_file)
         with pytest.raises(ConfigError, match=f"start 1 .*process {writer.pid} on .* of Slurm's job 12; .*scancel"):
             note_start(recipe, {}, alone)
     finally:
@@ -207,6 +212,16 @@ def test_a_run_that_another_job_writes_is_left_to_it(tmp_path, monkeypatch):
     (run_dir / "status.json").write_text(json.dumps({**kept, "host": "another"}))
     assert note_start(recipe, {}, alone).number == 2
     assert time.monotonic() - began_s >= 1.0, "of another host silence is the only proof"
+
+
+def test_of_two_jobs_in_the_same_moment_one_begins(tmp_path):
+    alone, recipe = Coordinator(0, (0,), None), load_recipe("quickstart", [f"run_dir={tmp_path}"])
+    (tmp_path / "logs/0001").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="another job began start 1 of this run just now"):
+        note_start(recipe, {}, alone)
+    assert read_starts(tmp_path) == []
+    os.utime(tmp_path / "logs/0001", (0, 0))
+    assert note_start(recipe, {}, alone).number == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"time_s": "now"}', b"\xff", b'{"time_s": 1e300, "pid": -1}'])

@@ -366,6 +366,8 @@ def activation_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh, rank:
     output = functools.partial(_output_bytes, model, mesh, rank, tokens, has_value_head=has_value_head)
     if name in _FROZEN:
         passing = _passing_bytes(model, mesh, tokens, slices=_slices(mesh.layout))
+        # What FSDP gathers does not lie side by side.
+        passing += _stacked_bytes(model, mesh) if mesh.layout.fsdp > 1 else 0
         return passing + _exchanged_bytes(model, mesh, whole, copies=2) + output(copies=1)
     section, lora = _section(recipe, name.partition(".")[0]), recipe.actor.lora if name == "actor.update" else None
     passing = training_bytes(
@@ -388,7 +390,8 @@ def decoding_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh, rank: i
         # How often each token was seen, the edited logits in fp32, and the tokens of each text.
         columns = -(-_vocab_size(model) // mesh.layout.tp)
         edits = concurrent * (2 * columns + model.max_context) * _FP32_BYTES
-    return _passing_bytes(model, mesh, STEP_TOKENS) + logits + edits
+    # Experts of which some lie with the weights that learn are copied.
+    return _passing_bytes(model, mesh, STEP_TOKENS) + _stacked_bytes(model, mesh) + logits + edits
 
 
 def rank_memory(parts: tuple[MeshMemory, ...], away: Collection[str], spare: int, *, is_offloaded: bool) -> RankMemory:
@@ -711,8 +714,7 @@ def _sent_bytes(model: ModelConfig, layout: ParallelLayout, tokens: int) -> int:
 
 def _passing_bytes(model: ModelConfig, mesh: DeviceMesh, tokens: int, *, slices: int = 1) -> int:
     """Return the peak of a forward pass of which nothing is kept: what one layer makes."""
-    passing = _layer_bytes(model, mesh.layout, slices, tokens) + _sent_bytes(model, mesh.layout, tokens)
-    return passing + _stacked_bytes(model, mesh)
+    return _layer_bytes(model, mesh.layout, slices, tokens) + _sent_bytes(model, mesh.layout, tokens)
 
 
 def _stacked_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:

@@ -96,6 +96,12 @@ class ExpertLayer(BaseMoELayer):
             parameter.allreduce = self.ep_group.size() == 1 and self._expert_tp == groups.tp.size()
 
     @property
+    def stacks(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the weights of the experts here: of gate and input, ``[2 * ffn, hidden]``, and of output."""
+        experts = self.experts.local_experts
+        return [each.linear_fc1.weight for each in experts], [each.linear_fc2.weight for each in experts]
+
+    @property
     def _shares_tokens(self) -> bool:
         """Return whether the ranks that share each expert have the same tokens."""
         return (
@@ -211,14 +217,17 @@ class ExpertLayer(BaseMoELayer):
             weights: Of each row's pairs, ``[rows, pairs of a row]``.
         """
         if is_grouped(hidden, self.config):
-            experts = self.experts.local_experts
-            first, second = [each.linear_fc1.weight for each in experts], [each.linear_fc2.weight for each in experts]
             return grouped_experts(
-                *(hidden, order, counts, weights, first, second, self.config.activation_func),
-                adds_gradients=adds_weight_gradients(experts[0].linear_fc1),
+                *(hidden, order, counts, weights, *self.stacks, self.config.activation_func),
+                adds_gradients=adds_weight_gradients(self.experts.local_experts[0].linear_fc1),
             )
         pairs = in_order(order, weights.shape)
         return collect(self.experts(spread(hidden, pairs), counts, weights.flatten()[order])[0], pairs)
+
+
+def mixtures(transformer: nn.Module) -> list[ExpertLayer]:
+    """Return the layers of experts of a model, or of a chunk of it."""
+    return [module for module in transformer.modules() if isinstance(module, ExpertLayer)]
 
 
 def share_bias(linear: nn.Module, num_ranks: int) -> None:

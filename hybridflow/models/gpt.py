@@ -34,10 +34,11 @@ from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, PackedAttention, SdpaCoreAttention
 from hybridflow.models.cpu_linear import use_onednn
-from hybridflow.models.experts import ExpertLayer, RoutedLayer
+from hybridflow.models.experts import ExpertLayer, RoutedLayer, mixtures
 from hybridflow.models.flops import ModelFlops, model_flops
 from hybridflow.models.fp8 import ALIGNED_TOKENS, check_device
 from hybridflow.models.gated import GatedMLP, gelu_tanh
+from hybridflow.models.grouped import lay_side_by_side
 from hybridflow.models.latent_attention import LatentSelfAttention
 from hybridflow.models.layers import Chunks
 from hybridflow.models.lora import Dropout, attach
@@ -364,10 +365,12 @@ def build_transformer(
     transformer.logit_softcap = None if has_value_head else model.logit_softcap
     # megatron-core's torch norm makes fp32 weights whatever the dtype; its own training casts them too (Float16Module).
     transformer.to(None if is_empty else device, config.params_dtype)
-    for layer in transformer.decoder.layers:
-        if isinstance(layer.mlp, ExpertLayer) and layer.mlp.router.expert_bias is not None:
+    for mixture in mixtures(transformer):
+        if mixture.router.expert_bias is not None:
             # Steps of it are smaller than bf16 can tell.
-            layer.mlp.router.expert_bias.data = layer.mlp.router.expert_bias.float()
+            mixture.router.expert_bias.data = mixture.router.expert_bias.float()
+        for stack in () if is_empty else mixture.stacks:
+            lay_side_by_side(stack)
     return transformer
 
 

@@ -5,9 +5,9 @@ expert without a token has so many rows of zeros: on Blackwell torch gives a gro
 zero (pytorch issue 172439). How many rows that takes is known without their counts: at most ``ALIGNED_ROWS`` more for
 each expert. What is left over are zeros of the last group.
 
-Groups come in the order in which the experts' weights lie in memory. With the distributed optimizer megatron-core lays
-the parameters of a model side by side, the last one first. The weights of a layer's experts then have equal distances,
-unless a bucket ends in a gap among them, and need no copy.
+Groups come in the order in which the experts' weights lie in memory. Weights at equal distances need no copy. A model
+is made with the weights of a layer's experts in one storage. What is trained megatron-core's distributed optimizer then
+lays anew: all parameters side by side, the last one first, unless a bucket ends in a gap among a layer's experts.
 """
 
 from __future__ import annotations
@@ -36,6 +36,13 @@ def is_grouped(hidden: Tensor, config: TransformerConfig) -> bool:
         return False
     widths = config.hidden_size, config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
     return hidden.is_cuda and hidden.dtype == torch.bfloat16 and not any(width % 8 for width in widths)
+
+
+@torch.no_grad()
+def lay_side_by_side(weights: Sequence[Tensor]) -> None:
+    """Give weights of one shape one storage, in their order."""
+    for weight, place in zip(weights, torch.stack(tuple(weights)), strict=True):
+        weight.data = place
 
 
 def grouped_experts(

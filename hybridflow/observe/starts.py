@@ -107,8 +107,8 @@ def claim_start(run_dir: Path, number: int) -> None:
         except FileExistsError:
             if time.time() - folder.stat().st_mtime < _CLAIM_S:
                 raise ConfigError(
-                    f"{run_dir}: another job began start {number} of this run just now; let one of them run (scancel the "
-                    f"other), or give this one another run_dir. If there is no other, begin again in {_CLAIM_S:.0f} s"
+                    f"{run_dir}: another job began start {number} of this run just now; end one of them (scancel), or "
+                    f"give this one another run_dir. If there is no other, begin again in {_CLAIM_S:.0f} s"
                 ) from None
 
 

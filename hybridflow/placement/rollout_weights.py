@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridflow.models.adapters import base_spec, factor_spec, is_factor
+from hybridflow.models.experts import mixtures
 from hybridflow.models.fp8 import is_rounded, rounded
 from hybridflow.models.fsdp import local_part
 from hybridflow.models.specs import logical_tensors
@@ -64,6 +67,7 @@ class RolloutWeights:
             shared = frozenset[str]() if is_apart else aliases(spec, *self._holdings(spec), job.world.rank)
             if update is not None:
                 mine, theirs = logical_tensors(rollout.transformer), logical_tensors(update.transformer)
+                _lay_apart(rollout.transformer, {id(mine[name]) for name in shared})
                 for name in shared:
                     mine[name].data = local_part(theirs[name].detach()).view(mine[name].shape)
                 self.unshared = [tensor for name, tensor in update.tensors().items() if name not in shared]
@@ -155,3 +159,16 @@ class RolloutWeights:
     def _holdings(self, spec: ModelSpec) -> tuple[Holdings, Holdings]:
         meshes = self._job.meshes
         return weight_holdings(spec, meshes["actor.update"]), weight_holdings(spec, meshes["actor.rollout"])
+
+
+def _lay_apart(transformer: nn.Module, left: Set[int]) -> None:
+    """Give experts a storage each where that of all of a layer would keep the places of some that leave it.
+
+    Args:
+        transformer: Its weights have no contents yet.
+        left: Which weights are to have another storage, by ``id``.
+    """
+    for stack in (stack for mixture in mixtures(transformer) for stack in mixture.stacks):
+        stay = [weight for weight in stack if id(weight) not in left]
+        for weight in stay if len(stay) < len(stack) else ():
+            weight.data = torch.empty_like(weight)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from hybridflow.config.roles import MoEConfig
 from hybridflow.dataflow.batch import Batch
-from hybridflow.models.experts import ExpertLayer
+from hybridflow.models.experts import mixtures
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.layers import Chunks, chunks_of
 from hybridflow.models.microbatch import MicroBatch
@@ -104,7 +102,7 @@ class RouterWatch:
     def _follow_loads(self, loads: Tensor) -> None:
         """Raise the biases of experts with less than the mean load, and lower those of the others."""
         rate = self._settings.bias_update_rate
-        for router in (layer.router for layer in _expert_layers(self._model)):
+        for router in (layer.router for layer in mixtures(self._model)):
             if rate and router.expert_bias is not None:
                 own = loads[router.layer]
                 router.expert_bias += rate * (own.mean() - own).sign().float()
@@ -123,15 +121,9 @@ class RouterWatch:
 
 def set_dispatcher(model: Transformer | Chunks, dispatcher: str) -> None:
     """Choose how tokens reach experts on other ranks, see ``actor.moe.dispatcher``."""
-    for layer in _expert_layers(model):
+    for layer in mixtures(model):
         if dispatcher != "auto":
             layer.gathers = dispatcher == "allgather"
-
-
-def _expert_layers(model: Transformer | Chunks) -> Iterator[ExpertLayer]:
-    for layer in (layer for chunk in chunks_of(model) for layer in chunk.decoder.layers):
-        if isinstance(layer.mlp, ExpertLayer):
-            yield layer.mlp
 
 
 def _splits_tokens(model: Transformer | Chunks) -> bool:

@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping import memory
 from hybridflow.models.gpt import build_transformer
-from hybridflow.models.grouped import _GroupedLinear
+from hybridflow.models.grouped import _GroupedLinear, _side_by_side
+from hybridflow.placement.rollout_weights import _lay_apart
 from tests.cuda.fake.machine import DEVICE, Launches, Peak, fake_cuda, place
 from tests.cuda.fake.shapes import family_model
 from tests.multi.models import MIXTURE
@@ -25,6 +26,7 @@ def run_layer(world, layout, num_experts):
     model = replace(MIXTURE, dtype="bf16", ffn_hidden_size=48, num_experts=num_experts)
     groups = place(world, layout)[1]
     layer = build_transformer(model, layout, groups, DEVICE, vocab_size=29).decoder.layers[0].mlp
+    assert all(_side_by_side(stack) is not None for stack in layer.stacks)
     with Launches() as launches:
         output, _ = layer(torch.empty(TOKENS, 1, model.hidden_size, dtype=torch.bfloat16, device=DEVICE))
     assert output.shape == (TOKENS, 1, model.hidden_size)
@@ -36,7 +38,18 @@ def test_a_layer_asks_nothing_of_the_host_and_its_kernels_do_not_grow_with_the_e
     with fake_cuda(monkeypatch, size=layout.world_size) as world:
         few, many = (run_layer(world, layout, num_experts) for num_experts in (4, 64))
     assert sum(few.names.values()) == sum(many.names.values()) <= 80, few.names
-    assert many.names["_grouped_mm"] == 2, many.names
+    # The products read the weights in place. What is put together is counts.
+    assert (many.names["_grouped_mm"], many.names["cat"]) == (2, 1), many.names
+
+
+def test_experts_of_which_some_leave_keep_no_room_for_them(monkeypatch):
+    with fake_cuda(monkeypatch) as world:
+        groups = place(world, ParallelLayout())[1]
+        model = build_transformer(replace(MIXTURE, dtype="bf16"), ParallelLayout(), groups, DEVICE, vocab_size=29)
+        first, second = model.decoder.layers[0].mlp.stacks
+        _lay_apart(model, {id(first[0]), *map(id, second)})
+    assert [weight.untyped_storage().nbytes() == weight.nbytes for weight in first] == [False, True, True, True]
+    assert _side_by_side(second) is not None, "they leave together, and their storage with them"
 
 
 def test_ranks_that_exchange_tokens_ask_once(monkeypatch):
@@ -66,8 +79,9 @@ def test_a_layer_takes_the_memory_that_is_planned(monkeypatch, name, tokens, is_
             output, _ = layer(hidden)
     assert output.requires_grad == is_training
     planned = memory._passing_bytes(model, mesh, tokens)
-    # Of what is planned attention has a part.
-    assert 0.5 * planned <= peak.most_bytes <= planned
+    # Of what is planned attention has a part. What is kept for gradients a plan counts apart.
+    kept = is_training * memory._stacked_bytes(model, mesh)
+    assert 0.5 * planned <= peak.most_bytes <= planned + kept
 
 
 def test_a_backward_pass_takes_the_weights_side_by_side_or_their_gradients(monkeypatch):

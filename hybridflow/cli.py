@@ -470,10 +470,14 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _signals_of_rank() -> CaughtSignals:
     """Return the signals that a rank catches; the launcher is known by its variables alone."""
-    if MEETING_VARIABLE in os.environ or not passes_interrupts():
-        # hybridflow's own launcher and srun, which Ctrl-C reaches too, act for their ranks.
+    if MEETING_VARIABLE in os.environ:
+        # hybridflow's own launcher, which Ctrl-C reaches too, acts for its ranks. So does srun for several.
         return CaughtSignals()
-    return CaughtSignals(asks_at_interrupt=True, speaks=rank_hint() == 0, copies_s=COPIES_S)
+    if passes_interrupts():
+        return CaughtSignals(asks_at_interrupt=True, speaks=rank_hint() == 0, copies_s=COPIES_S)
+    # A shell that srun has started is one task; what is started there has the terminal to itself.
+    is_only = "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS") == "1"
+    return CaughtSignals(asks_at_interrupt=is_only)
 
 
 def _train_rank(recipe: Recipe, start: Start, signals: CaughtSignals, *, resume: bool) -> int:

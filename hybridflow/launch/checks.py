@@ -102,7 +102,8 @@ def planned_recipe(arguments: argparse.Namespace) -> tuple[Recipe, int]:
 def _on_nodes(arguments: argparse.Namespace, site: Site) -> tuple[Recipe, int, tuple[int, int]]:
     """Return the recipe as it is written, with a number of ranks, the ranks of a node, and the range of nodes."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    if "cluster.ranks" in recipe.defaults:
+    # Without the actor's layout, which gives their number too.
+    if {"cluster.ranks", "actor.update"} <= recipe.defaults.keys():
         recipe = _filling_nodes(recipe, site, arguments)
     per_node = ranks_per_node(recipe, site, arguments.nodes)
     # A search fills the nodes that are asked for.

@@ -19,11 +19,16 @@ from hybridflow.errors import WriteError
 from hybridflow.launch.site import Site
 from hybridflow.observe.files import check_own, replace_file, sync_path
 from hybridflow.programs import try_program
+from hybridflow.recipe.load import recipe_from_dict
+from hybridflow.recipe.nested import inner
 from hybridflow.sections import to_dict
 from hybridflow.shipped import PACKAGE, shipped
 
 # Kernels are compiled for this machine, and used where they fit the source beside them.
-_KEPT = (".py", ".yaml", ".sbatch", ".sh", ".typed", ".so", ".c", ".html", ".css", ".js")
+_KEPT = (".py", ".yaml", ".sbatch", ".sh", ".typed", ".so", ".c", ".h", ".html", ".css", ".js")
+
+_OPEN = ("actor.update", "actor.rollout", "critic.layout", "cost_critic.layout", "trainer.micro_batch_tokens")
+"""What a recipe that leaves it out has by the job's ranks, which a fallback changes, and by its GPUs."""
 
 
 def next_folder(run_dir: Path) -> Path:
@@ -33,16 +38,36 @@ def next_folder(run_dir: Path) -> Path:
     return folder / f"{max(numbers, default=0) + 1:04d}"
 
 
+def kept_recipe(recipe: Recipe) -> str:
+    """Return the text of a recipe with every key but those that only the job can settle: these are as they were given.
+
+    Raises:
+        HybridflowError: The text is no recipe, so that the job would fail after it has waited in the queue.
+    """
+    values = to_dict(recipe)
+    for key in recipe.defaults:
+        section, _, last = key.rpartition(".")
+        if key in _OPEN:
+            del inner(values, section)[last]
+        elif last == "layers":
+            inner(values, section)[last] = "auto"
+    text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    recipe_from_dict(values, source="the recipe as the job has it", num_ranks=recipe.cluster.ranks)
+    return text
+
+
 def write_snapshot(
     folder: Path, recipe: Recipe, site: Site, batch: str, *, source: str, overrides: Sequence[str], with_code: bool
 ) -> None:
     """Keep a launch: in full, or not at all.
 
     Raises:
+        HybridflowError: As for ``kept_recipe``.
         WriteError: The disk refuses, the run's directory is another user's, or another launch of this run took the
             number at the same time.
     """
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    recipe_text = kept_recipe(recipe)
     try:
         for path in (folder.parent.parent, folder.parent):
             check_own(path)
@@ -60,7 +85,7 @@ def write_snapshot(
             "packages": packages(),
         }
         for name, content in (
-            ("recipe.yaml", yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True)),
+            ("recipe.yaml", recipe_text),
             ("site.yaml", yaml.safe_dump(to_dict(site), sort_keys=False, allow_unicode=True)),
             ("about.json", json.dumps(about, indent=2) + "\n"),
             ("batch.sh", batch),

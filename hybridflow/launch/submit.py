@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -51,6 +52,7 @@ def submit(batch: Path, options: Iterable[str]) -> str:
             timeout=_SBATCH_DEADLINE_S,
             stdin=subprocess.DEVNULL,
             check=False,
+            env=outside_job(os.environ),
         )
     except subprocess.TimeoutExpired:
         raise DeadlineError(
@@ -64,6 +66,23 @@ def submit(batch: Path, options: Iterable[str]) -> str:
     # The name of the cluster may follow.
     return done.stdout.strip().partition(";")[0]
 
+
+def outside_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return variables without those that Slurm gave a job from which another is submitted: it would inherit them.
+
+    It would take itself for a task of the other's array, for instance, and put that task back into the queue.
+    """
+    if "SLURM_JOB_ID" not in environ:
+        return dict(environ)
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in _OF_CLUSTER or not name.startswith(("SLURM_", "SLURMD_", "SRUN_"))
+    }
+
+
+_OF_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
+"""Variables that say where Slurm is."""
 
 _REMEDIES = {
     "resolve_ctls": "no cluster answers here; submit on a login node, or set SLURM_CONF",

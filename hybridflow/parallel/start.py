@@ -145,13 +145,17 @@ def passes_interrupts() -> bool:
 def rank_hint(environ: Mapping[str, str] | None = None) -> int:
     """Return this process's rank according to variables, without asking MPI; 0 when alone."""
     env = os.environ if environ is None else environ
-    return int(next((env[name] for name in ("RANK", *MPI_RANK_VARIABLES, "SLURM_PROCID") if name in env), "0"))
+    return _first_number(env, "RANK", *MPI_RANK_VARIABLES, "SLURM_PROCID")
 
 
 def local_rank_hint(environ: Mapping[str, str] | None = None) -> int:
     """Return this process's number on its node according to variables, without asking MPI; 0 if none says it."""
     env = os.environ if environ is None else environ
-    return int(next((env[name] for name in _LOCAL_RANK_VARIABLES if name in env), "0"))
+    return _first_number(env, *_LOCAL_RANK_VARIABLES)
+
+
+def _first_number(env: Mapping[str, str], *names: str) -> int:
+    return int(next((env[name] for name in names if env.get(name, "").isdecimal()), "0"))
 
 
 def expand_node_list(text: str) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -166,11 +167,13 @@ def recipe_from_dict(
         values = _with_defaults(values)
     if folder is not None:
         values = with_paths_beside(values, folder)
+    given = copy.deepcopy(values)
     try:
         found = _settings_of_paths(values, in_memory, folder)
     except HybridflowError as error:
         raise type(error)(f"{source}: {error}") from None
     has_context = inner(values, "model.max_context") is not None
+    # From here on the values have what only the directories say.
     values = _with_settings(values, found)
     whole, defaults = _filled_in(values, source, num_ranks, has_context=has_context or "model" not in found)
     recipe = read_section(Recipe, _with_inherited_models(whole, found), source=source, origins=origins)
@@ -189,10 +192,10 @@ def recipe_from_dict(
         raise ConfigError(
             f"{source}: fallbacks: found {len(recipe.fallbacks)}, expected at most {_MOST_FALLBACKS}; remove some"
         )
-    if isinstance(values, Mapping):
+    if isinstance(given, Mapping):
         for index, fallback in enumerate(recipe.fallbacks):
             # One that does not fit is found out now, and not when a node has died.
-            alone = {key: value for key, value in values.items() if key != "fallbacks"}
+            alone = {key: value for key, value in given.items() if key != "fallbacks"}
             try:
                 recipe_from_dict(alone, overrides=_overrides_of(fallback), in_memory=in_memory, folder=folder)
             except (ConfigError, LayoutError) as error:

@@ -26,14 +26,17 @@ _SCORERS = ("critic", "cost_critic", "reward", "cost")
 
 
 def with_layers(recipe: Recipe) -> Recipe:
-    """Return the recipe with the layers of each stage in the place of ``auto``."""
+    """Return the recipe with the layers of each stage in the place of ``auto``; ``defaults`` has them too."""
     for role, keys in _LAYOUTS.items():
         section: Any = getattr(recipe, role)
         found = {} if section is None else {key: getattr(section, key) for key in keys}
         found = {key: layout for key, layout in found.items() if layout is not None and layout.layers == "auto"}
         if found:
             settled = {key: replace(layout, layers=stage_layers(recipe, role, layout)) for key, layout in found.items()}
-            recipe = replace(recipe, **{role: replace(section, **settled)})
+            found_layers = {f"{role}.{key}.layers": layout.layers for key, layout in settled.items()}
+            recipe = replace(
+                recipe, **{role: replace(section, **settled)}, defaults={**recipe.defaults, **found_layers}
+            )
     return recipe
 
 

@@ -10,6 +10,14 @@ from typing import Any
 from hybridflow.errors import ConfigError
 
 
+def split_name(name: str) -> tuple[str, str]:
+    """Return the module and the attribute of ``package.module:name`` or ``folder/file.py:name``."""
+    module, _, attribute = name.partition(":")
+    if module.endswith(".py"):
+        module = module.removesuffix(".py").removeprefix("./").replace("/", ".")
+    return module, attribute
+
+
 def find_plugin(name: str, built_in: Mapping[str, Any], *, key: str, kind: str) -> Any:
     """Return the object that a name stands for: a built-in one, or ``package.module:name`` by import.
 
@@ -27,9 +35,7 @@ def find_plugin(name: str, built_in: Mapping[str, Any], *, key: str, kind: str) 
     expected = f"give one of {', '.join(built_in)} or 'package.module:{kind}'"
     if not built_in:
         expected = f"give 'package.module:{kind}'"
-    module, _, attribute = name.partition(":")
-    if module.endswith(".py"):
-        module = module.removesuffix(".py").removeprefix("./").replace("/", ".")
+    module, attribute = split_name(name)
     try:
         return getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:

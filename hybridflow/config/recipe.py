@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -111,6 +112,7 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.run_dir == "":
             object.__setattr__(self, "run_dir", f"runs/{self.title}")
+        object.__setattr__(self, "run_dir", os.path.expanduser(self.run_dir))
 
     @property
     def title(self) -> str:

@@ -21,7 +21,7 @@ import torch
 from hybridflow.doctor import compare, measure
 from hybridflow.doctor.board import Board
 from hybridflow.doctor.compare import NodeReport, report_from_dict
-from hybridflow.doctor.files import write_probe
+from hybridflow.doctor.files import nearest, write_probe
 from hybridflow.doctor.finding import Finding
 from hybridflow.doctor.network import Talk, speak
 from hybridflow.doctor.rounds import MAX_ROUNDS
@@ -90,6 +90,8 @@ def look_across(
     """
     board = Board(open_store(start, start_deadline_s=deadlines.start_s))
     board.put(f"here/{start.rank}", node_name())
+    # Before a first run it is not there.
+    directory = nearest(directory)
     token = _show_token(directory) if start.rank == 0 else None
     silent: dict[str, str] = {}
     if start.rank == 0:

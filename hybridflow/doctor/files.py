@@ -61,10 +61,15 @@ class Written:
     has_locks: bool
 
 
+def nearest(directory: Path) -> Path:
+    """Return the directory, or its nearest parent that is there."""
+    real = directory.resolve()
+    return next(path for path in (real, *real.parents) if path.is_dir())
+
+
 def check_directory(directory: Path) -> list[Finding]:
     """Check kind, room and speed of the file system of the run directory, or of its nearest parent."""
-    real = directory.resolve()
-    there = next(path for path in (real, *real.parents) if path.is_dir())
+    real, there = directory.resolve(), nearest(directory)
     mount = mount_of(str(there), mounts())
     findings = [mount_finding(str(real), mount)]
     room = os.statvfs(there)

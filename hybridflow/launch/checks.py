@@ -22,6 +22,7 @@ from hybridflow.recipe.dry_run import try_inputs
 from hybridflow.recipe.inputs import check_inputs
 from hybridflow.recipe.load import load_recipe, recipe_for_ranks
 from hybridflow.recipe.meshes import role_meshes
+from hybridflow.recipe.run_dir import try_resume
 from hybridflow.reshard.report import format_bytes
 from hybridflow.sections import to_dict
 from hybridflow.trainer.plan import placement_warnings
@@ -68,6 +69,7 @@ def check_job(arguments: argparse.Namespace, site: Site) -> tuple[Recipe, BatchJ
         if site.gpu_memory_gb is not None:
             chosen = with_micro_batches(chosen, meshes, planned_gpu_bytes(chosen, site.gpu_memory_gb))
             warnings += check_memory(job_memory(chosen, meshes), site.gpu_memory_gb)
+    try_resume(recipe)
     folder = Path.cwd()
     job = BatchJob(
         name=recipe.name,

@@ -202,7 +202,7 @@ def _train_words(arguments: argparse.Namespace) -> list[str]:
 
 def try_here(recipe: Recipe, *, resume: bool) -> list[str]:
     """Try run directory and inputs of a recipe whose ranks are processes of this machine; see ``try_inputs``."""
-    try_run_dir(Path(recipe.run_dir), resume=resume)
+    try_run_dir(recipe, resume=resume)
     _see_modules()
     return try_inputs(recipe)
 
@@ -238,6 +238,7 @@ def _settle(recipe: Recipe, arguments: argparse.Namespace) -> Recipe:
 
 
 def _local(arguments: argparse.Namespace) -> int:
+    os.environ[LOG_VARIABLE] = arguments.log
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if not arguments.prints:
         check_inputs(recipe, find_recipe(arguments.recipe).parent)

@@ -19,6 +19,7 @@ from hybridflow.exit_status import DONE
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.observe.console import complain
 from hybridflow.observe.files import replace_file
+from hybridflow.plugins import split_name
 from hybridflow.recipe.defaults import one_line
 from hybridflow.recipe.load import recipe_from_dict
 from hybridflow.recipe.nested import put_under
@@ -251,8 +252,8 @@ def _functions_of(values: Mapping[str, Any], *, is_named: bool) -> dict[Path, st
     """
     found = {}
     for named, body in ((values.get("reward", ""), _SCORE), (values.get("cost", {}).get("function", ""), _COST)):
-        module, colon, name = named.partition(":")
-        path = Path(*module.split(".")).with_suffix(".py") if colon else None
+        module, name = split_name(named)
+        path = Path(*module.split(".")).with_suffix(".py") if ":" in named else None
         if path is None or (is_named and not path.is_file() and _is_installed(module)):
             continue
         if not path.is_file():

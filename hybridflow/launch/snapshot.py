@@ -47,10 +47,12 @@ def kept_recipe(recipe: Recipe) -> str:
     values = to_dict(recipe)
     for key in recipe.defaults:
         section, _, last = key.rpartition(".")
-        if key in _OPEN:
-            del inner(values, section)[last]
-        elif last == "layers":
+        if last == "layers":
             inner(values, section)[last] = "auto"
+    for key in _OPEN:
+        section, _, last = key.rpartition(".")
+        if key in recipe.defaults:
+            del inner(values, section)[last]
     text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     recipe_from_dict(values, source="the recipe as the job has it", num_ranks=recipe.cluster.ranks)
     return text

@@ -251,12 +251,21 @@ def open_outlets(recipe: Recipe, run_dir: Path, *, is_resumed: bool) -> list[Out
         exporters.append(("Prometheus", exporter))
     if (wandb := asked.wandb) is not None:
         exporters.append(("Weights & Biases", WandbExporter(wandb, recipe.title, run_dir, is_resumed=is_resumed)))
-    for name in asked.callbacks:
-        function = find_plugin(name, {}, key="metrics.callbacks", kind="function")
-        if not callable(function):
-            raise ConfigError(f"metrics.callbacks: {name!r} is {type(function).__name__}, expected a function")
-        exporters.append((name, Callback(function)))
+    exporters += [(name, Callback(find_callback(name))) for name in asked.callbacks]
     return [Outlet(name, exporter) for name, exporter in exporters]
+
+
+def find_callback(name: str) -> Callable[[int, Mapping[str, float]], object]:
+    """Return a function of ``metrics.callbacks``.
+
+    Raises:
+        ConfigError: It is not there, or no function.
+    """
+    function: Callable[[int, Mapping[str, float]], object]
+    function = find_plugin(name, {}, key="metrics.callbacks", kind="function")
+    if not callable(function):
+        raise ConfigError(f"metrics.callbacks: {name!r} is {type(function).__name__}, expected a function")
+    return function
 
 
 def _import(name: str, *, extra: str) -> Any:

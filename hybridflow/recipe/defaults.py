@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import json
 import math
 import os
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,8 @@ import yaml
 
 from hybridflow.config.algorithm import AlgorithmTraits
 from hybridflow.config.trainer import TrainerConfig
+from hybridflow.data.files import is_gzip
+from hybridflow.data.readers import format_of
 from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.foreign import open_regular
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -36,7 +41,8 @@ _MOST_NEW_TOKENS = 256
 _ONLINE_SAMPLES, _OFFLINE_ROWS = 128, 32
 _FEWEST_STEPS, _STEPS = 20, 200
 _MOST_COUNTED_BYTES = 1 << 30
-_OTHER_FORMATS = (".parquet", ".h5", ".hdf5")
+_MOST_CHUNKS = 4096
+"""MiB of text that are counted: what is compressed may be far longer than its file."""
 
 _SIZED = ("actor.update", "actor.optimizer.lr", "rollout.max_new_tokens", "trainer.steps", "trainer.global_batch_size")
 """A recipe with all of these has chosen its sizes."""
@@ -202,20 +208,22 @@ def _steps(values: Mapping[str, Any], traits: AlgorithmTraits) -> int:
 
 
 def _num_rows(values: Mapping[str, Any]) -> int | None:
-    """Return the number of lines of a JSONL file, or None for other data."""
+    """Return the number of lines of a JSONL file, compressed or not; None for other data, and for much of it."""
     path, made = inner(values, "data.train"), inner(values, "data.arithmetic.num_train")
-    if not isinstance(path, str) or inner(values, "data.file_format") not in (None, "jsonl"):
+    if not isinstance(path, str) or format_of(path, inner(values, "data.file_format")) != "jsonl":
         return None
     if type(made) is int and not os.path.exists(path):
         return made
     try:
-        if path.endswith(_OTHER_FORMATS) or os.path.getsize(path) > _MOST_COUNTED_BYTES:
+        if os.path.getsize(path) > _MOST_COUNTED_BYTES:
             return None
         with open_regular(path) as file:
-            chunks = iter(lambda: file.read(1 << 20), b"")
-            return sum(chunk.count(b"\n") for chunk in chunks)
-    except (OSError, ValueError):
+            text = gzip.GzipFile(fileobj=file) if is_gzip(path) else file
+            chunks = iter(lambda: text.read(1 << 20), b"")
+            counts = [chunk.count(b"\n") for chunk in itertools.islice(chunks, _MOST_CHUNKS)]
+    except (OSError, EOFError, ValueError, zlib.error):
         return None
+    return sum(counts) if len(counts) < _MOST_CHUNKS else None
 
 
 def num_gpus() -> int:

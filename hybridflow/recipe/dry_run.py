@@ -17,14 +17,18 @@ from hybridflow.data.prompts import Example, as_text
 from hybridflow.data.shaping import Shape, Shaper, examples_of, read_examples
 from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.errors import DataError
+from hybridflow.observe.exporters import find_callback
 from hybridflow.recipe.inputs import tokenizer_path
+from hybridflow.recipe.nested import inner
 from hybridflow.rewards.kinds import make_kind
 from hybridflow.rewards.sample import Sample
 from hybridflow.rewards.scorer import Scorer
+from hybridflow.rollout.engines.wire import token_of
+from hybridflow.sections import to_dict
 
 
 def try_inputs(recipe: Recipe, *, is_node: bool = True) -> list[str]:
-    """Open the files of a recipe and read their first rows, import its rewards and call them on one.
+    """Open the files of a recipe and read their first rows, import what it names, and call its rewards on one.
 
     Modules are imported as a rank does; the caller has the working directory on the path. Topics, spools, services,
     judges and models are not asked.
@@ -40,6 +44,7 @@ def try_inputs(recipe: Recipe, *, is_node: bool = True) -> list[str]:
         HybridflowError: The run would fail; says why.
     """
     found = []
+    _try_names(recipe, is_node=is_node)
     path = tokenizer_path(recipe)
     tokenizer = None if path is None else open_tokenizer(path)
     shape = training_shape(recipe, tokenizer)
@@ -52,6 +57,22 @@ def try_inputs(recipe: Recipe, *, is_node: bool = True) -> list[str]:
         if section is not None and example is not None and _is_tried(section, recipe, is_node=is_node):
             found.append(_try_reward(section, role, example))
     return found
+
+
+def _try_names(recipe: Recipe, *, is_node: bool) -> None:
+    """Import the environment and the callbacks, and look for the tokens of servers where the job has this machine's."""
+    if recipe.rollout.environment is not None:
+        # Environments work with torch.
+        from hybridflow.rollout.environment import find_environment
+
+        find_environment(recipe.rollout.environment.name)
+    for name in recipe.metrics.callbacks:
+        find_callback(name)
+    if not is_node:
+        return
+    values = to_dict(recipe)
+    for key in (*(f"{role}.{kind}" for role in ("reward", "cost") for kind in ("service", "judge")), "rollout.engine"):
+        token_of(inner(values, f"{key}.auth_env"), f"{key}.auth_env")
 
 
 def _first_examples(recipe: Recipe, shape: Shape) -> Iterator[tuple[str, Example]]:

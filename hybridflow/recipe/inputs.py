@@ -20,13 +20,16 @@ from hybridflow.errors import ConfigError, MissingFileError
 from hybridflow.recipe.checks import MODELS
 from hybridflow.sections import to_dict
 
-_FILES = ("data.train", "data.held_out", "data.chat_template", "data.spool.path", "tokenizer.path", "rollout.replay")
+_FILES = (
+    *("data.train", "data.held_out", "data.chat_template", "data.spool.path"),
+    *("tokenizer.path", "actor.lora.path", "rollout.replay"),
+)
 _MADE = ("data.train", "data.held_out")
 """Files that are made where ``data.arithmetic`` says how, and are then outputs."""
 
 
 def with_paths_beside(values: Any, folder: Path) -> Any:
-    """Return a recipe's values with the paths of files that are only beside the recipe.
+    """Return a recipe's values with ``~`` as the home, and with the paths of files that are only beside the recipe.
 
     Args:
         values: Nested mappings.
@@ -34,7 +37,7 @@ def with_paths_beside(values: Any, folder: Path) -> Any:
     """
     found = copy.deepcopy(values)
     for section, key, _ in _paths(found):
-        path = section[key]
+        path = section[key] = os.path.expanduser(section[key])
         if not os.path.isabs(path) and not _is_there(path) and _is_there(str(folder / path)):
             section[key] = str(folder / path)
     return found

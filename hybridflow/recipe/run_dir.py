@@ -8,30 +8,52 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybridflow.checkpoint.job_file import latest_step
+from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError
 from hybridflow.observe.files import check_own, writing
 from hybridflow.observe.starts import STARTS_FILE, StartRecord, read_starts
 from hybridflow.observe.status_file import living_writer
+from hybridflow.recipe.resume import check_resume
 
 
-def try_run_dir(run_dir: Path, *, resume: bool) -> None:
+def try_run_dir(recipe: Recipe, *, resume: bool) -> None:
     """Find what a start of a run would meet in its directory, and write nothing.
 
     Args:
-        run_dir: Directory of the run.
+        recipe: The recipe.
         resume: Whether the run is to go on from its latest checkpoint.
 
     Raises:
         ConfigError: Another run or job has the directory.
-        CheckpointError: ``latest`` does not hold the name of a checkpoint.
+        CheckpointError: The latest checkpoint is damaged, or of a recipe that differs in a key that must match.
         WriteError: The directory cannot be made or written, or is another user's.
     """
-    if not resume:
+    run_dir = Path(recipe.run_dir)
+    if resume:
+        try_resume(recipe)
+    else:
         check_new(run_dir)
     with writing(run_dir):
         _check_writable(run_dir)
         check_own(run_dir)
     check_alone(run_dir, read_starts(run_dir))
+
+
+def try_resume(recipe: Recipe) -> None:
+    """Refuse to go on from a checkpoint that is damaged, or that was written with another recipe.
+
+    Raises:
+        CheckpointError: Names what differs.
+    """
+    if latest_step(Path(recipe.run_dir)) is None:
+        return
+    # Torch is imported only where there is a checkpoint.
+    from hybridflow.checkpoint.store import load_latest, reading_state
+
+    found = load_latest(Path(recipe.run_dir))
+    if found is not None:
+        with reading_state(found):
+            check_resume(recipe, found.state["recipe"])
 
 
 def _check_writable(run_dir: Path) -> None:

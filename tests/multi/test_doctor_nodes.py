@@ -32,7 +32,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(across, "Deadlines", lambda: SHORT)
 
 
-def doctor(folder, num_nodes, hook=lambda rank: None, **options):
+def doctor(folder, num_nodes, hook=lambda rank: None, directory="run", **options):
     """Run it, and return the exit statuses and what rank 0 printed."""
 
     def named(rank):
@@ -40,7 +40,7 @@ def doctor(folder, num_nodes, hook=lambda rank: None, **options):
         hook(rank)
 
     (folder / "run").mkdir(exist_ok=True)
-    done = fork_ranks(["doctor", "--nodes", "--json", "run"], folder, num_ranks=num_nodes, hook=named, **options)
+    done = fork_ranks(["doctor", "--nodes", "--json", directory], folder, num_ranks=num_nodes, hook=named, **options)
     return done, json.loads(done.out) if done.out else None
 
 
@@ -148,12 +148,16 @@ def test_nodes_that_differ_or_fail_are_named(tmp_path):
     assert any("clock" in each["value"] and each["name"] == "n1" for each in found["findings"])
 
 
-def test_a_directory_that_a_node_does_not_see(tmp_path):
-    def hook(rank):
-        if rank == 1:
-            across._sees = lambda directory, token: not token
+@pytest.mark.parametrize("directory", ["run", "made/by/the/first/run"])
+def test_a_directory_that_a_node_does_not_see(tmp_path, directory):
+    (tmp_path / "own/run").mkdir(parents=True)
 
-    done, found = doctor(tmp_path, 2, hook)
+    def hook(rank):
+        across._SEEN_S = 0.5
+        if rank == 1:
+            os.chdir(tmp_path / "own")
+
+    done, found = doctor(tmp_path, 2, hook, directory)
     assert done.codes == (2, 2), done.err
     assert "n1" in problems(found)["run directory"]["value"]
 

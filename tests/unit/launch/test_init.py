@@ -96,6 +96,8 @@ def test_a_function_that_is_installed_is_not_written(folder, capsys):
     assert capsys.readouterr().out == "wrote recipe.yaml; next: hybridflow train recipe.yaml\n"
     assert init("--algorithm", "grpo", "--reward", "nowhere_else.scores:good", "--force") == 0
     assert "def good(" in (folder / "nowhere_else/scores.py").read_text() and not (folder / "json").exists()
+    assert init("--algorithm", "grpo", "--reward", "mine.py:good", "--force") == 0
+    assert "def good(" in (folder / "mine.py").read_text() and not (folder / "mine").exists()
 
 
 def test_nothing_is_written_over(folder, capsys):

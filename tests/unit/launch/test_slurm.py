@@ -23,7 +23,7 @@ from hybridflow.launch.site import Container, Site, check_site, load_site, secon
 from hybridflow.launch.submit import job_state
 from hybridflow.mapping.memory import RankMemory
 from hybridflow.parallel.scontrol import parse_records
-from hybridflow.recipe.load import load_recipe
+from hybridflow.recipe.load import find_recipe, load_recipe, recipe_for_ranks
 from hybridflow.sections import to_dict
 from tests.support.programs import put_program
 from tests.support.recipes import write_config
@@ -403,6 +403,44 @@ def test_a_launch_keeps_what_the_job_runs_and_submits_that(on_a_login_node, caps
     assert re.fullmatch(r"job 4711, log .*/slurm-4711.out, launched as .*/0002\n", capsys.readouterr().out)
 
 
+def test_what_a_job_settles_stays_open_in_the_recipe_that_it_is_launched_with(on_a_login_node, capsys):
+    """A fallback has other ranks, and the GPUs of the job may take larger micro-batches."""
+    open_keys = ["cluster.ranks=4", "actor.update={pp: 4, layers: auto}", "actor.rollout={dp: 4}", "model.num_layers=5"]
+    fallback = "fallbacks=[{ranks: 2, overrides: ['actor.update.pp=2', 'actor.rollout={dp: 2}']}]"
+    written = yaml.safe_load(find_recipe("quickstart").read_text())
+    for section in ("actor", "critic", "reference"):
+        written.pop(section, None)
+    written["trainer"].pop("micro_batch_tokens", None)
+    (on_a_login_node / "own.yaml").write_text(yaml.safe_dump(written))
+    assert cli.main(["launch", "slurm", "own.yaml", *open_keys, fallback, "--time", "30"]) == 0, capsys.readouterr().err
+    kept = on_a_login_node / "runs/quickstart/launch/0001/recipe.yaml"
+    values, recipe = yaml.safe_load(kept.read_text()), load_recipe(kept)
+    assert values["actor"]["update"]["layers"] == "auto" and "layout" not in values["critic"]
+    assert "micro_batch_tokens" not in values["trainer"] and "trainer.micro_batch_tokens" in recipe.defaults
+    assert recipe.critic.layout.layers == recipe.actor.update.layers == (1, 1, 2, 1)
+    smaller = recipe_for_ranks(recipe, kept, (), 2)
+    assert (smaller.critic.layout.pp, sum(smaller.actor.update.layers)) == (2, 5)
+
+
+def test_a_job_that_is_launched_from_another_inherits_nothing_of_it(on_a_login_node, monkeypatch):
+    put_program(on_a_login_node / "bin/sbatch", "env > environ.seen; echo 4711")
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_MEM_PER_CPU", "SRUN_CPUS_PER_TASK", "SLURM_CONF"):
+        monkeypatch.setenv(name, "7")
+    assert cli.main(QUICK) == 0
+    seen = {line.partition("=")[0] for line in (on_a_login_node / "environ.seen").read_text().splitlines()}
+    assert [name for name in seen if name.startswith(("SLURM", "SRUN"))] == ["SLURM_CONF"] and "PATH" in seen
+
+
+def test_ranks_that_the_actors_layout_gives_need_not_fill_the_nodes(on_a_login_node, capsys):
+    (on_a_login_node / "site.yaml").write_text('time: "24:00:00"\ngpus_per_node: 8\n')
+    written = yaml.safe_load(find_recipe("quickstart").read_text())
+    del written["cluster"]
+    (on_a_login_node / "own.yaml").write_text(yaml.safe_dump(written))
+    given = ["plan", "job", "own.yaml", "--site", "site.yaml", "--script"]
+    assert cli.main(given) == 0, capsys.readouterr().err
+    assert "#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=4\n" in capsys.readouterr().out
+
+
 def test_the_copy_of_the_code_is_a_whole_package_that_goes_before_the_installed_one(on_a_login_node):
     assert cli.main(QUICK) == 0
     code = on_a_login_node / "runs/quickstart/launch/0001/code"
@@ -417,6 +455,11 @@ def test_the_copy_of_the_code_is_a_whole_package_that_goes_before_the_installed_
         check=True,
     )
     assert all(line.startswith(f"{code}/hybridflow/") for line in done.stdout.split()) and len(done.stdout.split()) == 3
+    kernels = "from hybridflow.rollout.cpu import kernels\nprint(kernels.__file__, kernels.find_kernels())"
+    done = subprocess.run(
+        [sys.executable, "-c", kernels], env={**os.environ, "PYTHONPATH": str(code)}, capture_output=True, text=True
+    )
+    assert str(code) in done.stdout and "other sources" not in done.stdout, done.stdout
     for name in ("launch/recipes/grpo.yaml", "slurm/train.sbatch", "rollout/cpu/kernels.c"):
         assert (code / "hybridflow" / name).is_file()
     built, copied = (Path(root).glob("rollout/_kernels*") for root in (hybridflow.__path__[0], code / "hybridflow"))

@@ -58,8 +58,8 @@ esac""",
 }
 case "$*" in
     "show hostnames "*) tr , '\n' <<<"$3" ;;
-    "show job -o 7") echo "JobId=7 JobState=$STATE Reason=None" ;;
-    "requeue 7") touch requeued ;;
+    "show job -o 7" | "show job -o 7_1") echo "JobId=7 ${ARRAY:+ArrayJobId=$ARRAY }JobState=$STATE Reason=None" ;;
+    "requeue 7" | "requeue 7_1") echo "$2" > requeued ;;
     "listpids 7 n1") [ -e hanging -a -e listed ] || echo "4711     7        0        0        0"; touch listed ;;
     *) exit 1 ;;
 esac""",
@@ -155,7 +155,9 @@ def test_nodes_that_are_too_few_are_given_back_for_all(run):
     assert (status, len(steps), is_requeued) == (75, 1, True)
 
 
-def test_a_task_of_an_array_is_asked_for_by_its_own_name(run):
-    # The fake knows job 7 alone, which in an array would be all tasks.
-    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
-    assert run(75, **array)[::2] == (75, False)
+@pytest.mark.parametrize(("array", "of_job", "asked"), [("7", "7", "7_1"), ("5", "", "7")])
+def test_a_task_of_an_array_is_asked_for_by_its_own_name(run, tmp_path, array, of_job, asked):
+    """The job's id would mean all tasks. A job submitted from a task of array 5 has that task's variables."""
+    given = {"SLURM_ARRAY_JOB_ID": array, "SLURM_ARRAY_TASK_ID": "1", "ARRAY": of_job}
+    assert run(75, **given)[::2] == (75, True)
+    assert (tmp_path / "requeued").read_text() == f"{asked}\n"

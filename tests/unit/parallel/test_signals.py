@@ -1,5 +1,6 @@
 """Stop signals that come when the job is over."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -90,3 +91,20 @@ def test_one_rank_speaks_at_ctrl_c():
     program = UNDER_A_LAUNCHER.replace("SPEAKS", "False").replace("SECOND\n", "")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "saved\n", "")
+
+
+@pytest.mark.parametrize(
+    ("environ", "asks"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "1"}, "True"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "False"),
+        ({"SLURM_STEP_NUM_TASKS": "1", "RANK": "0"}, "False"),
+        ({"SLURM_STEP_NUM_TASKS": "1", "HYBRIDFLOW_MEETING": "3"}, "False"),
+    ],
+    ids=["a shell that srun started", "tasks of srun", "variables", "ranks of our launcher"],
+)
+def test_who_has_the_terminal_saves_at_ctrl_c(environ, asks):
+    program = "from hybridflow import cli\nprint(cli._signals_of_rank().asks_at_interrupt)"
+    given = {"PATH": os.environ["PATH"], "SLURM_STEP_ID": "0", **environ}
+    done = subprocess.run([sys.executable, "-c", program], env=given, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{asks}\n"

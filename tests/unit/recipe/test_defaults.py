@@ -1,5 +1,7 @@
 """Algorithm, model, data and reward are enough: what the other keys become, and who decides the number of ranks."""
 
+import gzip
+
 import pytest
 import yaml
 
@@ -96,6 +98,10 @@ def test_rows_that_cannot_be_counted_give_a_fixed_number_of_steps(folder):
     assert load_recipe("dpo", own("dpo")).trainer.steps == 25
     (folder / "few.jsonl").write_text("{}\n" * 3)
     assert load_recipe("sft", [*OWN, "data.train=few.jsonl"]).trainer.steps == 20
+    (folder / "many.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * 3200))
+    assert load_recipe("sft", [*OWN, "data.train=many.jsonl.gz"]).trainer.steps == 100
+    (folder / "rows.PQ").write_bytes(b"\n" * 3200)
+    assert load_recipe("sft", [*OWN, "data.train=rows.PQ"]).trainer.steps == 200
     assert load_recipe("sft", [*OWN, "data.train=absent.jsonl"]).trainer.steps == 200
     assert load_recipe("sft", [*OWN, "data.train=rows.parquet"]).trainer.steps == 200
 

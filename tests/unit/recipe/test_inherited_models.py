@@ -92,6 +92,21 @@ def test_what_a_fallback_changes_is_inherited_too():
     assert recipe_from_dict(values, overrides=["critic.model.num_layers=4"]).fallbacks
 
 
+def test_a_fallback_has_the_context_that_the_recipe_has(tmp_path):
+    """Left out, it is cut to what most data has."""
+    config = write_config(tmp_path / "long", max_position_embeddings=131072)
+    critic = write_config(tmp_path / "short", max_position_embeddings=8192)
+    values = {
+        "algorithm": "ppo",
+        "cluster": {"ranks": 2},
+        "model": {"path": str(config)},
+        "critic": {"model": {"path": str(critic)}},
+        "data": {"train": "rows.jsonl"},
+        "fallbacks": [{"ranks": 1}],
+    }
+    assert recipe_from_dict(values).model.max_context == 4096
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from hybridflow import cli
+from hybridflow.checkpoint.store import complete_step
 from hybridflow.errors import ConfigError, WriteError
 from hybridflow.exit_status import TARGET
 from hybridflow.observe.starts import StartRecord, add_start
 from hybridflow.recipe.inputs import check_inputs
 from hybridflow.recipe.load import load_recipe
+from hybridflow.sections import to_dict
 from tests.support.recipes import POLICY, write_config
 
 RECIPE = """
@@ -144,6 +146,9 @@ FAILS = {
     "no answer to compare with": (["reward={}"], "train.jsonl:1: no field 'answer'; found ['level', 'prompt'], and"),
     "no module": (["reward.function=gone:score"], "No module named 'gone', in {here} or on PYTHONPATH; give one of"),
     "no function": (["reward.function={module}:gone"], "has no attribute 'gone'; give one of"),
+    "no adapter": (["actor.lora={rank: 4, path: gone}"], "actor.lora.path='gone': no such file in "),
+    "no environment": (["rollout.environment.name=gone:Env"], "rollout.environment.name='gone:Env': ModuleNotFoundE"),
+    "no callback": (["metrics.callbacks=['gone:f']"], "metrics.callbacks='gone:f': ModuleNotFoundError"),
     "its parameters": (["reward.function={module}:two"], "{module}.py:3 two(level) does not ask for the response"),
     "what it returns": (["reward.function={module}:text"], "{module}.py:5) on train.jsonl:1"),
     "what it raises": (["reward.function={module}:wrong"], "ZeroDivisionError: division by zero; mend the function"),
@@ -188,11 +193,15 @@ def test_a_dry_run_says_what_the_run_would_of_a_file_in_the_way(folders, capsys,
 
 
 def test_a_dry_run_refuses_the_directory_of_a_run_unless_it_resumes(folders, capsys):
-    here, _ = folders
-    (here / "run/checkpoints/step_000003").mkdir(parents=True)
+    here, there = folders
+    write(here / "train.jsonl", {"prompt": "1+1=", "level": 3})
+    saved = load_recipe(there / "own.yaml", [f"reward.function={module(here, OWN)}:score", "run_dir=run", "seed=7"])
+    complete_step(here / "run", 3, {"recipe": to_dict(saved)}, {}, keep_last=1)
     status, error = refused(folders, capsys, "run")
     assert status == 2 and "run: holds a run with a checkpoint of step 3; add --resume to go on from it" in error
-    assert refused(folders, capsys, "run", "--resume") == (0, "")
+    assert refused(folders, capsys, "run", "--resume", "seed=7", f"reward.function={saved.reward.function}") == (0, "")
+    status, error = refused(folders, capsys, "run", "--resume", f"reward.function={saved.reward.function}")
+    assert status == 3 and "the checkpoint was written with seed=7, the recipe now has " in error
     (here / "run/starts.jsonl").touch()
     status, error = refused(folders, capsys, "run/inner")
     assert status == 2 and "run is another run's directory" in error

@@ -14,6 +14,7 @@ from __future__ import annotations
 import abc
 import bisect
 import json
+import math
 import os
 import secrets
 import struct
@@ -74,12 +75,26 @@ class Taken:
         self._entries: list[Entry] = []
         self._starts: list[int] = []
         self._num_rows = 0
+        self._grew_s = 0.0
 
     @property
     def sha256(self) -> str:
         """Return the token at the journal's start; the journal itself grows."""
         self._wait(lambda: self._token != "", "its journal")
         return self._token
+
+    def look(self, prompt_index: int, since_s: float, within_s: float) -> bool:
+        """Return whether the row of a prompt index and those before it come within so many seconds.
+
+        Args:
+            prompt_index: The prompt index.
+            since_s: When the wait for it began, in seconds of ``time.monotonic``.
+            within_s: Longest wait here; there may be others after it.
+
+        Raises:
+            DataError: No row has come for longer than the deadline, or nothing more is taken.
+        """
+        return self._look(lambda: prompt_index < self._num_rows, f"prompt {prompt_index}", since_s, within_s)
 
     def place(self, prompt_index: int) -> tuple[int, int]:
         """Return a row for each prompt index: every prompt index has its own."""
@@ -110,22 +125,27 @@ class Taken:
             return self._files.read(part, number)
 
     def _wait(self, is_there: Callable[[], bool], what: str) -> None:
-        end_s = time.monotonic() + self._deadline_s
+        self._look(is_there, what, time.monotonic(), math.inf)
+
+    def _look(self, is_there: Callable[[], bool], what: str, since_s: float, within_s: float) -> bool:
+        end_s = time.monotonic() + within_s
         while True:
             with self._lock:
                 self._read_on()
                 if is_there():
-                    return
+                    return True
             problem = text_of(self._folder / _PROBLEM)
             if problem:
                 raise DataError(problem)
-            if time.monotonic() > end_s:
+            if time.monotonic() > max(since_s, self._grew_s) + self._deadline_s:
                 note = text_of(self._folder / _NOTE)
                 raise DataError(
                     f"{self._title}: {what} did not come within {self._key}.deadline_s={self._deadline_s:g}; "
                     f"{self._num_rows} rows were taken so far{note and f', and {note}'}: {self._more} and resume, or "
                     "raise the key"
                 )
+            if time.monotonic() > end_s:
+                return False
             time.sleep(_LOOK_S)
 
     def _read_on(self) -> None:
@@ -147,6 +167,7 @@ class Taken:
                 self._entries.append(entry)
                 self._starts.append(self._num_rows)
                 self._num_rows += entry["num_rows"]
+                self._grew_s = time.monotonic()
 
 
 class Journal:

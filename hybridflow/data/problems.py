@@ -122,6 +122,10 @@ class StoredProblems:
         """Return the sha256 of all that decides the prompt of each prompt index."""
         return self._rows.sha256
 
+    def look(self, prompt_index: int, since_s: float, within_s: float) -> bool:
+        """Return whether a prompt index has its row, see ``live.Taken.look``; in files each has."""
+        return not isinstance(self._rows, Taken) or self._rows.look(prompt_index, since_s, within_s)
+
     def example(self, prompt_index: int) -> Example:
         """Return the example of a prompt index. Raises DataError: its row cannot be read; as all methods here."""
         return self._drawn(prompt_index).example

@@ -144,7 +144,11 @@ class Rollouts:
             example_of = [example for example, _ in held_out].__getitem__
             return self._converse(self._conversations, groups, example_of, "validation", self._validation_id)
         deal = self._deal(groups)
-        pairs = self._drive(deal.first, "validation", None, deal.more, _expected(deal, groups))
+        try:
+            progress = _Progress(self.is_stopping)
+            pairs = self._drive(deal.first, "validation", progress, deal.more, _expected(deal, groups))
+        except RolloutStopped:
+            pairs = []
         self._count(pairs)
         return self._as_batch(pairs, groups, deal, self._validation_id)
 
@@ -343,9 +347,8 @@ class Rollouts:
         requests, is_rollout = self._share(groups), purpose == "rollout"
         examples = [example_of(ask.prompt_index) for ask in requests]
         assert isinstance(self.engine, MegatronEngine), "refused by the recipe"
-        is_stopping = self.is_stopping if is_rollout else lambda: False
         try:
-            found = conversations.converse(self.engine, requests, examples, purpose, is_stopping)
+            found = conversations.converse(self.engine, requests, examples, purpose, self.is_stopping)
         except RolloutStopped:
             requests, found = [], []
         pairs = [(ask, each.response) for ask, each in zip(requests, found, strict=True)]

@@ -5,10 +5,13 @@ Each decision is a function of the step alone, or all ranks agree on it, so it i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from hybridflow.data.problems import StoredProblems
 from hybridflow.dataflow.run import Replicated
+from hybridflow.errors import DataError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.observe.rank_log import say
 from hybridflow.placement.job import Job
@@ -17,6 +20,9 @@ from hybridflow.trainer.ahead import WORKING_AHEAD
 from hybridflow.trainer.progress import Progress
 from hybridflow.trainer.roles import Roles
 from hybridflow.trainer.stopping import Stopping
+
+_PROMPTS_S = 5.0
+"""While prompts are waited for, the ranks agree so often on going on, in seconds."""
 
 _WARM_STEPS_TOGETHER = 16
 """After so many steps of the warm start the ranks agree anew on going on."""
@@ -34,12 +40,14 @@ class Decisions:
 
     Attributes:
         is_warm_start_cut: Whether the warm start was cut short on this rank.
+        shortage: Why no prompts have come for the next step, on every rank; None: they have, so far.
     """
 
     def __init__(
         self, job: Job, meshes: Mapping[str, DeviceMesh], roles: Roles, progress: Progress, stopping: Stopping
     ) -> None:
         self.is_warm_start_cut = False
+        self.shortage: str | None = None
         self._job = job
         self._recipe = job.recipe
         self._meshes = meshes
@@ -84,8 +92,24 @@ class Decisions:
         yield None
 
     def next_step(self) -> dict[str, int] | None:
-        """Return what the next step samples; None: there is no next step."""
-        return self._sampling_of(self._progress.step + 1)
+        """Return what the next step samples, once its prompts are there; None: there is no next step."""
+        found = self._sampling_of(self._progress.step + 1)
+        return found if found is None or self._have_come(found) else None
+
+    def _have_come(self, sampled: Mapping[str, int]) -> bool:
+        """Wait for the prompts of a step, where they come while the job runs, unless it is to stop."""
+        problems, since_s = self._job.train, time.monotonic()
+        if not isinstance(problems, StoredProblems) or problems.num_rows is not None:
+            return True
+        last = sampled["first_prompt_index"] + sampled["num_prompts"] - 1
+        try:
+            while not self._everyone.on_lead("prompts", lambda: problems.look(last, since_s, _PROMPTS_S)):
+                if self._stopping.agree(self._everyone):
+                    return False
+        except DataError as error:
+            self.shortage = str(error)
+            return False
+        return True
 
     def _sampling_of(self, step: int) -> dict[str, int] | None:
         """Return what a step samples; None: the step is not to come."""
@@ -140,12 +164,21 @@ class Decisions:
             yield None
 
     def _is_validation_due(self) -> bool:
-        """Return whether to validate; asked before the step is counted.
+        """Return whether to validate; asked before the step is counted. A job that is to stop saves first.
 
         The last step always ends with one, so that the last checkpoint knows whether it is the best.
         """
         trainer, step = self._recipe.trainer, self._progress.step + 1
-        return step >= trainer.steps or _is_due(step, trainer.validate_every)
+        is_due = step >= trainer.steps or _is_due(step, trainer.validate_every)
+        return is_due and not self._stopping.agree(self._everyone)
+
+    @property
+    def has_missed_validation(self) -> bool:
+        """Return whether the last step was to end with a validation, and the job stopped before that."""
+        progress = self._progress
+        return progress.validations.step != progress.step and _is_due(
+            progress.step, self._recipe.trainer.validate_every
+        )
 
     def _is_save_due(self) -> bool:
         trainer, progress = self._recipe.trainer, self._progress

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hybridflow.config.recipe import Recipe
-from hybridflow.dataflow.compiler import compile_flow
+from hybridflow.dataflow.compiler import compile_flow, compile_stages
 from hybridflow.dataflow.graph import Flow, Step
-from hybridflow.dataflow.schedule import Program, project, rank_sets, role_ranks
+from hybridflow.dataflow.schedule import Branch, Program, project, rank_sets, role_ranks
 from hybridflow.errors import ConfigError
 from hybridflow.flows.nodes import (
     VALIDATION,
@@ -119,6 +119,16 @@ def _with_columns(recipe: Recipe, flow: Flow) -> Flow:
     return flow if recipe.rollout.environment is None else with_environment(flow)
 
 
+def _validation(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> Program:
+    """Return the program of a validation. Where the job is to stop, one that samples is left before it is scored."""
+    flow = validation_flow(recipe)
+    if recipe.traits.has_preferences:
+        return compile_flow(flow, meshes)
+    stages = Flow(elements=flow.elements[:1]), Flow(elements=flow.elements[1:])
+    sample, score = compile_stages(stages, meshes)
+    return (*sample.whole, Branch("go_on", "job", score.whole))
+
+
 def placement_warnings(meshes: Mapping[str, DeviceMesh]) -> tuple[str, ...]:
     """Describe in words what works but is slow in the placement."""
     across: dict[tuple[int, int], list[str]] = {}
@@ -166,7 +176,7 @@ def plan_job(recipe: Recipe, step: Step | None = None) -> JobPlan:
     if works_ahead:
         meshes[WORKING_AHEAD] = sampling_mesh(meshes)
     step = training_step(recipe, step)
-    validation = compile_flow(validation_flow(recipe), meshes) if recipe.data.held_out is not None else ()
+    validation = _validation(recipe, meshes) if recipe.data.held_out is not None else ()
     warm_start = compile_flow(WARM_START, meshes) if recipe.warm_start is not None else ()
     begun = {"warm_start": warm_start, "validation": validation}
     if works_ahead:

@@ -21,7 +21,7 @@ from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.role import Role
 from hybridflow.dataflow.run import Executor, Scope
 from hybridflow.dataflow.schedule import Program
-from hybridflow.errors import LayoutError
+from hybridflow.errors import DataError, LayoutError
 from hybridflow.mapping.memory import check_memory, with_micro_batches
 from hybridflow.observe.activity import current_activity
 from hybridflow.observe.exporters import Exporter
@@ -215,9 +215,15 @@ class Trainer(Role):
         summary, validates = self._record.summary, self.job.recipe.data.held_out is not None
         if validates and "score_before_rl" not in summary and self._stopping.reason is None:
             self._validate("before_rl")
+        if validates and self._decisions.has_missed_validation and self._stopping.reason is None:
+            self._validate()
         self._execute(self._plan.fill)
         self._record.begin_step(self.progress.step, self._stopping.job_end_s)
         self._execute(self._plan.train)
+        if self._decisions.shortage is not None:
+            if self.progress.step > 0:
+                self.save_now()
+            raise DataError(self._decisions.shortage)
         if validates and self._stopping.reason is None and self.job.recipe.trainer.steps > 0:
             self._validate("after_rl")
         if self._stopping.reason is not None:
@@ -453,8 +459,12 @@ class Trainer(Role):
             if trainable is not None:
                 trainable.set_learning_rate(rate)
 
-    def _validate(self, when: str) -> None:
-        """Validate the current weights, unless this step has been, for the summary. Collective: all ranks."""
+    def _validate(self, when: str | None = None) -> None:
+        """Validate the current weights, unless this step has been, or the job is to stop. Collective: all ranks.
+
+        Args:
+            when: What the summary calls the score; None: it does not have it.
+        """
         found = self.progress.validations
         if found.step != self.progress.step:
             self._execute(self._plan.validation)
@@ -463,8 +473,9 @@ class Trainer(Role):
             metrics = merge_metrics(own for own, _ in shares)
             self._record.draw(self.progress.step, metrics)
             self._take_validation(metrics, [shown for _, shown in shares])
-        names = ("score", "accuracy") if found.is_accuracy else ("score",)
-        self._record.summary |= {f"{name}_{when}": found.score for name in names}
+        if when is not None and found.step == self.progress.step:
+            names = ("score", "accuracy") if found.is_accuracy else ("score",)
+            self._record.summary |= {f"{name}_{when}": found.score for name in names}
 
     def _take_validation(self, metrics: Mapping[str, float], shown: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         """Note the result of a validation, if there was one, and show it to a person; the same on all ranks.

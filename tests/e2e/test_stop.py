@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -90,6 +91,20 @@ def test_asked_in_a_step_it_saves_and_goes_on_unchanged(tmp_path, unbroken, call
     assert learned(tmp_path / "run") == learned(unbroken / "run")
     second = read_starts(tmp_path / "run")[1]
     assert (second.outcome, second.step) == ("finished", saved) and f"from step {saved}" in again.out
+
+
+@pytest.mark.parametrize(("at", "saved"), [pytest.param(1, 0, marks=pytest.mark.slow), (2, 2)])
+def test_asked_in_a_validation_it_saves_first_and_validates_when_it_goes_on(tmp_path, unbroken, at, saved):
+    write_recipe(tmp_path)
+    command = [*RUN, "trainer.validate_every=2"]
+    stopped = fork_ranks(command, tmp_path, hook=asking("sample_validation", at, signal.SIGTERM))
+    assert stopped.codes == (REQUEUE, REQUEUE), stopped.err
+    assert latest_step(tmp_path / "run") == saved and f"score after step {saved}\n" not in stopped.out
+    again = run_well([*command, "--resume"], tmp_path)
+    told = [int(step) for step in re.findall(r"held-out score .* after step (\d)\n", again.out)]
+    assert told == ([0, 2, 4] if saved == 0 else [2, 4]), again.out
+    before, after = (json.loads((folder / "run/summary.json").read_text()) for folder in (unbroken, tmp_path))
+    assert all(before[name] == after[name] for name in ("score_before_rl", "score_after_rl"))
 
 
 def test_asked_in_the_warm_start_it_ends_with_nothing_saved(tmp_path):

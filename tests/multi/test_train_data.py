@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
 from hybridflow import Actor, GRPOTrainer
+from hybridflow.checkpoint.store import latest_step
 from hybridflow.config.data import ArithmeticConfig
 from hybridflow.data import problems as problems_module
 from hybridflow.data.arithmetic import make_problems
 from hybridflow.data.pieces import train_tokenizer
+from hybridflow.data.problems import StoredProblems
 from hybridflow.data.provider import DataProvider
+from hybridflow.exit_status import REQUEUE
 from tests.e2e.commands import RECIPE, fork_ranks, lasting_metrics, run_well, write_recipe
 from tests.support.kafka_broker import write_apart
 from tests.support.ranks import run_ranks
@@ -125,6 +131,18 @@ def test_a_reward_that_teaches_nothing_and_data_that_comes_too_often_are_told_on
     assert "step 1: every sample scored 0.5, so that the reward teaches nothing" in warnings[1]
 
 
+def asking_while_waiting(rank):
+    """A hook: rank 0 is sent a signal when it waits for the third step's prompts."""
+    look = StoredProblems.look
+
+    def looked(self, prompt_index, since_s, within_s):
+        if rank == 0 and prompt_index == 11:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return look(self, prompt_index, since_s, 0.5)
+
+    StoredProblems.look = looked
+
+
 def test_a_spool_is_waited_for_and_gone_on_with(tmp_path, rows):
     train, held_out = rows
     write_recipe(tmp_path)
@@ -134,14 +152,20 @@ def test_a_spool_is_waited_for_and_gone_on_with(tmp_path, rows):
     spool = tmp_path / "spool"
     spool.mkdir()
     command = ["train", "tiny.yaml", *SETTINGS, "data.train=null", "data.held_out=held_out.jsonl", "trainer.steps=3"]
-    command += ["tokenizer.path=tokenizer.model", "warm_start=null", "data.spool={path: spool, deadline_s: 2}"]
+    command += ["tokenizer.path=tokenizer.model", "warm_start=null", "trainer.save_every=9"]
     # A step takes 4 prompts.
     write_rows(tmp_path / "a", train[:8], "jsonl").rename(spool / "a.jsonl")
+
+    stopped = fork_ranks([*command, "data.spool={path: spool, deadline_s: 20}"], tmp_path, hook=asking_while_waiting)
+
+    assert set(stopped.codes) == {REQUEUE} and latest_step(tmp_path / "run") == 2, stopped.err
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    command += ["data.spool={path: spool, deadline_s: 2}"]
 
     done = fork_ranks(command, tmp_path)
 
     done.complains_once("did not come within data.spool.deadline_s=2; 8 rows were taken so far")
-    assert len(lasting_metrics(tmp_path / "run")) == 2
+    assert len(lasting_metrics(tmp_path / "run")) == latest_step(tmp_path / "run") == 2
 
     write_rows(tmp_path / "b", train[8:12], "jsonl").rename(spool / "b.jsonl")
     run_well([*command, "--resume"], tmp_path)

@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.export is not None:
         return _export(arguments, folder, steps, pattern, tokenizer)
     if steps is None and not (arguments.best or arguments.worst or pattern):
-        last = max(name.last for name in list_segments(folder))
+        last = _last_step(folder)
         steps = range(last, last + 1)
     chosen = _choose(_matching(folder, steps, pattern, tokenizer), arguments)
     lines = [_as_json(each, tokenizer) if arguments.json else _as_text(each, tokenizer) for each in chosen]
@@ -186,6 +186,18 @@ def find_tokenizer(run_dir: Path) -> Path:
         if (found := tokenizer_in(folder)) is not None:
             return found
     raise DataError(f"{run_dir}: holds no tokenizer; give the run's own with --tokenizer")
+
+
+def _last_step(folder: Path) -> int:
+    """Return the last step with samples; the names of segments also count steps of which nothing is archived."""
+    from hybridflow.rollout.archive import list_segments, read_places
+
+    last = 0
+    for name in sorted(list_segments(folder), key=lambda each: -each.last):
+        if name.last <= last:
+            break
+        last = max(last, int(read_places(folder, name)["step"].max()))
+    return last
 
 
 def _samples(folder: Path, steps: range | None) -> Iterator[Archived]:

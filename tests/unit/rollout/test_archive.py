@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 import pytest
 
+from hybridflow import cli
 from hybridflow.data.rollout_log import Sampled
 from hybridflow.rollout.archive import (
     SegmentName,
@@ -22,6 +23,7 @@ from hybridflow.rollout.archive import (
     read_segment,
     write_segment,
 )
+from tests.support.report_runs import write_archive
 
 NAMES = [SegmentName(first, first + 1, rank) for first in (1, 3) for rank in (0, 1)]
 
@@ -211,3 +213,12 @@ def test_some_samples_are_read_without_the_tokens_of_the_others(tmp_path):
     assert places["score"].tolist()[:2] == [every[0].score, every[1].score] and "versions" not in places
     for rows_ in ([], [4], [5, 0, 2]):
         assert [repr(each) for each in read_rows(tmp_path, name, places, rows_)] == [repr(every[row]) for row in rows_]
+
+
+def test_the_command_shows_the_last_step_with_samples(tmp_path, capsys):
+    write_archive(tmp_path, range(1, 4), num_groups=1, group_size=2, num_tokens=3)
+    segments = tmp_path / "rollouts/segments"
+    # Of a long run steps 4 and 5 were logged, and not kept.
+    (segments / "step-000001-000003-rank-00000.h5").rename(segments / "step-000001-000005-rank-00000.h5")
+    assert cli.main(["rollouts", str(tmp_path)]) == 0
+    assert re.findall(r"^step \d+", capsys.readouterr().out, flags=re.MULTILINE) == ["step 3", "step 3"]

@@ -70,6 +70,16 @@ def ensure_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+    accept_all_letters()
+
+
+def accept_all_letters() -> None:
+    r"""Let what is printed hold letters that the streams' encoding lacks, such as ASCII: they come as ``\xd7``."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # It is closed, or flushes to where nobody listens any more.
+            with contextlib.suppress(OSError, ValueError):
+                stream.reconfigure(errors="backslashreplace")
 
 
 @contextlib.contextmanager
@@ -97,9 +107,7 @@ def print_out(text: str) -> None:
     Raises:
         OSError: The file is full.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # Letters that the terminal's encoding lacks.
-        sys.stdout.reconfigure(errors="backslashreplace")
+    accept_all_letters()
     with contextlib.suppress(BrokenPipeError), flushed():
         print(printable(text))
 

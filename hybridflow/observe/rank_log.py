@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from hybridflow.observe.console import has_styles, printable, styled
+from hybridflow.observe.console import accept_all_letters, has_styles, printable, styled
 from hybridflow.observe.files import writing
 
 LOGS_DIR = "logs"
@@ -53,6 +53,7 @@ def open_rank_log(run_dir: Path, start_number: int, rank: int) -> Path:
         for line in _early_notes:
             _write(_log_fd, line)
     _early_notes.clear()
+    accept_all_letters()
     if rank != 0:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -67,7 +68,7 @@ def open_rank_log(run_dir: Path, start_number: int, rank: int) -> Path:
 
 
 def say(text: str) -> None:
-    """Print a line on the job's console, from whichever rank. The job goes on where nobody listens any more."""
+    """Print a line on the job's console, from whichever rank. The job goes on whatever becomes of its console."""
     say_event("message", text)
 
 
@@ -89,13 +90,21 @@ def say_event(event: str, text: str, **facts: Any) -> None:
     try:
         with _console_lock:
             lines, _has_live_line = (_ERASE if _has_live_line else "") + lines, False
-            if _console_fds[0] == 1:
-                print(lines, flush=True)
-            else:
+            if _console_fds[0] != 1 or not _printed(lines):
                 _write_raw(_console_fds[0], f"{lines}\n")
     except OSError:
         # So that neither what Python still holds, nor what others print, ends the job.
         os.dup2(os.open(os.devnull, os.O_WRONLY), _console_fds[0])
+
+
+def _printed(lines: str) -> bool:
+    """Print on Python's stdout, and return whether it took the lines. Raises OSError where nobody listens any more."""
+    try:
+        print(lines, flush=True)
+    except ValueError:
+        # The program has closed it, or put another in its place that lacks a letter.
+        return False
+    return True
 
 
 def show_live(text: str) -> None:

@@ -1,5 +1,6 @@
 """Logs of ranks, and the console that they share."""
 
+import os
 import re
 import subprocess
 import sys
@@ -40,3 +41,24 @@ def test_ranks_but_the_lowest_write_to_their_logs_and_speak_on_the_console(tmp_p
         assert done.stderr.splitlines() == ["error by Python", "cause"]
     else:
         assert done.stdout.splitlines() == ["early", "progress"] and done.stderr.splitlines() == ["cause"]
+
+
+LETTERS = """
+import sys
+from pathlib import Path
+from hybridflow.observe.rank_log import open_rank_log, say
+open_rank_log(Path("run"), 1, 0)
+print("2 × 3")
+say("4 × 5")
+sys.stdout = open(1, "w", encoding="ascii", closefd=False)
+say("6 × 7")
+sys.stdout.close()
+say("8 × 9")
+"""
+
+
+def test_letters_that_the_console_lacks_end_no_job(tmp_path):
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    done = subprocess.run([sys.executable, "-c", LETTERS], cwd=tmp_path, env=environ, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode().splitlines() == ["2 \\xd7 3", "4 \\xd7 5", "6 × 7", "8 × 9"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
 from types import TracebackType
 
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.errors import ConfigError
+from hybridflow.observe.console import accept_all_letters
+from hybridflow.parallel.cause import cause_of, in_a_line
 from hybridflow.parallel.process import allow_many_files
 from hybridflow.parallel.rank import silence_libraries
 from hybridflow.parallel.signals import CaughtSignals
@@ -43,8 +46,11 @@ def find_world() -> World:
     """
     if not _worlds:
         silence_libraries()
+        accept_all_letters()
         allow_many_files()
         _worlds.append(_adopt() if dist.is_initialized() else _join(find_start()))
+        if _worlds[0].watch is None:
+            _note_failures(_worlds[0])
     return _worlds[0]
 
 
@@ -95,6 +101,18 @@ def own_place() -> int:
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
     return torch.cuda.current_device() if torch.cuda.is_available() else 0
+
+
+def _note_failures(world: World) -> None:
+    """Note in the run's files what ends a program that nobody watches; it ends as any program."""
+    told = sys.excepthook
+
+    def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        told(kind, error, trace)
+        if isinstance(error, Exception) and world.before_exit is not None:
+            world.before_exit(in_a_line(cause_of(error, world.rank, socket.gethostname())))
+
+    sys.excepthook = fail
 
 
 def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

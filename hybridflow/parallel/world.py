@@ -85,6 +85,7 @@ class World:
         secret: The job's secret; empty: these ranks were joined by somebody else, who answers for them.
         uses_mpi: MPI started the job.
         watch: The watch over all ranks; None: nobody watches.
+        before_exit: As of ``Watch``, where nobody watches: called with the cause of a failure, in a line.
     """
 
     rank: int
@@ -96,6 +97,7 @@ class World:
     secret: bytes = field(default=b"", repr=False)
     uses_mpi: bool = False
     watch: Watch | None = None
+    before_exit: Callable[[str], None] | None = None
     _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     _coordinators: dict[tuple[int, ...], Coordinator] = field(default_factory=dict)
     _mpi_links: dict[tuple[int, ...], MpiLink] = field(default_factory=dict)

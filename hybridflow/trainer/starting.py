@@ -80,10 +80,11 @@ def note_start(recipe: Recipe, meshes: Mapping[str, DeviceMesh], everyone: Coord
 def note_failure(run_dir: Path, number: int, rank: int, cause: str, save_s: float | None) -> None:
     """Write down how this start ended, on the lowest rank; on the next in its place, if it was the one that was lost.
 
-    Nothing is written where the file system refuses, which may be what ends the job.
+    Nothing is written where the file system refuses, which may be what ends the job, or where the end is noted already:
+    a program may fail after its training.
     """
     with contextlib.suppress(OSError, WriteError):
-        if rank == 0 or (rank == 1 and all(each.outcome is None for each in read_starts(run_dir)[-1:])):
+        if rank in (0, 1) and all(each.outcome is None for each in read_starts(run_dir)[-1:]):
             add_end(run_dir, number, "failed", cause, save_s)
 
 

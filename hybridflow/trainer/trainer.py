@@ -125,10 +125,8 @@ def make_trainer(
     )
     run_dir = Path(recipe.run_dir)
     open_rank_log(run_dir, started.number, world.rank)
-    if world.watch is not None:
-        world.watch.before_exit = lambda cause: note_failure(
-            run_dir, started.number, world.rank, cause, stopping.save_s
-        )
+    watcher = world if world.watch is None else world.watch
+    watcher.before_exit = lambda cause: note_failure(run_dir, started.number, world.rank, cause, stopping.save_s)
     with current_activity("reading data and making models"):
         job = open_job(recipe, world, plan)
         start = checkpoints.find_resume_point(job, resume=resume)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hybridflow.api.world import _note_failures
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import REQUEST, SOURCE, TARGET
 from hybridflow.observe import status_file
@@ -125,6 +126,28 @@ def test_a_start_that_failed_tells_how_long_saving_took(tmp_path):
     note_failure(tmp_path, 1, 0, "rank 3 was lost", 3.5)
     (failed,) = read_starts(tmp_path)
     assert (failed.outcome, failed.detail, failed.save_s) == ("failed", "rank 3 was lost", 3.5)
+
+
+def test_a_program_that_nobody_watches_notes_its_failure_but_not_after_its_training(tmp_path, monkeypatch):
+    told, world = [], SimpleNamespace(rank=0, before_exit=None)
+    monkeypatch.setattr("sys.excepthook", lambda *error: told.append(error))
+    _note_failures(world)
+
+    def fail(text):
+        error = ValueError(text)
+        sys.excepthook(ValueError, error, None)
+        assert told.pop() == (ValueError, error, None)
+
+    fail("before its training")
+    add_start(tmp_path, start(1, None))
+    world.before_exit = lambda cause: note_failure(tmp_path, 1, 0, cause, None)
+    fail("bug in reward")
+    (failed,) = read_starts(tmp_path)
+    assert failed.outcome == "failed" and failed.detail.endswith("ValueError: bug in reward")
+    add_start(tmp_path, start(2, 10))
+    add_end(tmp_path, 2, "finished")
+    fail("behind its training")
+    assert read_starts(tmp_path)[-1].outcome == "finished"
 
 
 @pytest.mark.parametrize("tail", [b'{"number": 3, "beg', b"\xff\xfe\n", b"[1]\n", b'{"number": 9}\n', b"\n\n"])

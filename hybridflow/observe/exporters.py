@@ -68,10 +68,13 @@ class MetricsExporter:
         check_prometheus(self.pushgateway_url, self.textfile, "MetricsExporter")
         self._client = _import("prometheus_client", extra="prometheus")
         self._registry = self._client.CollectorRegistry()
-        self._gauges: dict[str, Any] = {}
+        self._gauges: dict[str, tuple[str, Any]] = {}
+        self._step: int | None = None
 
     def export(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Set all gauges, and push or write them.
+        """Set the gauges of a step, and push or write them.
+
+        Gauges of an earlier step that this one has no number for are removed, but for those of validations.
 
         Args:
             step: Its number, counted from 1.
@@ -80,11 +83,20 @@ class MetricsExporter:
         Raises:
             OSError: The gateway does not answer, or the file cannot be written.
         """
-        for name, value in {"step": step, **metrics}.items():
-            written = "hybridflow_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+        values = {"step": step, **metrics}
+        named = {"hybridflow_" + re.sub(r"[^a-zA-Z0-9_]", "_", name): name for name in values}
+        # A validation after the last step adds to that step.
+        if step != self._step:
+            for written, (name, gauge) in list(self._gauges.items()):
+                if written not in named and "validation/" not in name:
+                    self._registry.unregister(gauge)
+                    del self._gauges[written]
+        self._step = step
+        for written, name in named.items():
             if written not in self._gauges:
-                self._gauges[written] = self._client.Gauge(written, name, ["run"], registry=self._registry)
-            self._gauges[written].labels(self.run).set(value)
+                gauge = self._client.Gauge(written, name, ["run"], registry=self._registry)
+                self._gauges[written] = name, gauge
+            self._gauges[written][1].labels(self.run).set(values[name])
         if self.textfile is not None:
             replace_file(Path(self.textfile), self._client.generate_latest(self._registry))
         if self.pushgateway_url is not None:
@@ -167,10 +179,15 @@ class Outlet:
     Args:
         name: Name of the exporter, for messages.
         exporter: The exporter.
+
+    Attributes:
+        takes_steps_alone: Whether it is to get the metrics of steps, and nothing that was measured between them.
     """
 
     def __init__(self, name: str, exporter: Exporter) -> None:
         self._name, self._exporter = name, exporter
+        # A function of the user's may read any metric that each step has.
+        self.takes_steps_alone = isinstance(exporter, Callback)
         self._waiting: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=MOST_WAITING)
         self._condition = threading.Condition()
         self._is_over = self._is_failing = False
@@ -219,7 +236,7 @@ class Outlet:
         # It may raise anything, or call sys.exit; training goes on whatever it is.
         except BaseException as error:
             if not self._is_failing:
-                tell(f"metrics to {self._name}: {what}: {type(error).__name__}: {error}; training goes on without")
+                tell(f"metrics to {self._name}: {what}: {type(error).__name__}: {error}; training goes on")
             self._is_failing = True
             return False
         return True

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hybridflow.errors import DataError
 from hybridflow.observe.files import replace_file, writing
 from hybridflow.observe.metrics import METRICS_FILE, phase_seconds, read_metrics
+from hybridflow.observe.rank_log import say
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SUMMARY_FILE, REPORT_FILE = "summary.json", "report.html"
+SUMMARY_FILE, REPORT_FILE, CURVE_FILE = "summary.json", "report.html", "learning_curve.png"
 
 Rows = list[dict[str, float]]
 
@@ -39,6 +40,21 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
     return path
 
 
+def drop_summary(run_dir: Path) -> None:
+    """Remove the summary that an earlier run has left. Raises WriteError when the file system refuses."""
+    path = run_dir / SUMMARY_FILE
+    with writing(path):
+        path.unlink(missing_ok=True)
+
+
+def try_learning_curve(run_dir: Path) -> None:
+    """Draw the learning curve of a run that ends, or say why it is not there: the run is done all the same."""
+    try:
+        draw_learning_curve(run_dir)
+    except Exception as error:  # Whatever it is, it must not make a failure of a run that has succeeded.
+        say(f"{run_dir / CURVE_FILE} was not drawn: {type(error).__name__}: {error}")
+
+
 def draw_learning_curve(run_dir: Path) -> Path:
     """Draw ``learning_curve.png`` from ``metrics.jsonl``: what the algorithm optimizes, then seconds per step.
 
@@ -51,18 +67,31 @@ def draw_learning_curve(run_dir: Path) -> Path:
         DataError: There are no metrics, or no step in them.
         WriteError: The file system refuses.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    import matplotlib
 
     rows = read_metrics(run_dir)
     if not rows:
         raise DataError(f"{run_dir / METRICS_FILE} holds no step; there is nothing to draw")
+    # Settings of the user's own may ask for what is not there, such as LaTeX.
+    with matplotlib.rc_context(matplotlib.rcParamsDefault):
+        picture = _picture(run_dir, rows)
+    path = run_dir / CURVE_FILE
+    with writing(path):
+        replace_file(path, picture)
+    return path
+
+
+def _picture(run_dir: Path, rows: Rows) -> bytes:
+    """Return the learning curve as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     last = max(row["step"] for row in rows)
     rows = _validation_before(run_dir) + rows
     # A figure of its own canvas, past pyplot, whose backend is a global that belongs to the user's program.
     figure = Figure(figsize=(11, 7.5), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(f"{run_dir.resolve().name}, up to step {last}", fontweight="bold")
+    figure.suptitle(f"{run_dir.resolve().name}, up to step {last}", fontweight="bold", parse_math=False)
     *places, time = figure.subplots(2, 2, sharex=True).flatten()
     for axes in places:
         axes.set_visible(False)
@@ -79,10 +108,7 @@ def draw_learning_curve(run_dir: Path) -> Path:
 
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
-    path = run_dir / "learning_curve.png"
-    with writing(path):
-        replace_file(path, picture.getvalue())
-    return path
+    return picture.getvalue()
 
 
 class _Curve(NamedTuple):

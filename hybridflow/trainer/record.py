@@ -15,7 +15,7 @@ from hybridflow.observe.exporters import Exporter, Outlet, close_outlets, open_o
 from hybridflow.observe.live_line import LiveLine
 from hybridflow.observe.metrics import MetricsLog, held_out_text
 from hybridflow.observe.rank_log import say_event
-from hybridflow.observe.report import draw_learning_curve, write_summary
+from hybridflow.observe.report import drop_summary, try_learning_curve, write_summary
 from hybridflow.observe.starts import add_end, keep_recipe
 from hybridflow.observe.status_file import StatusFile
 from hybridflow.observe.timeline import Timeline
@@ -75,6 +75,8 @@ class Record:
                 prefix=self._prefix,
                 resumed_step=resumed_step,
             )
+            if resumed_step is None:
+                drop_summary(self._run_dir)
             self._expert_loads = ExpertLoadsFile(self._run_dir, resumed_step)
             self._outlets = open_outlets(self._recipe, self._run_dir, is_resumed=resumed_step is not None)
             self._timeline_file = TimelineFile(
@@ -91,15 +93,16 @@ class Record:
         return {"summary": self.summary, "totals": self._totals}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Take up what a checkpoint kept."""
-        self.summary, self._totals = dict(state["summary"]), dict(state["totals"])
+        """Take up what a checkpoint kept; name, algorithm and ranks are those of this start."""
+        self.summary, self._totals = {**state["summary"], **self.summary}, dict(state["totals"])
 
     def draw(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Draw what was measured outside a step; it is no line of the metrics."""
+        """Draw what was measured outside a step; it is no line of the metrics, and callbacks do not get it."""
         if self._log is not None:
             self._log.draw(step, metrics)
             for outlet in self._outlets:
-                outlet.send(step, {self._prefix + name: value for name, value in metrics.items()})
+                if not outlet.takes_steps_alone:
+                    outlet.send(step, {self._prefix + name: value for name, value in metrics.items()})
 
     def show_validation(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
         """Show a person the result of a validation, and a few samples; on the lowest rank.
@@ -190,7 +193,7 @@ class Record:
                 }
             write_summary(self._run_dir, self.summary)
             if totals["steps"]:
-                draw_learning_curve(self._run_dir)
+                try_learning_curve(self._run_dir)
             text = farewell(self._recipe, self.summary, saved_step=saved_step, seconds=totals["step_s"])
             say_event("end", text, summary=self.summary)
         self._status.close()

@@ -29,6 +29,7 @@ from hybridflow.observe.exporters import (
     open_outlets,
 )
 from hybridflow.observe.metrics import read_metrics
+from hybridflow.observe.report import write_summary
 from hybridflow.parallel.world import World
 from hybridflow.recipe.load import load_recipe
 from hybridflow.trainer.record import Record
@@ -92,6 +93,14 @@ def test_the_node_exporter_finds_a_whole_file(tmp_path):
     exporter.export(1, {"reward_mean": 0.1, **METRICS})
     assert gauges(path.read_text())["hybridflow_reward_mean", "one"] == 0.5
     assert [each.name for each in tmp_path.iterdir()] == ["run.prom"]
+    # A validation after a step adds to it. What the next step does not measure is not shown with its number.
+    exporter.export(1, {"validation/score": 0.75})
+    assert gauges(path.read_text())["hybridflow_time_step_s", "one"] == 2.0
+    exporter.export(2, {"time/step_s": 3.0})
+    names = ("hybridflow_step", "hybridflow_time_step_s", "hybridflow_validation_score")
+    assert gauges(path.read_text()) == dict(zip([(name, "one") for name in names], (2, 3.0, 0.75), strict=True))
+    exporter.export(3, METRICS)
+    assert gauges(path.read_text())["hybridflow_reward_mean", "one"] == 0.5
 
 
 def test_weights_and_biases_has_the_steps_offline_and_knows_a_run_again(tmp_path):
@@ -148,7 +157,7 @@ def test_a_failure_is_told_once_and_the_next_steps_come(told):
     close_outlets([outlet], 10)
     assert exporter.taken == [(step, {"reward/mean": step}) for step in (1, 4, 5)] and exporter.is_closed.is_set()
     assert told == [
-        "metrics to there: step 2: OSError: nobody there; training goes on without",
+        "metrics to there: step 2: OSError: nobody there; training goes on",
         "metrics to there: step 4: sent again",
         "metrics to there: 2 of 5 steps were not sent",
     ]
@@ -175,7 +184,7 @@ def test_what_never_worked_is_not_said_to_work_and_who_exits_ends_nothing(told):
         outlet.send(step, METRICS)
     close_outlets([outlet], 10)
     assert told == [
-        "metrics to there: step 1: SystemExit: no more; training goes on without",
+        "metrics to there: step 1: SystemExit: no more; training goes on",
         "metrics to there: 2 of 2 steps were not sent",
     ]
 
@@ -195,14 +204,24 @@ def test_a_run_sends_its_steps_with_the_names_of_its_namespace(tmp_path):
     world = World(rank=0, size=1, ranks_per_node=1, device=torch.device("cpu"), deadline_s=60.0, store=dist.HashStore())
     try:
         record = Record(recipe, world, 1)
+        write_summary(Path(recipe.run_dir), {"accuracy_after_rl": 0.75})
+        kept = {"name": "old", "ranks": 8, "score_before_rl": 0.5}
+        record.resume(record.state() | {"summary": kept})
+        assert record.summary == {"name": "grpo", "algorithm": "grpo", "ranks": 1, "score_before_rl": 0.5}
         record.open(None)
+        # What an earlier run has left.
+        assert not (Path(recipe.run_dir) / "summary.json").exists()
+        record.draw(0, {"validation/score": 0.5})
         record.begin_step(0, None)
         record.end_step(1, [Share({"reward/mean": 0.25, "batch/num_tokens": 8.0})])
         record.finish(1, is_done=False)
     finally:
         # Ranks that later tests fork have a world of their own.
         dist.destroy_process_group()
-    assert gauges(textfile.read_text())["hybridflow_search_rl_reward_mean", "search-rl/grpo"] == 0.25
+    found = gauges(textfile.read_text())
+    assert found["hybridflow_search_rl_reward_mean", "search-rl/grpo"] == 0.25
+    assert found["hybridflow_search_rl_validation_score", "search-rl/grpo"] == 0.5
+    # A function that reads metrics of each step gets steps alone.
     ((step, metrics),) = TAKEN
     assert step == 1 and metrics["search-rl/reward/mean"] == 0.25
     # The run's own file is in its own folder.

@@ -10,12 +10,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import matplotlib
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hybridflow.errors import DataError, WriteError
-from hybridflow.observe.report import draw_learning_curve, write_summary
+from hybridflow.observe.report import draw_learning_curve, try_learning_curve, write_summary
 
 
 def test_summary_round_trip(tmp_path: Path):
@@ -178,3 +179,16 @@ def test_nothing_to_draw_is_an_error(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(DataError, match="holds no step"):
         draw_learning_curve(tmp_path)
+
+
+def test_no_setting_of_the_user_keeps_the_curve_from_being_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run_dir = tmp_path / "$x^"
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5, "time/step_s": 1.0}\n')
+    with matplotlib.rc_context({"text.usetex": True, "axes.prop_cycle": matplotlib.cycler(color=["red"])}):
+        try_learning_curve(run_dir)
+        assert matplotlib.rcParams["text.usetex"]
+    assert (run_dir / "learning_curve.png").stat().st_size > 1000 and capsys.readouterr().out == ""
+    (run_dir / "metrics.jsonl").unlink()
+    try_learning_curve(run_dir)
+    assert "learning_curve.png was not drawn: DataError: " in capsys.readouterr().out

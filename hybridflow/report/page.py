@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow import __version__
+from hybridflow.errors import ConfigError
 from hybridflow.observe.files import replace_file, writing
 from hybridflow.observe.rank_log import say
 from hybridflow.observe.report import REPORT_FILE
@@ -24,6 +25,9 @@ _ASSETS = Path(__file__).parent / "assets"
 _CHARTS = next(_ASSETS.glob("uplot-*"))
 _POINT_BYTES, _NUM_METRICS = 9, 100
 _CURVE_BYTES, _SAMPLE_BYTES, _TIMELINE_BYTES = 1_400_000, 2_200_000, 900_000
+_LEAST_POINTS, _MOST_POINTS = 40, 500
+_LEAST_SHARE = 2.0**-20
+"""With a smaller one no run has room for a sample."""
 
 
 PlannedOf = Callable[[Path], Any]
@@ -42,6 +46,7 @@ def write_report(run_dirs: Sequence[Path], path: Path, planned_of: PlannedOf) ->
         Its path.
 
     Raises:
+        ConfigError: There are too many runs for a page.
         DataError: A directory holds no run.
         CheckpointError: A file of a run is damaged.
         WriteError: The file system refuses.
@@ -49,10 +54,9 @@ def write_report(run_dirs: Sequence[Path], path: Path, planned_of: PlannedOf) ->
     """
     share = 1.0
     plans = [planned_of(run_dir) for run_dir in run_dirs]
-    page = _page(run_dirs, plans, share)
-    while len(page) > LARGEST_BYTES:
+    while len(page := _fill(data := _data(run_dirs, plans, share))) > LARGEST_BYTES:
+        _check_room(data, share)
         share /= 2
-        page = _page(run_dirs, plans, share)
     with writing(path, "give another file with --out"):
         replace_file(path, page)
     return path
@@ -66,11 +70,35 @@ def try_report(run_dir: Path, planned_of: PlannedOf) -> None:
         say(f"{run_dir / REPORT_FILE} was not written: {type(error).__name__}: {error}")
 
 
-def _page(run_dirs: Sequence[Path], plans: Sequence[Any], share: float) -> bytes:
-    """Return the page, with this share of what there is room for."""
+def _num_points(part: float) -> int:
+    """Return the most points of a curve, with this part of what there is room for."""
+    return max(_LEAST_POINTS, min(_MOST_POINTS, int(_CURVE_BYTES * part / _POINT_BYTES / _NUM_METRICS)))
+
+
+def _check_room(data: dict[str, Any], share: float) -> None:
+    """Refuse runs that are too many for a page, with the fewest points and without samples and timelines.
+
+    Args:
+        data: Of the page with this share, from which samples and timelines are taken out.
+        share: Of what there is room for.
+    """
+    runs = data["runs"]
+    if _num_points(share / len(runs)) > _LEAST_POINTS:
+        return
+    for step in (step for run in runs for step in run["steps"].values()):
+        step |= {"samples": None, "timeline": None}
+    if (size := len(_fill(data))) > LARGEST_BYTES or share < _LEAST_SHARE:
+        raise ConfigError(
+            f"{len(runs)} runs do not fit on one page of {LARGEST_BYTES / 10**6:g} MB; give fewer of them, about "
+            f"{max(1, len(runs) * LARGEST_BYTES // size)}"
+        )
+
+
+def _data(run_dirs: Sequence[Path], plans: Sequence[Any], share: float) -> dict[str, Any]:
+    """Return the data of the page, with this share of what there is room for."""
     part = share / len(run_dirs)
     budget = Budget(
-        points=max(40, min(500, int(_CURVE_BYTES * part / _POINT_BYTES / _NUM_METRICS))),
+        points=_num_points(part),
         sample_bytes=int(_SAMPLE_BYTES * part),
         timeline_bytes=int(_TIMELINE_BYTES * part),
     )
@@ -78,22 +106,21 @@ def _page(run_dirs: Sequence[Path], plans: Sequence[Any], share: float) -> bytes
     for run, label, plan in zip(runs, _labels(runs, run_dirs), plans, strict=True):
         run |= {"label": label, "planned": plan and asdict(plan)}
     metrics = {name for run in runs for kind in ("metrics", "sparse") for name in run["curves"][kind]}
-    data = {
+    return {
         "runs": runs,
         "panels": choose_panels(metrics),
         "differences": _differences(runs),
         "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "version": __version__,
     }
-    return _fill("hybridflow report: " + ", ".join(run["label"] for run in runs), data)
 
 
-def _fill(title: str, data: dict[str, Any]) -> bytes:
+def _fill(data: dict[str, Any]) -> bytes:
     """Return the template with everything in it. Nothing of a run is markup: its texts are in JSON alone."""
     # No text can end the element that holds it, or begin a comment.
     told = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = {
-        "title": html.escape(title),
+        "title": html.escape("hybridflow report: " + ", ".join(run["label"] for run in data["runs"])),
         "style": _asset(_CHARTS / "uPlot.min.css") + _asset(_ASSETS / "page.css"),
         "charts": _asset(_CHARTS / "uPlot.iife.min.js"),
         "program": _asset(_ASSETS / "page.js"),

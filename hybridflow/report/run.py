@@ -25,6 +25,7 @@ from hybridflow.observe.status import RunStatus, read_status
 from hybridflow.observe.timeline_file import StepTimeline, read_timeline
 from hybridflow.report.curves import curves, short
 from hybridflow.report.samples import Archive, has_archive, size_of
+from hybridflow.rollout.learned import LearnedIndex
 from hybridflow.rollout.rollouts_command import find_tokenizer
 from hybridflow.sections import read_yaml
 
@@ -136,8 +137,9 @@ def _of_steps(
         left_out.append(f"{len(chosen)} of {len(by_step)} steps can be shown one by one.")
     samples: dict[int, Any] = {}
     used = 0
+    learned = LearnedIndex(run_dir / "rollouts", chosen)
     for step in chosen:
-        found = None if archive is None else archive.groups(step)
+        found = None if archive is None else archive.groups(step, learned)
         if found is None:
             continue
         size = size_of(found)

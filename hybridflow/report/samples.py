@@ -13,7 +13,7 @@ import numpy as np
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.report.curves import short
 from hybridflow.rollout.archive import Archived, SegmentName, list_segments, read_places, read_rows
-from hybridflow.rollout.learned import Learned, read_learned
+from hybridflow.rollout.learned import Learned, LearnedIndex
 from hybridflow.rollout.texts import Texts
 
 _NUM_SAMPLES, _LEAST_SAMPLES, _NUM_RESPONSES = 24, 6, 8
@@ -70,8 +70,12 @@ class Archive:
             names = list({(name.first, name.last): name for name in reversed(names)}.values())
         return sorted({int(step) for name in names for step in np.unique(self._places_of(name)["step"])})
 
-    def groups(self, step: int) -> dict[str, Any] | None:
+    def groups(self, step: int, index: LearnedIndex) -> dict[str, Any] | None:
         """Return groups of a step as a JSON object; None: the archive has no sample of it.
+
+        Args:
+            step: The step.
+            index: Where what was learned in this step lies.
 
         Raises:
             CheckpointError: The archive is damaged.
@@ -92,21 +96,21 @@ class Archive:
         chosen = _choose_groups(groups, max(2, number // size))
         kept = [place for index in chosen for place in _choose_responses(groups[index], size)]
         samples = self._read(kept)
-        learned = read_learned(self._folder, {(step, place.prompt_index, place.index) for place in kept})
+        learned = index.find({(step, place.prompt_index, place.index) for place in kept})
         return {
             "num_groups": len(groups),
             "num_samples": len(places),
             "ranks": [len({name.rank for name in each}) for each in (opened, holding)],
             "groups": [
                 {
-                    "prompt_index": index,
-                    "num_samples": len(groups[index]),
-                    "mean": short(_mean([place.score for place in groups[index]])),
+                    "prompt_index": prompt_index,
+                    "num_samples": len(groups[prompt_index]),
+                    "mean": short(_mean([place.score for place in groups[prompt_index]])),
                     "prompt": self._tokens.texts(own[0].prompt),
-                    "responses": [self._response(each, learned.get((step, index, each.index))) for each in own],
+                    "responses": [self._response(each, learned.get((step, prompt_index, each.index))) for each in own],
                 }
-                for index in chosen
-                if (own := [each for each in samples if each.prompt_index == index])
+                for prompt_index in chosen
+                if (own := [each for each in samples if each.prompt_index == prompt_index])
             ],
         }
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridflow.data.arrays import read_arrays, read_slices, write_arrays
+from hybridflow.errors import CheckpointError
 from hybridflow.observe.files import writing
 from hybridflow.rollout.archive import Key, SegmentName, find_segments
 
@@ -87,26 +88,73 @@ def merge_learned(folder: Path, rank: int, last_step: int) -> None:
             (folder / _FOLDER / str(name)).unlink()
 
 
+class LearnedIndex:
+    """Where what was learned in some steps lies. Each file's list of samples is read once, for all look-ups.
+
+    Args:
+        folder: Folder of the archive.
+        steps: The steps.
+
+    Raises:
+        CheckpointError: A file is damaged.
+    """
+
+    def __init__(self, folder: Path, steps: Collection[int]) -> None:
+        self._folder, self._steps = folder / _FOLDER, sorted(steps)
+        self._samples = self._look()
+
+    def find(self, keys: Collection[Key]) -> dict[Key, Learned]:
+        """Return what was learned from samples of these steps, as far as it is there.
+
+        Raises:
+            CheckpointError: A file is damaged.
+        """
+        try:
+            return self._find(keys)
+        except CheckpointError:
+            if all((self._folder / str(name)).exists() for name in self._samples):
+                raise
+            # The run goes on, and has put files of single steps into one.
+            self._samples = self._look()
+            return self._find(keys)
+
+    def _look(self) -> dict[SegmentName, dict[str, Any]]:
+        found = {}
+        for name in find_segments(self._folder):
+            if any(name.holds(step) for step in self._steps):
+                samples = read_arrays(self._folder / str(name), _SAMPLE_TYPES, _FORMAT)
+                samples["end"] = np.cumsum(samples["length"])
+                rows = np.flatnonzero(np.isin(samples["step"], self._steps))
+                found[name] = {kind: column[rows] for kind, column in samples.items()}
+        return found
+
+    def _find(self, keys: Collection[Key]) -> dict[Key, Learned]:
+        steps, prompts = ([key[place] for key in keys] for place in (0, 1))
+        found: dict[Key, Learned] = {}
+        for name, samples in self._samples.items():
+            # Few of many samples are asked for, and only these are looked at one by one.
+            rows = np.flatnonzero(np.isin(samples["step"], steps) & np.isin(samples["prompt_index"], prompts))
+            places = [samples[kind][rows].tolist() for kind in ("step", "prompt_index", "index", "length", "end")]
+            wanted = {
+                (step, prompt_index, index): slice(end - length, end)
+                for step, prompt_index, index, length, end in zip(*places, strict=True)
+                if (step, prompt_index, index) in keys
+            }
+            if wanted:
+                slices = {kind: (dtype, list(wanted.values())) for kind, dtype in _TOKEN_TYPES.items()}
+                tokens = read_slices(self._folder / str(name), slices, _FORMAT)
+                columns = zip(tokens["advantages"], tokens["old_log_probs"], strict=True)
+                found |= {key: Learned(*own) for key, own in zip(wanted, columns, strict=True)}
+        return found
+
+
 def read_learned(folder: Path, keys: Collection[Key]) -> dict[Key, Learned]:
     """Return what was learned from samples, by step, prompt index and index, as far as it is there.
 
     Raises:
         CheckpointError: A file is damaged.
     """
-    found: dict[Key, Learned] = {}
-    for name in find_segments(folder / _FOLDER):
-        if not any(name.holds(step) for step, *_ in keys):
-            continue
-        path = folder / _FOLDER / str(name)
-        samples = read_arrays(path, _SAMPLE_TYPES, _FORMAT)
-        ends = np.cumsum(samples["length"])
-        places = zip(samples["step"].tolist(), samples["prompt_index"].tolist(), samples["index"].tolist(), strict=True)
-        wanted = {key: row for row, key in enumerate(places) if key in keys}
-        parts = [slice(int(ends[row] - samples["length"][row]), int(ends[row])) for row in wanted.values()]
-        tokens = read_slices(path, {kind: (dtype, parts) for kind, dtype in _TOKEN_TYPES.items()}, _FORMAT)
-        columns = zip(tokens["advantages"], tokens["old_log_probs"], strict=True)
-        found |= {key: Learned(*own) for key, own in zip(wanted, columns, strict=True)}
-    return found
+    return LearnedIndex(folder, {step for step, *_ in keys}).find(keys)
 
 
 def drop_learned(folder: Path, *, after: int | None) -> None:

@@ -46,8 +46,8 @@
     if (seconds === null || seconds === undefined) return "–";
     if (seconds > 0 && seconds < 0.1) return `${number(seconds * 1000, 3)} ms`;
     if (seconds < 60) return `${number(seconds, 3)} s`;
-    const minutes = Math.floor(seconds / 60);
-    if (minutes < 60) return `${minutes} min ${Math.round(seconds % 60)} s`;
+    const whole = Math.round(seconds), minutes = Math.floor(whole / 60);
+    if (minutes < 60) return `${minutes} min ${whole % 60} s`;
     const hours = Math.floor(minutes / 60);
     return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
   }

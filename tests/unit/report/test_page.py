@@ -55,9 +55,11 @@ def test_a_card_says_accuracy_in_percent_as_the_console_does(browser: Any, pages
         assert "held-out accuracy\n25.0% → 100.0%" in text(page, "#runs .card")
     run_dir = write_run(tmp_path / "scored", num_steps=1, is_done=False, has_archive=False)
     write_summary(run_dir, {"steps": 1, "score_before_rl": -0.5, "score_after_rl": 1.25})
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "time/step_s": 119.7}\n')
     path = write_report([run_dir], tmp_path / "scored.html", no_plan)
     with opened(browser, path) as page:
         assert "held-out score\n-0.5 → 1.25" in text(page, "#runs .card")
+        assert "recent step\n2 min 0 s" in text(page, "#runs .card")
 
 
 def test_steps_are_reached_by_keyboard(browser: Any, pages: dict[str, Path]):

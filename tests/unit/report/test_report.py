@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 
 from hybridflow import cli
 from hybridflow.data.tokenizer import open_tokenizer
+from hybridflow.errors import ConfigError
 from hybridflow.observe.starts import StartRecord, add_start
 from hybridflow.report.curves import curves
 from hybridflow.report.page import LARGEST_BYTES, try_report, write_report
 from hybridflow.report.panels import choose_panels
 from hybridflow.report.run import Budget, describe_run, spread_steps
 from hybridflow.report.samples import Archive, size_of
+from hybridflow.rollout.learned import LearnedIndex
 from tests.support.report_runs import HOSTILE, data_of, metrics_of, write_archive, write_run, write_timeline
 
 PLENTY = Budget(points=500, sample_bytes=10**6, timeline_bytes=10**6)
@@ -137,7 +139,8 @@ def test_a_long_run_of_many_ranks_fits(tmp_path: Path):
 
 def test_without_room_both_ends_and_the_extremes_come_first(run_dir: Path):
     # With so little room a step has as few samples as it may have.
-    samples = size_of(Archive(run_dir, open_tokenizer(run_dir), step_bytes=0).groups(6))
+    archive = Archive(run_dir, open_tokenizer(run_dir), step_bytes=0)
+    samples = size_of(archive.groups(6, LearnedIndex(run_dir / "rollouts", [6])))
     timeline = size_of(describe_run(run_dir, PLENTY)["steps"]["6"]["timeline"])
     room = Budget(points=3, sample_bytes=samples * 5 // 2, timeline_bytes=timeline * 5 // 2)
     found = describe_run(run_dir, room)
@@ -147,6 +150,16 @@ def test_without_room_both_ends_and_the_extremes_come_first(run_dir: Path):
     assert found["curves"]["steps"] == [1, 5, 6]
     told = " ".join(found["left_out"])
     assert all(word in told for word in ("up to 4 of the 6", "Samples of 2 of 6 steps", "Timelines of 2 steps"))
+
+
+def test_too_many_runs_for_a_page_are_refused(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    size = write_report([run_dir], tmp_path / "page.html", no_plan).stat().st_size
+    # Samples and timelines are left out for it, and the rest of the page is there.
+    monkeypatch.setattr("hybridflow.report.page.LARGEST_BYTES", size - 5000)
+    assert write_report([run_dir], tmp_path / "page.html", no_plan).stat().st_size <= size - 5000
+    monkeypatch.setattr("hybridflow.report.page.LARGEST_BYTES", 1000)
+    with pytest.raises(ConfigError, match="2 runs do not fit on one page of 0.001 MB; give fewer of them, about 1"):
+        write_report([run_dir, run_dir], tmp_path / "page.html", no_plan)
 
 
 def test_a_long_curve_keeps_both_ends_and_means_between():

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from hybridflow.data.arrays import read_arrays
 from hybridflow.recipe.load import load_recipe
-from hybridflow.rollout.learned import Learned, drop_learned, merge_learned, read_learned, write_learned
+from hybridflow.rollout.learned import Learned, LearnedIndex, drop_learned, merge_learned, read_learned, write_learned
 from hybridflow.trainer.plan import training_step
 
 
@@ -88,3 +89,22 @@ def test_an_archive_has_the_trainer_s_log_probs_where_a_step_computes_them(archi
     step = training_step(load_recipe("async", one_update))
     (advantage,) = [node for node in step.flow.nodes() if node.role == "advantage"]
     assert ("old_log_probs" in advantage.reads) == is_read and "ref_log_probs" not in advantage.reads
+
+
+def test_a_list_of_samples_is_read_once_and_anew_where_the_run_has_merged_files(tmp_path, monkeypatch):
+    write(tmp_path)
+    write(tmp_path, rank=1)
+    opened = []
+
+    def read(path, *args):
+        opened.append(path.name)
+        return read_arrays(path, *args)
+
+    monkeypatch.setattr("hybridflow.rollout.learned.read_arrays", read)
+    index = LearnedIndex(tmp_path, [1, 3])
+    for _ in range(2):
+        assert index.find({(3, 30, 2)})[3, 30, 2].advantages.tolist() == [-3]
+    assert len(opened) == len(set(opened)) == 4 and index.find({(2, 20, 0)}) == {}
+    merge_learned(tmp_path, 0, 3)
+    merge_learned(tmp_path, 1, 3)
+    assert index.find({(1, 10, 0), (3, 30, 2)}).keys() == {(1, 10, 0), (3, 30, 2)}

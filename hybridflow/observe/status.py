@@ -24,7 +24,8 @@ from hybridflow.observe.starts import STARTS_FILE, StartRecord, read_starts
 from hybridflow.observe.status_file import SILENT_AFTER_S, STATUS_FILE
 
 _RECENT_STEPS = 20
-_TAIL_BYTES = 2**18
+_TAIL_BYTES, _SEARCHED_BYTES = 2**18, 2**23
+"""Of a long file so much is read for the recent steps, and at most so much for the last validation."""
 
 _FILES = (METRICS_FILE, STATUS_FILE, STARTS_FILE, SUMMARY_FILE)
 
@@ -47,7 +48,7 @@ class RunStatus:
         reward: Mean reward of the last step.
         score: Mean score of the last validation; of preferences, the share of pairs in the right order.
         is_accuracy: Whether that is a share of right responses or pairs.
-        tokens_per_s: Prompts and responses, mean of the last 20 steps.
+        tokens_per_s: Prompts and responses of the last 20 steps, over their time.
         step_s: Mean length of the last 20 steps.
         phases_s: Mean of the same steps' ``time/<phase>_s``.
         left_s: Time to the last step at this pace.
@@ -213,6 +214,8 @@ def _progress(run_dir: Path, told: _Values, summary: _Values) -> dict[str, Any]:
     last = rows[-1] if rows else told
     step, steps = last.integer("step"), told.integer("steps")
     score, is_accuracy = _last_score([*rows, summary])
+    if score is None:
+        score, is_accuracy = _last_score([_Values(_last_validated(run_dir / METRICS_FILE))])
     return {
         # A job that has just begun has not told of any.
         "step": 0 if steps is not None and step is None else step,
@@ -220,7 +223,7 @@ def _progress(run_dir: Path, told: _Values, summary: _Values) -> dict[str, Any]:
         "reward": last.number("reward/mean"),
         "score": score,
         "is_accuracy": is_accuracy,
-        "tokens_per_s": _mean([row.number("throughput/tokens_per_s") for row in recent]),
+        "tokens_per_s": _rate(recent),
         "step_s": _mean([row.number("time/step_s") for row in recent]),
         "phases_s": {name: fmean(each.get(name, 0.0) for each in phases) for name in names},
     }
@@ -264,6 +267,14 @@ def _of_starts(run_dir: Path, starts: list[StartRecord], now_s: float) -> dict[s
 def _age(then_s: float | None, now_s: float) -> float | None:
     """Return how long ago a time was; another node's clock may be ahead of this one's."""
     return None if then_s is None else max(0.0, now_s - then_s)
+
+
+def _rate(rows: Sequence[_Values]) -> float | None:
+    """Return the tokens of steps over their seconds; a mean of the steps' rates would count short steps too much."""
+    steps = [(row.number("batch/num_tokens"), row.number("time/step_s")) for row in rows]
+    known = [(tokens, step_s) for tokens, step_s in steps if tokens is not None and step_s is not None]
+    seconds = sum(step_s for _, step_s in known)
+    return sum(tokens for tokens, _ in known) / seconds if seconds > 0 else None
 
 
 def _mean(values: list[float | None]) -> float | None:
@@ -312,13 +323,26 @@ def _object(text: str) -> dict[str, Any]:
 
 def _last_rows(path: Path) -> list[dict[str, Any]]:
     """Read the last steps that are recorded whole; of a long file only its end is read."""
+    lines = _tail(path, _TAIL_BYTES).decode(errors="replace").split("\n")[:-1]
+    return [row for row in json_objects(lines) if _Values(row).integer("step") is not None]
+
+
+def _last_validated(path: Path) -> dict[str, Any]:
+    """Read the last step with a validation, as far back as the file is searched; empty: there is none."""
+    text = _tail(path, _SEARCHED_BYTES)
+    place = max(text.rfind(name) for name in (b'"validation/accuracy"', b'"validation/score"'))
+    line = text[text.rfind(b"\n", 0, max(0, place)) + 1 :].partition(b"\n")[0]
+    return _object(line.decode(errors="replace")) if place >= 0 else {}
+
+
+def _tail(path: Path, num_bytes: int) -> bytes:
+    """Read the end of a file; empty where there is none."""
     if not path.is_file():
-        return []
+        return b""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").split("\n")[:-1]
+            file.seek(max(0, size - num_bytes))
+            return file.read()
     except (FileNotFoundError, IsADirectoryError):
-        return []
-    return [row for row in json_objects(lines) if _Values(row).integer("step") is not None]
+        return b""

@@ -36,7 +36,7 @@ def write_run(run_dir: Path, *, num_steps: int = 3) -> None:
     )
     lines = []
     for step in range(1, num_steps + 1):
-        times = {"time/step_s": 2.0 * step, "time/rollout_s": 1.0 * step, "throughput/tokens_per_s": 100.0 * step}
+        times = {"time/step_s": 2.0 * step, "time/rollout_s": 1.0 * step, "batch/num_tokens": 200.0 * step**2}
         accuracy = {"validation/accuracy": 0.25} if step == 2 else {}
         lines.append(json.dumps({"step": step, "reward/mean": step / 10, **times, **accuracy}) + "\n")
     (run_dir / "metrics.jsonl").write_text("".join(lines))
@@ -68,8 +68,8 @@ def test_a_running_job(run_dir: Path):
     assert asdict(status) == {
         **{"run": str(run_dir), "state": "running", "activity": "actor.sample", "activity_age_s": 8, "sign_age_s": 2},
         **{"step": 3, "steps": 10, "reward": 0.3, "score": 0.25, "is_accuracy": True},
-        # Means of 2, 4, 6 s; of 1, 2, 3 s; of 100, 200, 300. Seven steps are left.
-        **{"step_s": 4, "phases_s": {"rollout": 2}, "tokens_per_s": 200, "left_s": 28, "job_left_s": 60},
+        # Means of 2, 4, 6 s; of 1, 2, 3 s; 200 + 800 + 1800 tokens in 12 s. Seven steps are left.
+        **{"step_s": 4, "phases_s": {"rollout": 2}, "tokens_per_s": 2800 / 12, "left_s": 28, "job_left_s": 60},
         **{"starts": 2, "restarts": 1, "slurm_restarts": 1, "start_age_s": 40, "end_age_s": None, "start_step": 1},
         **{"last_end": "killed", "ranks": 2, "hosts": ("a",), "job_id": "17"},
         **{"saved_step": 2, "saved_age_s": 20, "best_step": 1, "cause": None, "logs": None},
@@ -78,7 +78,7 @@ def test_a_running_job(run_dir: Path):
         f"{run_dir}: running: actor.sample, for 8 s",
         "  step    3 of 10",
         "  reward  0.300, held-out accuracy 25.0%",
-        "  speed   200 tokens/s, 4.00 s a step: rollout 2.00",
+        "  speed   233 tokens/s, 4.00 s a step: rollout 2.00",
         "  left    28 s at this pace, 1 min 0 s of the job's time",
         "  saved   step 2, 20 s ago; the best is step 1",
         "  starts  2, the last 40 s ago from step 1 on 2 ranks of a; job 17, restarted 1 times by Slurm",
@@ -155,6 +155,9 @@ def test_of_a_long_run_only_the_end_is_read(run_dir: Path, monkeypatch: pytest.M
     monkeypatch.setattr("hybridflow.observe.status._TAIL_BYTES", 150)
     status = read_status(run_dir, BEGAN_S + 40)
     assert (status.step, status.step_s) == (3, 6)  # the last line alone is whole
+    assert (status.score, status.is_accuracy) == (0.25, True)  # looked for further back
+    monkeypatch.setattr("hybridflow.observe.status._SEARCHED_BYTES", 150)
+    assert read_status(run_dir, BEGAN_S + 40).score is None
 
 
 def test_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

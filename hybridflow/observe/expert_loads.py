@@ -6,13 +6,15 @@ A file of its own, since a model has thousands of experts: too many for a line o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from hybridflow.observe.files import json_objects, replace_file, writing
+from hybridflow.observe.files import replace_by_pieces, writing
 
 EXPERT_LOADS_FILE = "expert_loads.jsonl"
 _STATISTIC = "expert_load/"
+_WHOLE_LINE = re.compile(rb'\{"step":([0-9]{1,18}),"loads":\{[^{}]*\}\}\n')
 
 Loads = Mapping[int, Sequence[float]]
 """Layer -> each expert's tokens over the mean of its layer. Layers without experts are left out."""
@@ -49,10 +51,7 @@ class ExpertLoadsFile:
         with writing(self._path):
             if not self._path.exists():
                 return
-            last = 0 if resumed_step is None else resumed_step
-            rows = json_objects(self._path.read_text(encoding="utf-8", errors="replace").splitlines())
-            kept = [row for row in rows if type(row.get("step")) is int and row["step"] <= last]
-            replace_file(self._path, "".join(map(_line, kept)).encode())
+            replace_by_pieces(self._path, self._lines_up_to(0 if resumed_step is None else resumed_step))
 
     def write(self, step: int, loads: Loads) -> None:
         """Add a step's loads, if there are any.
@@ -64,8 +63,12 @@ class ExpertLoadsFile:
             return
         rounded = {str(layer): [round(share, 4) for share in shares] for layer, shares in sorted(loads.items())}
         with writing(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.write(_line({"step": step, "loads": rounded}))
+            file.write(json.dumps({"step": step, "loads": rounded}, separators=(",", ":")) + "\n")
 
-
-def _line(row: Mapping[str, object]) -> str:
-    return json.dumps(row, separators=(",", ":")) + "\n"
+    def _lines_up_to(self, last: int) -> Iterator[bytes]:
+        """Yield the lines of the steps up to one, as they are; a line that a kill has cut short is left out."""
+        with self._path.open("rb") as file:
+            for line in file:
+                match = _WHOLE_LINE.fullmatch(line)
+                if match is not None and int(match[1]) <= last:
+                    yield line

@@ -36,6 +36,7 @@ from hybridflow.data.rollout_log import (
     unpack_response,
 )
 from hybridflow.errors import WriteError
+from hybridflow.observe.rank_log import say
 from hybridflow.placement.job import Job
 from hybridflow.rollout import archive
 from hybridflow.rollout.learned import drop_learned, merge_learned
@@ -158,7 +159,7 @@ class RolloutLog:
             WriteError: The file system refuses.
         """
         for line in archive.join_segments(self._folder):
-            print(line, flush=True)
+            say(line)
 
     def _look(self) -> list[LogName]:
         """Return the existing logs, after removing what does not belong to the run at this step."""
@@ -185,7 +186,7 @@ class RolloutLog:
             try:
                 log = read_log(self._logs / str(name))
             except OSError as error:
-                print(f"{self._logs / str(name)}: cannot be read, and is not used: {error}", flush=True)
+                say(f"{self._logs / str(name)}: cannot be read, and is not used: {error}")
                 continue
             if log is None or log.header != self._header(step):
                 continue

@@ -13,6 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hybridflow.config.recipe import Recipe
+from hybridflow.observe.rank_log import say
 from hybridflow.observe.timeline import Timeline
 from hybridflow.observe.timeline_file import TRACE_DIR
 
@@ -69,7 +70,7 @@ class Profiler:
                 aside.unlink(missing_ok=True)
             print(f"hybridflow: rank {self._rank}: {path}: not written: {error}", file=sys.stderr, flush=True)
         else:
-            print(f"rank {self._rank}: wrote {path}", flush=True)
+            say(f"rank {self._rank}: wrote {path}")
         finally:
             _free(running)
 

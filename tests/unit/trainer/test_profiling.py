@@ -33,8 +33,13 @@ def trace_steps(run_dir: Path, *overrides: str, rank: int = 0) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
-def test_a_chosen_step_alone_is_traced(tmp_path: Path):
+def test_a_chosen_step_alone_is_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("HYBRIDFLOW_LOG", "json")
     assert trace_steps(tmp_path, "profile.steps=[2, 4]") == [NAME]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["message"] == f"rank 0: wrote {tmp_path / 'trace' / NAME}"
     events = json.loads(gzip.decompress((tmp_path / "trace" / NAME).read_bytes()))["traceEvents"]
     names = {event["name"] for event in events}
     assert {"call 2", "aten::add"} <= names and not {"call 1", "call 3"} & names

@@ -18,10 +18,12 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import hybridflow
 from hybridflow.errors import ConfigError
+from hybridflow.rewards.notation import formula_of, is_formula, is_marked, to_latex, with_marks
 from hybridflow.rewards.sample import Sample, Unscored
 
 _START_S = 60.0
@@ -30,11 +32,11 @@ _LAST_S = 0.2
 """So long a worker that ends by itself may take to be gone."""
 _MEMORY_BYTES = 4 << 30
 _UNREADABLE = "unreadable"
-_MARKS = re.compile(r"\n|\$|\\[(\[]|\\boxed")
-"""What is before LaTeX in a text, or between lines of it."""
-_COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mbox|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+")
-_WORD = re.compile(r"[A-Za-z]{2}|\d\s+[A-Za-z]")
-"""A word, or a unit behind a number."""
+_LETTERS = re.compile(r"[\d\s}][A-Za-z]+$")
+"""Letters at the end of a formula, where the library may take them for a unit."""
+_NUMBER_AND_LETTER = re.compile(r"-?[\d.,]+ ?[A-Za-z]")
+_PARTED = re.compile(r"[\\^]|\d[A-Za-z]|,\s*\S")
+"""What is in formulas of which the library takes one number if they have no marks."""
 
 
 class Maths:
@@ -72,7 +74,8 @@ class Maths:
         self._idle.append(worker)
         if found == _UNREADABLE:
             raise Unscored(
-                f"the answer {sample.answer_text[:100]!r} is no expression; give LaTeX or a number", is_final=True
+                f"the answer {sample.answer_text[:100]!r} is not one expression; give LaTeX or a number",
+                is_final=True,
             )
         return [float(found == "equal")]
 
@@ -153,21 +156,14 @@ def main() -> None:
 
 
 def compare(answer: str, response: str) -> str:
-    """Return ``equal``, ``different``, or ``unreadable`` if the answer has no expression."""
-    from math_verify import parse, verify
+    """Return ``equal``, ``different``, or ``unreadable`` if the answer has no expression, or is not read as a whole."""
+    from math_verify import verify
 
-    def read(text: str) -> list[object]:
-        found: list[object] = parse(text, parsing_timeout=None)
-        return found
-
-    right = (read(_boxed(answer)) if _is_formula(answer) else []) or read(answer) or read(f"${answer}$")
+    right, has_units = _right(to_latex(answer))
     if not right:
         return _UNREADABLE
     try:
-        said = [read(_boxed(response))] if _is_formula(response) else []
-        # Of a formula in LaTeX it would take one number.
-        if not said or not re.search(r"[\\^]", response):
-            said.append(read(response))
+        said = _said(to_latex(response), has_units)
         is_equal = any(each and verify(right, each, timeout_seconds=None) for each in said)
         return "equal" if is_equal else "different"
     # What a response says may make an algebra system fail in any way.
@@ -175,17 +171,40 @@ def compare(answer: str, response: str) -> str:
         return "different"
 
 
-def _is_formula(text: str) -> bool:
-    """Return whether a text is one formula: no words or units, and no marks that tell where LaTeX begins."""
-    is_plain = text.replace("°", "").isascii() and _MARKS.search(text.strip()) is None
-    return is_plain and _WORD.search(_COMMAND.sub(" ", text)) is None
+def _right(answer: str) -> tuple[list[object], bool]:
+    """Return the expression of an answer, and whether letters at the end of expressions are units."""
+    if is_marked(answer):
+        return _read(answer) or _read(f"${answer}$"), True
+    formula = formula_of(answer)
+    if not formula:
+        return [] if formula is None else _read(f"${answer}$"), True
+    is_product = is_formula(answer) and _LETTERS.search(formula) and not _NUMBER_AND_LETTER.fullmatch(formula)
+    return _read(_boxed(formula), has_units=not is_product), not is_product
+
+
+def _said(response: str, has_units: bool) -> list[list[object]]:
+    """Return the expressions that a response may mean."""
+    formula = formula_of(response) if is_formula(response) else None
+    said = [_read(_boxed(formula), has_units=has_units)] if formula else []
+    if not formula or not _PARTED.search(formula):
+        said.append(_read(with_marks(response), has_units=has_units))
+    return said
+
+
+def _read(text: str, *, has_units: bool = True) -> list[object]:
+    """Return the last expression of a text and its LaTeX, or nothing."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    latex = LatexExtractionConfig()
+    if not has_units:
+        latex = replace(latex, normalization_config=replace(latex.normalization_config, units=False))
+    found: list[object] = parse(text, [latex, ExprExtractionConfig()], parsing_timeout=None)
+    return found
 
 
 def _boxed(formula: str) -> str:
     """Return a formula with marks. Without them the library may take one number of it, such as the 3 of 3 pi."""
-    bare = formula.strip().rstrip(".").replace("°", r"^\circ")
-    bare = re.sub(r"(?<=\d) (?=\d{3}(?!\d))", "", bare)
-    return rf"\boxed{{{bare}}}"
+    return rf"\boxed{{{formula}}}"
 
 
 if __name__ == "__main__":

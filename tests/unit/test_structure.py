@@ -116,6 +116,7 @@ LIGHT = [
         "rewards.confine",
         "rewards.asserts",
         "rewards.code",
+        "rewards.notation",
         "rewards.maths",
         "rewards.kinds",
         "recipe.inputs",

@@ -28,6 +28,80 @@ def sample(response, answer):
     return Sample(prompt="", response=response, answer=answer, place="data.jsonl:7")
 
 
+NOTATIONS = [
+    (r"\boxed{2\pi}", "2π", 1),
+    (r"\boxed{2}", "2π", 0),
+    ("It is 2π.", "2π", 1),
+    ("It is 2π.", "2", 0),
+    (r"\boxed{2\pi}", "2pi", 1),
+    (r"\boxed{10^5}", "10⁵", 1),
+    (r"\boxed{10}", "10⁵", 0),
+    (r"\boxed{12}", "3×4", 1),
+    (r"\boxed{3}", "3×4", 0),
+    ("So 3 × 4 = 12.", "12", 1),
+    (r"\boxed{x\le 3}", "x ≤ 3", 1),
+    (r"\boxed{3}", "x ≤ 3", 0),
+    (r"\boxed{3\sqrt{2}}", "3√2", 1),
+    (r"\boxed{3}", "3√2", 0),
+    ("**Answer: 3√2**", "3√2", 1),
+    (r"so 3\sqrt{2} (a surd)", "3√2", 1),
+    (r"\sqrt{2}", "√2", 1),
+    (r"\boxed{2}", "√(2 + 2)", 1),
+    (r"\boxed{2}", "2×10⁵", 0),
+    ("It is 2 × 10⁵.", "200000", 1),
+    (r"3+2\sqrt{5}", "3 + 2√5", 1),
+    (r"\boxed{3, -3}", "±3", 1),
+    (r"\boxed{(-\infty, 3] \cup [5, \infty)}", "(−∞, 3] ∪ [5, ∞)", 1),
+    (r"\boxed{2.5}", "2½ cups", 1),
+    ("It is 2½ cups.", "3 1/2", 0),
+    (r"\boxed{3 1/2}", "3.5", 1),
+    (r"\boxed{25\pi}", "25π cm²", 1),
+    (r"\boxed{25}", "25π cm²", 0),
+    (r"\boxed{90°}", "90", 1),
+    ("30", "30°C", 1),
+    # All values that are joined by words count.
+    (r"\boxed{2, 3}", "x=2 or x=3", 1),
+    (r"\boxed{3}", "x=2 or x=3", 0),
+    (r"\boxed{2, 3}", "2 and 3", 1),
+    ("2 and 3", "3", 0),
+    # Letters behind a number are variables, unless they are a unit.
+    (r"\boxed{2xy}", "2xy", 1),
+    (r"\boxed{2}", "2xy", 0),
+    ("2xy", "2", 0),
+    (r"\boxed{2}", "2ab", 0),
+    (r"\boxed{c + x}", "x + c", 1),
+    (r"\boxed{x + d}", "x + c", 0),
+    (r"\boxed{3x^2+1}", "3 x^2 + 1", 1),
+    (r"\boxed{18 dollars}", "18", 1),
+    ("18", "The answer is 18.", 1),
+    ("18", "9 * 2 = 18\n#### 18", 1),
+    (r"\boxed{Team A}", "Team A", 1),
+    # Signs, digits in groups and powers of ten.
+    ("The answer is −5.", "-5", 1),
+    ("x = −3", "-3", 1),
+    ("They owe -$5", "-5", 1),
+    (r"They pay \$1,250.", "1250", 1),
+    (r"\boxed{1\,000}", "1000", 1),
+    (r"\boxed{1 000}", "1000", 1),
+    ("1 000", "1 000", 1),
+    (r"\boxed{1\,234\,567}", "1,234,567", 1),
+    ("It is 1e5.", "100000", 1),
+    ("1e5", "1", 0),
+    (r"\boxed{2.5e-3}", "0.0025", 1),
+]
+DOLLARS = [
+    r"The answer is \$18.",
+    r"**Answer: \$18**",
+    r"9 * \$2 = \$18 per day.",
+    "US$18",
+    "It costs $5 + $13 = $18",
+    "She has $5 and then $13, so $18.",
+    "$x$ costs $18.",
+    r"\[9 \times \$2 = \boxed{\$18}\]",
+    r"so $9 \times 2 = 18 $",
+]
+
+
 @pytest.mark.parametrize(
     ("response", "answer", "score"),
     [
@@ -69,15 +143,22 @@ def sample(response, answer):
         (r"\boxed{5}", "5元", 1),
         (r"\boxed{10}", "10 a.m.", 1),
         (r"\boxed{50}", "60 km/h", 0),
+        *NOTATIONS,
+        *((text, "18", 1) for text in DOLLARS),
     ],
 )
 def test_what_is_equal(made, response, answer, score):
     assert made.scores([sample(response, answer)]) == [score]
 
 
-def test_an_answer_that_is_none_is_a_failure(made):
-    with pytest.raises(RewardError, match="data.jsonl:7 .*is no expression; give LaTeX or a number"):
-        made.scores([sample("4", "")])
+UNREADABLE = ["", "3 million", "5:30 p.m.", "2 hours 30 minutes", r"2\text{ hours }30\text{ minutes}", "5 3", "3–5"]
+UNREADABLE += ["3 or more apples", "18 apples and 3 pears", "max(3, 4)", "3 squared", "18-year-old", "→ 3", "5' 3\""]
+
+
+@pytest.mark.parametrize("answer", UNREADABLE)
+def test_an_answer_that_is_none_or_would_be_read_in_part_is_a_failure(made, answer):
+    with pytest.raises(RewardError, match="data.jsonl:7 .*is not one expression; give LaTeX or a number"):
+        made.scores([sample("3", answer)])
 
 
 def test_what_takes_for_ever_is_not_equal_and_the_others_go_on():

@@ -58,7 +58,10 @@ class CodeTests:
         return self._run(["-c", _ASSERTS.read_text(encoding="utf-8")], program, tests, limits).status == 0
 
     def _prints(self, program: str, given: str, expected: str) -> bool:
-        ended = self._run([_NAME], program, given, self._settings)
+        expected_kib = len(expected.encode("utf-8", "surrogatepass")) >> 10
+        # Twice as much leaves room for spaces at the ends of lines.
+        limits = replace(self._settings, output_kib=max(self._settings.output_kib, 2 * (expected_kib + 1)))
+        ended = self._run([_NAME], program, given, limits)
         return ended.status == 0 and _stripped(ended.stdout) == _stripped(expected)
 
     def _run(self, arguments: list[str], program: str, given: str, limits: SandboxConfig) -> Ended:

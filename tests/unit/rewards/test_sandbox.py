@@ -909,6 +909,7 @@ def test_what_is_to_be_read_must_be_there(tmp_path):
 ADD = "def add(a, b):\n    return a + b\n"
 ASSERTS = "assert add(1, 2) == 3\nassert add('a', 'b') == 'ab'"
 CASES = json.dumps([{"input": "1 2\n", "output": "3\n"}, {"input": "2 2\n", "output": "4"}])
+LONG = json.dumps([{"input": "", "output": "y\n" * 40000}])
 SUM = "print(sum(map(int, input().split())))"
 
 
@@ -931,6 +932,10 @@ SUM = "print(sum(map(int, input().split())))"
         (f"{SUM}\nprint()", CASES, 1),
         ("input()\nprint(3)", CASES, 0),
         (f"{SUM}\nraise SystemExit(1)", CASES, 0),
+        # An expected output above output_kib raises that limit.
+        ("print('y \\n' * 40000)", LONG, 1),
+        ("print('y \\n' * 40001)", LONG, 0),
+        ("print('y' * (1 << 20))", CASES, 0),
         ("import time\ntime.sleep(100)", CASES, 0),
         ("\ud800", ASSERTS, 0),
     ],

@@ -50,7 +50,7 @@ class JudgeConfig:
     template: str
     model: str | None = None
     auth_env: Variable | None = field(default=None, metadata=MAY_CHANGE)
-    pattern: str = r"(?i)score\D{0,20}?([-+]?\d+(?:\.\d+)?)"
+    pattern: str = r"""(?i)score[*"'\s]*(?:\([^()\n]*\)[*"'\s]*)?[:=][*"'\s]*([-+]?\d*\.?\d+)"""
     low: Score = 0.0
     high: Score = 10.0
     max_new_tokens: Count = 512

@@ -115,7 +115,23 @@ class Judge:
         }
         if settings.model is not None:
             body["model"] = settings.model
-        return [self._number(_said(self.endpoint.post(_JUDGE_PATH, body)))]
+        return [self._number(self._said(self.endpoint.post(_JUDGE_PATH, body)))]
+
+    def _said(self, answer: Any) -> str:
+        """Return the text of a chat completion."""
+        try:
+            choice = answer["choices"][0]
+            text, is_cut = choice["message"]["content"], choice.get("finish_reason") == "length"
+        except (TypeError, KeyError, IndexError, AttributeError):
+            text, is_cut = None, False
+        if is_cut:
+            raise Unscored(
+                f"the judge's answer was cut at judge.max_new_tokens={self.settings.max_new_tokens}; raise it, or ask "
+                "for a shorter answer in judge.template"
+            )
+        if not isinstance(text, str):
+            raise Unscored(f"answered {str(answer)[:200]!r}; expected a chat completion with a text")
+        return text
 
     def _number(self, text: str) -> float:
         """Return the number in the last match of the pattern."""
@@ -129,14 +145,3 @@ class Judge:
                 f"the judge said {number:g}; expected a number from {self.settings.low:g} to {self.settings.high:g}"
             )
         return number
-
-
-def _said(answer: Any) -> str:
-    """Return the text of a chat completion."""
-    try:
-        text = answer["choices"][0]["message"]["content"]
-    except (TypeError, KeyError, IndexError):
-        text = None
-    if not isinstance(text, str):
-        raise Unscored(f"answered {str(answer)[:200]!r}; expected a chat completion with a text")
-    return text

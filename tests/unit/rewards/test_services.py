@@ -204,8 +204,8 @@ def test_a_secret_is_told_to_the_service_alone(serve, monkeypatch):
         service(serve(lambda asked, number: None), made={"auth_env": "SCORER_TOKEN"})
 
 
-def said(text):
-    return ok({"choices": [{"message": {"role": "assistant", "content": text}}]})
+def said(text, finish_reason="stop"):
+    return ok({"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": finish_reason}]})
 
 
 def test_a_judge_is_asked_with_the_template(serve):
@@ -222,9 +222,32 @@ def test_a_judge_is_asked_with_the_template(serve):
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("Score (0-10): 7", 7),
+        ("Score (out of 10): 7", 7),
+        ("Score: 8\nI gave this score because step 2 was unclear.", 8),
+        ("Score: 8. A score of 10 would need units.", 8),
+        ("Score: 8\n\n(Scores range from 0 to 10.)", 8),
+        ("Score: .5", 0.5),
+        ("Score = +3.25.", 3.25),
+        ("Score: **8/10**", 8),
+        ("**Score:** 8", 8),
+        ("**Score** (of 10): 8", 8),
+        ('{"score": 8}', 8),
+    ],
+)
+def test_the_default_pattern_reads_the_score(serve, text, score):
+    assert judge(serve(lambda asked, number: said(text))).scores(samples(["a"])) == [score]
+
+
 JUDGED = {
     "nothing": (lambda _: said(""), "finds no number"),
     "prose": (lambda _: said("It is rather good."), "finds no number"),
+    "a score in prose": (lambda _: said("A score of 10 needs units; the score is 3 of 3."), "finds no number"),
+    "cut": (lambda _: said("Score: 5, for criterion 1", "length"), "judge.max_new_tokens=512; raise it"),
+    "cut before a text": (lambda _: said(None, "length"), "judge.max_new_tokens=512; raise it"),
     "too high": (lambda _: said("Score: 11"), "expected a number from 0 to 10"),
     "too low": (lambda _: said("Score: -1"), "expected a number from 0 to 10"),
     "no message": (lambda _: ok({"choices": []}), "expected a chat completion"),

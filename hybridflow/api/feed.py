@@ -243,6 +243,10 @@ class Feed:
         """Return a constant, since a resumed program may pass other problems."""
         return "given by a program"
 
+    @property
+    def seed(self) -> None:
+        """Return None, since the program decides the order."""
+
     def _row(self, prompt_index: int) -> tuple[Example, tuple[int, ...]]:
         if prompt_index not in self._rows:
             raise DataError(f"prompt {prompt_index}: forgotten; an update must come within {_KEPT} rollouts of its own")

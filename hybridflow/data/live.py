@@ -44,6 +44,7 @@ class Taken:
 
     Attributes:
         num_rows: None: more may come.
+        seed: None: nothing is shuffled.
 
     Args:
         folder: Folder of the journal and its parts.
@@ -55,6 +56,7 @@ class Taken:
     """
 
     num_rows: None = None
+    seed: None = None
 
     def __init__(
         self,

@@ -61,10 +61,11 @@ class Stores:
 
     Attributes:
         num_rows: In all of them.
+        seed: Seed of the order.
     """
 
     def __init__(self, stores: Sequence[RowStore], weights: Sequence[float | None], seed: int) -> None:
-        self._stores, self._seed = tuple(stores), seed
+        self._stores, self.seed = tuple(stores), seed
         self.num_rows = sum(map(len, stores))
         shares = [len(store) if weight is None else weight for weight, store in zip(weights, stores, strict=True)]
         self._weights = whole_weights(shares)
@@ -83,7 +84,7 @@ class Stores:
         size = len(self._stores[source])
         epoch, index = divmod(count, size)
         # Of a single source the order is that of ``prompts.PromptSource``.
-        key = (self._seed, epoch) if len(self._stores) == 1 else (self._seed, epoch, source)
+        key = (self.seed, epoch) if len(self._stores) == 1 else (self.seed, epoch, source)
         return source, permuted(index, size=size, key=key)
 
     def stored(self, place: tuple[int, int]) -> Stored:
@@ -101,6 +102,7 @@ class StoredProblems:
 
     Attributes:
         num_rows: In all sources; None: it is not known, more may come.
+        seed: Seed of the order; None: rows come in an order of their own.
 
     Args:
         rows: Rows by the prompt index.
@@ -111,7 +113,7 @@ class StoredProblems:
     def __init__(self, rows: Stores | Taken, shape: Shape, tokenizer: Tokenizer) -> None:
         self._rows = rows
         self._shape, self._tokenizer = shape, tokenizer
-        self.num_rows = rows.num_rows
+        self.num_rows, self.seed = rows.num_rows, rows.seed
         # What was read last: a row is asked for several times in a step, and small files stay in memory as a whole.
         self._kept: OrderedDict[tuple[int, int], tuple[_Drawn, int]] = OrderedDict()
         self._kept_bytes = 0
@@ -119,7 +121,7 @@ class StoredProblems:
 
     @property
     def sha256(self) -> str:
-        """Return the sha256 of all that decides the prompt of each prompt index."""
+        """Return the sha256 of all that decides the prompt of each prompt index, but for the seed."""
         return self._rows.sha256
 
     def look(self, prompt_index: int, since_s: float, within_s: float) -> bool:

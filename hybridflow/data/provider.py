@@ -131,7 +131,7 @@ class DataProvider:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the order, the same on all ranks that have taken as many batches; JSON."""
-        return {"next_prompt_index": self._next_prompt_index, "sha256": self.sha256}
+        return {"next_prompt_index": self._next_prompt_index, "sha256": self.sha256, "seed": self._own_seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there; with any ``dp_size``, ``dp_rank`` and ``batch_size``.
@@ -140,9 +140,9 @@ class DataProvider:
             state: From ``state_dict``.
 
         Raises:
-            DataError: It is of other rows, or none.
+            DataError: It is of other rows or of another seed, or none.
         """
-        prompt_index, sha256 = state.get("next_prompt_index"), state.get("sha256")
+        prompt_index, sha256, seed = (state.get(name) for name in ("next_prompt_index", "sha256", "seed"))
         if type(prompt_index) is not int or prompt_index < 0:
             raise DataError(
                 f"DataProvider: next_prompt_index={prompt_index!r} is no state of one; give what state_dict gave"
@@ -151,6 +151,12 @@ class DataProvider:
             raise DataError(
                 f"DataProvider: the state is of other rows: sha256 {sha256}, these have {self.sha256}; restore the "
                 "files, or begin anew"
+            )
+        # A state of an older version has none.
+        if seed not in (self._own_seed, None):
+            raise DataError(
+                f"DataProvider: the state is of seed={seed}, this one has seed={self._own_seed}, which "
+                f"draws the rows in another order; give seed={seed}, or begin anew"
             )
         self._next_prompt_index = prompt_index
 
@@ -182,6 +188,11 @@ class DataProvider:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def _own_seed(self) -> int:
+        """Return the seed of the order where no trainer has another."""
+        return 1 if self._seed is None else self._seed
+
     def _opened(self) -> _Rows:
         if self._rows is None:
             tokenizer = self._tokenizer
@@ -191,7 +202,7 @@ class DataProvider:
                 template=template_of(self._data, tokenizer),
                 tokenizer=None if tokenizer is None else str(tokenizer.path),
             )
-            self._rows = _Rows(self._sources, shape, tokenizer, 1 if self._seed is None else self._seed)
+            self._rows = _Rows(self._sources, shape, tokenizer, self._own_seed)
         return self._rows
 
     def _turns(self, rows: _Rows, prompt_index: int) -> Iterator[tuple[Batch, int]]:

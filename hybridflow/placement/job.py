@@ -35,7 +35,11 @@ class Problems(Protocol):
 
     @property
     def sha256(self) -> str:
-        """Return the sha256 of all that decides the prompt of each prompt index."""
+        """Return the sha256 of all that decides the prompt of each prompt index, but for the seed."""
+
+    @property
+    def seed(self) -> int | None:
+        """Return the seed of the order; None: the problems have no order that a seed decides."""
 
     @property
     def num_rows(self) -> int | None:
@@ -83,6 +87,11 @@ class ReadProblems:
     def sha256(self) -> str:
         """Return the sha256 of the problems in their order."""
         return self.source.sha256
+
+    @property
+    def seed(self) -> int:
+        """Return the seed of the order."""
+        return self.source.seed
 
 
 @dataclass(frozen=True, kw_only=True)

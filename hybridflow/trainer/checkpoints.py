@@ -107,7 +107,7 @@ def _fingerprint(job: Job, checkpoint: Checkpoint | None, token: str) -> str:
         return token
     told: list[Any] = [[key, value] for key, value in fixed_settings(to_dict(recipe)).items()]
     told += [recipe.model.path, recipe.model.init_std, None if recipe.actor.lora is None else recipe.actor.lora.path]
-    told += [job.train.sha256, hashlib.sha256(job.tokenizer.path.read_bytes()).hexdigest()]
+    told += [job.train.sha256, job.train.seed, hashlib.sha256(job.tokenizer.path.read_bytes()).hexdigest()]
     lora = recipe.actor.lora
     for name in (recipe.model.path, None if lora is None else lora.path):
         if name is None:
@@ -226,7 +226,12 @@ class Checkpoints:
         parts = {name: self._part(name) for name, each in models.items() if each.model is not None}
         leads = {name: each.mesh.ranks[0] for name, each in models.items()}
         # As text, since the trainer goes on changing it.
-        begun = {"recipe": to_dict(self._job.recipe), "problems_sha256": self._job.train.sha256}
+        train = self._job.train
+        begun = {
+            "recipe": to_dict(self._job.recipe),
+            "problems_sha256": train.sha256,
+            "problems_seed": train.seed,
+        }
         whole = json.loads(json.dumps({**begun, **state}))
         self._saver.save(Step(number=step, state=whole, best=best, leads=leads, parts=parts))
         for name, each in models.items():
@@ -283,10 +288,16 @@ class Checkpoints:
 
 
 def _check_problems(job: Job, checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint of other problems: the place in the data is a number, valid only in the same ones."""
+    """Refuse a checkpoint of other problems, or of another order: the place in the data is a number."""
     found, expected = job.train.sha256, checkpoint.state.get("problems_sha256")
     if expected not in (found, None):
         raise CheckpointError(
             f"{job.recipe.data.title}: holds other problems than when {checkpoint.path} was written: found sha256 "
             f"{found}, expected {expected}; restore the file, or start another run_dir"
+        )
+    seed, before = job.train.seed, checkpoint.state.get("problems_seed")
+    if before not in (seed, None):
+        raise CheckpointError(
+            f"{job.recipe.data.title}: is drawn in the order of seed={seed}, and was in that of seed={before} when "
+            f"{checkpoint.path} was written; give the DataProvider seed={before}, or start another run_dir"
         )

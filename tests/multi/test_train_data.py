@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.problems import StoredProblems
 from hybridflow.data.provider import DataProvider
 from hybridflow.exit_status import REQUEUE
+from hybridflow.errors import CheckpointError
 from tests.e2e.commands import RECIPE, fork_ranks, lasting_metrics, run_well, write_recipe
 from tests.support.kafka_broker import write_apart
 from tests.support.ranks import run_ranks
@@ -209,17 +211,18 @@ def digits(prompt: str, response: str, answer: str) -> float:
     return sum(letter.isdigit() for letter in response) / 4
 
 
-def provided(world, folder: str, source: str) -> list[dict[str, float]]:
+def provided(world, folder: str, source: str, steps: int = 5, **given: Any) -> list[dict[str, float]]:
     """Steps of a program on rows in a list, or by a provider of their file."""
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
-    data = rows if source == "list" else DataProvider(f"{folder}/rows.jsonl")
+    data = rows if source == "list" else DataProvider(f"{folder}/rows.jsonl", **given)
     model = {"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 32, "num_attention_heads": 2, "max_context": 16}
     settings = {"run_dir": f"{folder}/{source}", "max_new_tokens": 4, "lr": 1e-3, "batch_size": 8, "group_size": 2}
     if world.rank == 0:
         write_rows(Path(folder) / "rows", rows, "jsonl")
     actor = Actor(model, f"{folder}/tokenizer.model")
-    with GRPOTrainer(settings, actor_model=actor, reward=digits, data_provider=data) as trainer:
-        return trainer.train(5)
+    is_resumed = (Path(folder) / source / "checkpoints").is_dir()
+    with GRPOTrainer(settings, actor_model=actor, reward=digits, data_provider=data, resume=is_resumed) as trainer:
+        return trainer.train(steps)
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -230,3 +233,18 @@ def test_a_provider_is_what_a_program_trains_on(tmp_path, size):
     names = ("reward/mean", "actor/grad_norm")
     for one, other in zip(of_list, of_provider, strict=True):
         assert [[step[name] for name in names] for step in one] == [[step[name] for name in names] for step in other]
+
+
+def provided_anew(world, folder: str) -> str:
+    """What a trainer says that goes on with the rows in another order."""
+    provided(world, folder, "provider", 1)
+    assert len(provided(world, folder, "provider", 1, seed=1)) == 1, "the seed that the trainer has"
+    with pytest.raises(CheckpointError) as caught:
+        provided(world, folder, "provider", 1, seed=5)
+    return str(caught.value)
+
+
+def test_a_trainer_does_not_go_on_in_the_order_of_another_seed(tmp_path):
+    train_tokenizer(["0123456789+="], path=tmp_path / "tokenizer.model", vocab_size=32)
+    (said,) = run_ranks(provided_anew, 1, str(tmp_path))
+    assert "order of seed=5, and was in that of seed=1" in said and "give the DataProvider seed=1" in said

@@ -164,6 +164,18 @@ def test_states_of_other_rows_are_refused(folder):
         one.load_state_dict({**one.state_dict(), "next_prompt_index": -1})
 
 
+def test_states_of_another_seed_are_refused(folder):
+    (one,) = providers(folder, 1)
+    other, by_default = providers(folder, 1, seed=4)[0], providers(folder, 1, seed=None)[0]
+    with pytest.raises(DataError, match="the state is of seed=3, this one has seed=4.*give seed=3"):
+        other.load_state_dict(one.state_dict())
+    by_default.load_state_dict(providers(folder, 1, seed=1)[0].state_dict())
+    # As it was before states had a seed.
+    older = {"next_prompt_index": 7, "sha256": one.sha256}
+    other.load_state_dict(older)
+    assert other.state_dict() == {**older, "seed": 4}
+
+
 def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
     pytest.importorskip("pyarrow")
     page = (Path(__file__).parents[3] / "docs/data.md").read_text(encoding="utf-8")

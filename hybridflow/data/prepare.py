@@ -21,8 +21,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -105,7 +105,7 @@ class Given(NamedTuple):
     """Rows that a program has in memory, in the place of files.
 
     Attributes:
-        rows: Mappings; read once.
+        rows: Mappings; read once, or twice where they have a length.
         title: What messages call them.
         weight: As in ``DataSource``.
     """
@@ -181,17 +181,17 @@ def prepare(
     everyone = Alone() if everyone is None else everyone
     most = min(_MOST_PARTS, len(everyone.ranks) * num_workers)
     plan = agree(everyone, "what to read", lambda: _plan(source, shape, folder, most))
-    final = Path(plan["final"])
+    final = plan["final"]
     if plan["aside"] is not None:
         aside = Path(plan["aside"])
         try:
             _work(aside, plan["num_parts"], everyone, source if isinstance(source, Given) else None, say)
-            agree(everyone, "rows prepared", lambda: _join(aside, final, plan, shape))
+            final = agree(everyone, "rows prepared", lambda: str(_join(aside, plan, shape)))
         except (DataError, WriteError):
             if everyone.is_lead:
                 shutil.rmtree(aside, ignore_errors=True)
             raise
-    store = RowStore(final)
+    store = RowStore(Path(final))
     if everyone.is_lead:
         _tell_left_out(store, say)
     return store
@@ -202,12 +202,12 @@ def _plan(source: DataSourceConfig | Given, shape: Shape, folder: Path, most: in
     runs: list[list[Piece]] = [[]]
     files: tuple[File, ...] = ()
     if isinstance(source, Given):
-        title, told = source.title, [getattr(source.rows, "_fingerprint", secrets.token_hex(8))]
+        title, told = source.title, _told_of(source, folder)
     else:
         title, files = source.path, find_files(source.path)
         told = [[list(file), format_of(file.path, source.file_format)] for file in files]
-    final = folder / _key(told, shape)
-    if (final / MANIFEST).is_file():
+    final = None if told is None else folder / _key(told, shape)
+    if final is not None and (final / MANIFEST).is_file():
         return {"final": str(final), "aside": None}
     with writing(folder, _REMEDY):
         _make_folder(folder)
@@ -219,14 +219,61 @@ def _plan(source: DataSourceConfig | Given, shape: Shape, folder: Path, most: in
             for piece in cut(file, format_of(file.path, source.file_format), max_row_bytes=max_row_bytes)
         ]
         runs = _deal(pieces, most)
-    aside = folder / f".{final.name}.{secrets.token_hex(4)}.tmp"
+    aside = folder / f".{secrets.token_hex(8)}.tmp"
     with writing(aside, _REMEDY):
         aside.mkdir()
         (aside / _FILES).write_text(json.dumps(files), encoding="utf-8")
         for number, run in enumerate(runs):
             order = {"pieces": run, "shape": to_dict(shape)}
             (aside / f"{_name(number)}.order").write_text(json.dumps(order), encoding="utf-8")
-    return {"final": str(final), "aside": str(aside), "num_parts": len(runs), "title": title}
+    place = None if final is None else str(final)
+    return {"final": place, "aside": str(aside), "num_parts": len(runs), "title": title}
+
+
+def _told_of(given: Given, folder: Path) -> list[Any] | None:
+    """Return what rows in memory add to their store's key; None: it is known once they are written."""
+    fingerprint = _fingerprint_of(given)
+    if fingerprint is not None:
+        return [fingerprint]
+    # Others may be read once alone: they are written first.
+    if not isinstance(given.rows, Sized) or next(folder.glob(f"*/{MANIFEST}"), None) is None:
+        return None
+    hashed = _Hashed(given.rows)
+    try:
+        deque(hashed, maxlen=0)
+    # Whoever writes them meets it again, and tells of it.
+    except Exception:
+        return None
+    return [given.title, hashed.sha256]
+
+
+def _fingerprint_of(given: Given) -> str | None:
+    """Return what the package ``datasets`` knows a data set by; None of other rows."""
+    fingerprint: str | None = getattr(given.rows, "_fingerprint", None)
+    return fingerprint
+
+
+class _Hashed:
+    """Rows in memory as plain JSON, and what is wrong with others; hashed as they are read."""
+
+    def __init__(self, rows: Iterable[Any]) -> None:
+        self._rows = rows
+        self._digest = hashlib.sha256()
+
+    @property
+    def sha256(self) -> str:
+        """Return the sha256 of the rows that were read."""
+        return self._digest.hexdigest()
+
+    def __iter__(self) -> Iterator[Row | DataError]:
+        for given in self._rows:
+            row = plain_row(given)
+            # One that is nested too deeply is used by nobody.
+            with contextlib.suppress(RecursionError):
+                text = str(row) if isinstance(row, DataError) else json.dumps(row)
+                self._digest.update(text.encode(errors="backslashreplace"))
+            self._digest.update(b"\n")
+            yield row
 
 
 def _key(told: list[Any], shape: Shape) -> str:
@@ -417,10 +464,13 @@ def _carry_out(aside: Path, number: int, given: Given | None = None) -> _Problem
         order = json.loads(stem.with_suffix(".order").read_text(encoding="utf-8"))
         shape = read_section(Shape, order["shape"], source=str(stem))
         pieces: list[Piece | ReadRows] = [Piece(*piece) for piece in order["pieces"]]
+        hashed = _Hashed(() if given is None else given.rows)
         if given is not None:
             title = given.title
-            pieces = [ReadRows(map(plain_row, given.rows), lambda row: f"{title}: row {row}", title)]
+            pieces = [ReadRows(hashed, lambda row: f"{title}: row {row}", title)]
         told = make_part(aside, number, shape, pieces)
+        if given is not None and _fingerprint_of(given) is None:
+            told["rows_sha256"] = hashed.sha256
         replace_file(stem.with_suffix(".json"), json.dumps(told).encode())
         return None
     except HybridflowError as error:
@@ -496,13 +546,15 @@ def _prompt_indices_of(row: Row | DataError | None, number: int, shaper: Shaper)
         raise DataError(f"{HERE}: is nested too deeply; flatten it") from error
 
 
-def _join(aside: Path, final: Path, plan: dict[str, Any], shape: Shape) -> None:
-    """Make one store of the parts, and give it its name."""
+def _join(aside: Path, plan: dict[str, Any], shape: Shape) -> Path:
+    """Make one store of the parts, and give it its name. Returns where it then is."""
     for path, *facts in json.loads((aside / _FILES).read_text(encoding="utf-8")):
         (now,) = find_files(path)
         if [*now[1:]] != facts:
             raise DataError(f"{path}: was changed while it was read; let nothing write there, and start again")
     parts = [json.loads((aside / f"{_name(number)}.json").read_text()) for number in range(plan["num_parts"])]
+    rows_sha256 = parts[0].pop("rows_sha256", None)
+    final = Path(plan["final"]) if rows_sha256 is None else aside.with_name(_key([plan["title"], rows_sha256], shape))
     pieces = [piece for part in parts for piece in part.pop("pieces")]
     bad = sum((Counter(part.pop("bad")) for part in parts), Counter[str]())
     digests = [piece["sha256"] for piece in pieces if piece["num_rows"]]
@@ -534,6 +586,7 @@ def _join(aside: Path, final: Path, plan: dict[str, Any], shape: Shape) -> None:
                 raise
             shutil.rmtree(aside, ignore_errors=True)
         sync_path(final.parent)
+    return final
 
 
 def _numbered(pieces: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -214,6 +214,35 @@ def test_rows_that_a_program_has(tmp_path):
         prepare(Given(broken(), "mine"), SHAPE, tmp_path / "stores")
 
 
+@pytest.mark.parametrize("make", [list, iter], ids=["list", "iterator"])
+def test_rows_that_a_program_has_are_found_again(tmp_path, make):
+    """Those that can be read but once are written, and dropped where a store has them."""
+    stores = tmp_path / "stores"
+
+    def store_of_rows(rows, shape=SHAPE):
+        return prepare(Given(make(rows), "mine"), shape, stores)
+
+    first = store_of_rows(ROWS)
+    before = {path: path.stat().st_mtime_ns for path in first.folder.iterdir()}
+    again = store_of_rows([dict(row) for row in ROWS])
+    assert again.folder == first.folder and [*stores.iterdir()] == [first.folder]
+    assert {path: path.stat().st_mtime_ns for path in first.folder.iterdir()} == before
+    others = [store_of_rows(ROWS[::-1]), store_of_rows(ROWS[:-1]), store_of_rows([{**ROWS[0], "level": 5}, *ROWS[1:]])]
+    others += [store_of_rows(ROWS, replace(SHAPE, template="x")), prepare(Given(make(ROWS), "yours"), SHAPE, stores)]
+    folders = {each.folder for each in (first, *others)}
+    assert len(folders) == 6 and {*stores.iterdir()} == folders
+    assert others[2][0].row["level"] == 5 and others[4][3].place == "yours: row 3"
+
+
+def test_a_list_that_is_there_already_is_not_written(tmp_path, monkeypatch):
+    store = prepare(Given(ROWS, "mine"), SHAPE, tmp_path / "stores")
+    monkeypatch.delattr(prepare_module, "_work")
+    assert prepare(Given(tuple(ROWS), "mine"), SHAPE, tmp_path / "stores").folder == store.folder
+    # What is wrong with them is told by who writes them.
+    with pytest.raises(NameError, match="_work"):
+        prepare(Given([ROWS[0], 7, {"prompt": object()}], "mine"), SHAPE, tmp_path / "stores")
+
+
 @pytest.mark.parametrize("spoil", ["cut", "manifest", "lost"])
 def test_a_damaged_store_is_told_of(tmp_path, spoil):
     path = write_rows(tmp_path / "rows", ROWS, "jsonl")
@@ -238,22 +267,26 @@ def test_a_process_that_dies_is_told_of(tmp_path, monkeypatch):
 
 
 KILLED = """
-import sys
+import json, sys
 from pathlib import Path
 from hybridflow.config.data import DataConfig, DataSourceConfig
-from hybridflow.data.prepare import prepare
+from hybridflow.data.prepare import Given, prepare
 from hybridflow.data.shaping import Shape
-prepare(DataSourceConfig(path=sys.argv[1]), Shape(data=DataConfig(train="rows", held_out="none"), kind="problems"),
+source = DataSourceConfig(path=sys.argv[1])
+if sys.argv[3] == "memory":
+    source = Given([json.loads(line) for line in open(sys.argv[1])], "mine")
+prepare(source, Shape(data=DataConfig(train="rows", held_out="none"), kind="problems"),
         Path(sys.argv[2]), num_workers=2)
 """
 
 
-def test_a_pass_that_was_killed_leaves_no_store_and_the_next_makes_it(tmp_path):
+@pytest.mark.parametrize("source", ["file", "memory"])
+def test_a_pass_that_was_killed_leaves_no_store_and_the_next_makes_it(tmp_path, source):
     path = tmp_path / "rows.jsonl"
     with path.open("w") as file:
         file.writelines(json.dumps(ROWS[number % 60]) + "\n" for number in range(20_000))
     stores = tmp_path / "stores"
-    killed = subprocess.Popen([sys.executable, "-c", KILLED, str(path), str(stores)], cwd=ROOT)
+    killed = subprocess.Popen([sys.executable, "-c", KILLED, str(path), str(stores), source], cwd=ROOT)
     end_s = time.monotonic() + 60
     while not list(stores.glob(".*.tmp/*.places")):
         assert time.monotonic() < end_s and killed.poll() is None
@@ -261,7 +294,11 @@ def test_a_pass_that_was_killed_leaves_no_store_and_the_next_makes_it(tmp_path):
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     assert not list(stores.glob("*/manifest.json"))
-    store, _ = store_of(path, stores)
+    if source == "file":
+        store, _ = store_of(path, stores)
+    else:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        store = prepare(Given(rows, "mine"), SHAPE, stores)
     assert len(store) == 20_000
 
 

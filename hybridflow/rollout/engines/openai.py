@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +33,9 @@ _TOKEN_ID = re.compile(r"token_id:([0-9]{1,18})")
 class OpenAi:
     """See ``http_engine.Api``.
 
-    A server that is not vLLM gives text: its tokens are those of the tokenizer, where their number is right; and where
-    it stopped, the end of sequence is put behind, with an unknown log-probability if it told none.
+    A server that is not vLLM gives text: its tokens are those of the tokenizer, where their number is right, and their
+    texts are those that the server tells, if any; and where it stopped, the end of sequence is put behind, with an
+    unknown log-probability if it told none.
 
     Attributes:
         model: The server's name for the model.
@@ -125,17 +128,49 @@ class OpenAi:
         if not isinstance(text, str) or not isinstance(log_probs, list):
             raise BadAnswer("text, token_logprobs: found none, expected both")
         assert self.tokenizer is not None, "refused before"
-        tokens = self.tokenizer.encode(text)
-        is_ended = finish == "stop" and len(request.params.stop_ids) > 0
+        pieces = told.get("tokens") if isinstance(told.get("tokens"), list) else []
+        tokens, ends = self.tokenizer.encode(text), request.params.stop_ids
+        is_ended = finish == "stop" and len(ends) > 0
         if is_ended:
-            tokens.append(request.params.stop_ids[0])
+            named = [each for each in ends if pieces and self._names.get(each) == pieces[-1]]
+            tokens.append((*named, *ends)[0])
         lacks_last = is_ended and len(log_probs) == len(tokens) - 1
         if len(log_probs) != len(tokens) - lacks_last:
             raise BadAnswer(
                 f"found {len(log_probs)} log-probabilities for a text of {len(tokens)} tokens of "
                 f"{self.tokenizer.path}; is it the model's tokenizer? vLLM tells the ids themselves"
             )
+        if pieces:
+            self._check_pieces(tokens[: len(log_probs)], pieces)
         return Answer(tokens=tokens, log_probs=log_probs, finish=finish, kind=self.log_probs, lacks_last=lacks_last)
+
+    def _check_pieces(self, tokens: list[int], pieces: list[Any]) -> None:
+        """Refuse tokens that cut the text elsewhere than the server did, whose log-probabilities are of others."""
+        assert self.tokenizer is not None, "refused before"
+        for at, (token, piece) in enumerate(itertools.zip_longest(tokens, pieces)):
+            if token is None or not self._may_be(token, piece):
+                text = "nothing" if token is None else repr(self.tokenizer.decode([token]))
+                raise BadAnswer(
+                    f"tokens: found {piece!r:.40} at {at}, and {self.tokenizer.path} has {text} there, whose "
+                    "log-probability was not told; is it the model's tokenizer? vLLM tells the ids themselves"
+                )
+
+    def _may_be(self, token: int, piece: Any) -> bool:
+        """Return whether a server may tell of a token by this piece: its text, its name, or its id."""
+        if not isinstance(piece, str):
+            return bool(piece == token)
+        if named := _TOKEN_ID.fullmatch(piece):
+            return int(named[1]) == token
+        assert self.tokenizer is not None, "refused before"
+        text = self.tokenizer.decode([token])
+        # Servers differ in how they tell parts of a character, and in whether a text begins with its space.
+        is_part = "\ufffd" in text
+        return is_part or piece.removeprefix(" ") == text.removeprefix(" ") or piece == self._names.get(token)
+
+    @functools.cached_property
+    def _names(self) -> dict[int, str]:
+        assert self.tokenizer is not None, "refused before"
+        return self.tokenizer.pieces()
 
 
 def find_model(lines: Lines, settings: SamplingEngineConfig) -> tuple[str, bool]:

@@ -42,6 +42,26 @@ class Letters:
     def decode(self, ids):
         return "".join("abcdefghijklmnopqrstuvwxyz"[each - 10] for each in ids if each >= 10)
 
+    def pieces(self):
+        return {STOP: "<end>", 8: "<turn>", **{token: self.decode([token]) for token in range(10, 36)}}
+
+
+class Pairs(Letters):
+    """As Letters, with tokens of two letters, and of parts of a character."""
+
+    names = {**Letters().pieces(), 36: "ab", 37: "bc", 38: "<0xC3>", 39: "<0xA9>", 40: "▁a"}
+
+    def encode(self, text):
+        known = {"abc": [36, 12], "aé": [10, 38, 39], " a": [40]}
+        return known[text] if text in known else super().encode(text)
+
+    def decode(self, ids):
+        texts = {**self.names, STOP: "", 8: "", 38: "\ufffd", 39: "\ufffd", 40: "a"}
+        return "é" if [*ids] == [38, 39] else "".join(texts[each] for each in ids)
+
+    def pieces(self):
+        return self.names
+
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
@@ -381,6 +401,47 @@ def test_a_server_that_tells_text_alone(serve):
     assert stopped.finish == "stop" and stopped.tokens.tolist()[2:] == [STOP]
     assert stopped.log_probs.isnan().tolist() == [False, False, True]
     assert wrong.finish == "failed" and "is it the model's tokenizer" in wrong.error
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces", "finish", "expected"),
+    [
+        ("abc", ["ab", "c"], "length", [36, 12]),
+        ("abc", ["a", "bc"], "length", None),
+        ("abc", None, "length", [36, 12]),
+        ("abc", ["token_id:36", "token_id:12"], "length", [36, 12]),
+        ("abc", ["token_id:10", "token_id:37"], "length", None),
+        ("abc", ["ab", "c", "d"], "length", None),
+        # What is no text alone is told in many ways.
+        ("aé", ["a", "bytes:\\xc3", "bytes:\\xa9"], "length", [10, 38, 39]),
+        ("aé", ["a", "", "é"], "length", [10, 38, 39]),
+        *[(" a", [piece], "length", [40]) for piece in ("a", " a", "▁a")],
+        (" a", ["_a"], "length", None),
+        *[
+            ("abc", ["ab", "c", end], "stop", [36, 12, token])
+            for end, token in (("<end>", STOP), ("", STOP), ("<turn>", 8))
+        ],
+        ("abc", ["ab", "c"], "stop", [36, 12, STOP]),
+        # As many as with the end, and none of them is it.
+        ("abc", ["a", "b", "c"], "stop", None),
+    ],
+)
+def test_the_tokens_of_a_text_are_those_that_the_server_tells(serve, text, pieces, finish, expected):
+    def answer(asked, number):
+        scores = [-0.5 - at for at in range(len(pieces or "12"))]
+        told = {"token_logprobs": scores, "tokens": pieces}
+        return ok(asked, token_ids=None, text=text, finish_reason=finish, logprobs=told)
+
+    settings = SamplingEngineConfig(kind="openai", urls=(serve(answer, owned_by="someone").url,), retries=0)
+    MADE.append(make_server_engine(settings, tokenizer=Pairs(), seed=3, vocab_size=VOCAB))
+    most = 5 if finish == "stop" or expected is None else len(expected)
+    ask, *_ = requests(2, max_new_tokens=most, stop_ids=(STOP, 8))
+    (got,) = MADE[-1].generate([ask])
+    if expected is None:
+        assert got.finish == "failed" and "is it the model's tokenizer" in got.error
+    else:
+        assert got.tokens.tolist() == expected
+        assert got.log_probs.isnan().tolist() == [at >= len(pieces or "12") for at in range(len(expected))]
 
 
 def tgi_answer(asked, number):

@@ -39,6 +39,7 @@ from hybridflow.placement.pretrained import assets_of
 from hybridflow.placement.user_objects import check_objects, runs_in_transformers, user_class_of
 from hybridflow.roles.stepped_actor import SteppedActor
 from hybridflow.rollout.engine import MegatronEngine
+from hybridflow.rollout.texts import with_stop_tokens
 from hybridflow.sections import to_dict
 from hybridflow.trainer.checkpoints import Checkpoints, ResumePoint
 from hybridflow.trainer.plan import plan_job
@@ -286,7 +287,8 @@ class HybridActor:
         # A seed gives the same responses each time, and its absence others.
         first_prompt_index = self._next_prompt_index if asked.params.seed is None else 0
         self._next_prompt_index += len(rows.sequences)
-        requests = requests_to(rows.sequences, asked.params, first_prompt_index=first_prompt_index, num_samples=count)
+        params = with_stop_tokens(asked.params, self._job.tokenizer)
+        requests = requests_to(rows.sequences, params, first_prompt_index=first_prompt_index, num_samples=count)
         engine, mesh = self.sampler()
         try:
             found = respond(engine, requests, mesh, self._world, group_size=count)

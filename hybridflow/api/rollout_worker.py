@@ -29,6 +29,7 @@ from hybridflow.models.user_model import is_user_class
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.rollout.request import Request, SamplingParams, length_refusal
+from hybridflow.rollout.texts import with_stop_tokens
 
 ENGINES = ("megatron", "vllm", "hf")
 
@@ -148,7 +149,7 @@ class RolloutWorker(FlowNode):
             num_samples: Responses to each prompt.
             top_k: Sample among so many of the likeliest tokens; 0: all.
             top_p: Sample among the likeliest tokens that together reach this probability.
-            stop: Texts that end a response, too.
+            stop: Texts that end a response, too, and names of special tokens.
             stop_ids: Tokens that end a response; None: the tokenizer's.
             seed: In the place of the worker's own: each call with it gives the same responses. None: each call gives
                 others.
@@ -161,7 +162,7 @@ class RolloutWorker(FlowNode):
             EngineError: A response failed.
         """
         ends = () if self.tokenizer is None else self.tokenizer.stop_ids
-        params = SamplingParams(
+        asked = SamplingParams(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -171,6 +172,7 @@ class RolloutWorker(FlowNode):
             greedy=not do_sample,
             seed=seed,
         )
+        params = with_stop_tokens(asked, self.tokenizer)
         encoded = self._encoded(prompts)
         first_prompt_index = self._next_prompt_index if seed is None else 0
         requests = requests_to(encoded, params, first_prompt_index=first_prompt_index, num_samples=num_samples)

@@ -29,6 +29,7 @@ from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job, Problems, ReadProblems
 from hybridflow.placement.pretrained import align_ends
+from hybridflow.recipe.check_sampling import check_stop
 from hybridflow.recipe.inputs import tokenizer_path
 from hybridflow.trainer.open import check_vocabularies
 from hybridflow.trainer.plan import JobPlan
@@ -249,6 +250,7 @@ class Session:
         if path is None:
             raise ConfigError("tokenizer: missing; give tokenizer=…, a path or a tokenizer of transformers")
         tokenizer = open_tokenizer(path)
+        check_stop(recipe, tokenizer)
         check_vocabularies(recipe, tokenizer)
         make = self._make_problems
         room = recipe.model.max_context - recipe.rollout.max_new_tokens

@@ -88,7 +88,7 @@ class RolloutConfig:
         presence_penalty: Number subtracted from the logits of tokens that the response has.
         frequency_penalty: Number subtracted from the logits of the response's tokens, once for each occurrence.
         stop: Texts that end a response, in addition to the end of sequence. The response ends with the token that
-            completes a text.
+            completes a text. The name of a special token, such as ``<end_of_turn>``, stands for that token.
         max_concurrent: Samples that one replica decodes together.
         cache_memory: Most memory of each rank's key-value cache. Below 1, it is a share of the memory that is free when
             generating begins. From 1 on, it is bytes. Samples without room wait.

@@ -48,6 +48,8 @@ class FastTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._pieces: dict[int, str] = {index: piece for piece, index in self._tokenizer.get_vocab().items()}
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids: dict[str, int] = {each.content: index for index, each in added.items() if each.special}
         self.vocab_size = max(self._pieces, default=-1) + 1
         if self.vocab_size > 2 * len(self._pieces) + _MAX_GAPS:
             raise DataError(
@@ -84,6 +86,10 @@ class FastTokenizer:
     def pieces(self) -> dict[int, str]:
         """Return every token id with its text, as the file has it."""
         return dict(self._pieces)
+
+    def special_id(self, name: str) -> int | None:
+        """Return the id of the special token of this name, which ``decode`` leaves out; None where there is none."""
+        return self._special_ids.get(name)
 
     def _named(self, settings: Mapping[str, Any], key: str) -> int | None:
         """Return the id of a token that the settings name, as text or as an object with its ``content``."""

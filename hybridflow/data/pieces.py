@@ -85,6 +85,10 @@ class PieceTokenizer:
         """Return every token id with its text, as the model has it."""
         return dict(self._pieces)
 
+    def special_id(self, name: str) -> int | None:
+        """Return the id of the special token of this name, which ``decode`` leaves out; None where there is none."""
+        return self._processor.piece_to_id(name) if name in self.control_pieces else None
+
 
 def train_tokenizer(lines: Iterable[str], *, path: str | Path, vocab_size: int) -> PieceTokenizer:
     """Train a byte-pair tokenizer, a function of the lines alone, and keep it in a file.

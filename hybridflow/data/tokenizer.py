@@ -49,6 +49,10 @@ class Tokenizer(Protocol):
         """Return every token id with its text, as the tokenizer's file has it."""
         ...
 
+    def special_id(self, name: str) -> int | None:
+        """Return the id of the special token of this name, which ``decode`` leaves out; None where there is none."""
+        ...
+
 
 def tokenizer_in(folder: str | Path) -> Path | None:
     """Return the tokenizer's file of a Hugging Face or hybridflow directory; None where there is none."""

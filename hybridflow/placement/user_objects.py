@@ -122,7 +122,8 @@ def _check_user_actor(job: Job) -> None:
         "actor.rollout_ranks": recipe.actor.rollout_ranks is not None,
         "rollout.environment": rollout.environment is not None,
         "rollout.partial_rollouts": rollout.partial_rollouts,
-        "rollout.stop": bool(rollout.stop),
+        # It ends at tokens.
+        "rollout.stop": any(job.tokenizer.special_id(each) is None for each in rollout.stop),
         "rollout.engine.kind=vllm": rollout.engine.kind == "vllm",
     }
     for key, is_there in refused.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.rewards import check_urls
 from hybridflow.config.rollout import RolloutConfig
+from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.sections import changed_keys
 
@@ -42,11 +43,6 @@ def check_engine(recipe: Recipe) -> None:
             f"actor.ranks={list(recipe.actor.ranks or ())}: with rollout.engine.kind=vllm all ranks of the job must be "
             "the actor's, in their order, since vLLM starts on all of them together; leave the key out"
         )
-    if engine.kind == "vllm" and recipe.rollout.stop:
-        raise ConfigError(
-            f"rollout.stop={list(recipe.rollout.stop)}: rollout.engine.kind=vllm works on tokens and ends at none; "
-            "remove the key, or set kind to megatron"
-        )
     if engine.kind != "megatron" and recipe.trainer.steps > 0:
         _check_known_log_probs(recipe.rollout)
     if not engine.is_server:
@@ -63,6 +59,32 @@ def check_engine(recipe: Recipe) -> None:
             f"rollout.engine.kind={engine.kind}: the server's weights do not follow those that are trained; set "
             "trainer.steps=0 without warm_start to validate alone, choose kind=vllm, or set "
             "rollout.engine.off_policy=true to train on its samples all the same"
+        )
+
+
+def check_stop(recipe: Recipe, tokenizer: Tokenizer | None) -> None:
+    """Refuse texts that end a response where it is sampled by what works on tokens. Special tokens end it everywhere.
+
+    Args:
+        recipe: What is run.
+        tokenizer: Its tokenizer; None: it is yet to be trained.
+
+    Raises:
+        ConfigError: A text names no special token.
+    """
+    stop = recipe.rollout.stop
+    texts = [each for each in stop if tokenizer is None or tokenizer.special_id(each) is None]
+    if not texts:
+        return
+    if recipe.rollout.engine.kind == "vllm":
+        raise ConfigError(
+            f"rollout.stop={texts}: rollout.engine.kind=vllm works on tokens, and ends at special ones alone; remove "
+            "the texts, or set kind to megatron"
+        )
+    if recipe.model.implementation == "transformers":
+        raise ConfigError(
+            f"rollout.stop={texts}: an actor that runs in transformers works on tokens, and ends at special ones "
+            "alone; remove the texts, or choose a model of docs/families.md"
         )
 
 

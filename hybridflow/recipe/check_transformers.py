@@ -67,7 +67,6 @@ def _check_actor(recipe: Recipe) -> None:
         "actor.rollout_ranks": recipe.actor.rollout_ranks is not None,
         "rollout.environment": rollout.environment is not None,
         "rollout.partial_rollouts": rollout.partial_rollouts,
-        "rollout.stop": bool(rollout.stop),
     }
     for key, is_there in refused.items():
         if is_there:

@@ -18,6 +18,7 @@ from hybridflow.data.shaping import Shape, Shaper, examples_of, read_examples
 from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.errors import DataError
 from hybridflow.observe.exporters import find_callback
+from hybridflow.recipe.check_sampling import check_stop
 from hybridflow.recipe.inputs import tokenizer_path
 from hybridflow.recipe.nested import inner
 from hybridflow.rewards.kinds import make_kind
@@ -47,6 +48,7 @@ def try_inputs(recipe: Recipe, *, is_node: bool = True) -> list[str]:
     _try_names(recipe, is_node=is_node)
     path = tokenizer_path(recipe)
     tokenizer = None if path is None else open_tokenizer(path)
+    check_stop(recipe, tokenizer)
     shape = training_shape(recipe, tokenizer)
     example = None
     for title, each in _first_examples(recipe, shape):

@@ -26,7 +26,15 @@ from hybridflow.rollout.blocks import BLOCK_TOKENS, BlockPool
 from hybridflow.rollout.budget import cache_bytes
 from hybridflow.rollout.paged import PagedCache, block_bytes
 from hybridflow.rollout.records import Records
-from hybridflow.rollout.request import FinishReason, Progress, Request, Response, RolloutStopped, length_refusal
+from hybridflow.rollout.request import (
+    FinishReason,
+    Progress,
+    Request,
+    Response,
+    RolloutStopped,
+    SamplingParams,
+    length_refusal,
+)
 from hybridflow.rollout.runner import Cache, make_runner
 from hybridflow.rollout.sampling import FAILURES, Sampled, Sampler, sequence_key
 from hybridflow.rollout.scheduler import Job, Scheduler, Step
@@ -237,6 +245,16 @@ class MegatronEngine:
             )
         if request.params.has_texts and self._tokenizer is None:
             return "it has stop or bad texts, and there is no tokenizer to look for them with; give the engine one"
+        return self._named_token(request.params)
+
+    def _named_token(self, params: SamplingParams) -> str | None:
+        """Return which stop text is a special token's name, with which no response would end; None if none is."""
+        for name in params.stop:
+            assert self._tokenizer is not None, "refused before"
+            if (index := self._tokenizer.special_id(name)) is not None:
+                return (
+                    f"its stop text {name!r} is a special token, which is left out of texts; give stop_ids=({index},)"
+                )
         return None
 
     def texts(self) -> Texts:

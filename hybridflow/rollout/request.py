@@ -43,7 +43,8 @@ class SamplingParams:
         logit_bias: Pairs of token id and what is added to its logit.
         bad_ids: Sequences of tokens that are never completed by sampling; the first ones may stand in the prompt.
         stop_ids: Tokens that end a response, and are part of it.
-        stop: Texts that end a response, which then ends with the token that completes one of them.
+        stop: Texts that end a response, which then ends with the token that completes one of them. The name of a
+            special token is in no text: ``texts.with_stop_tokens`` makes it one of ``stop_ids``.
         bad: Texts that no token of a response completes: one that would is forbidden there, and another sampled.
         greedy: Take the most likely token, without noise.
         seed: Replaces the engine's own seed; None: that.

@@ -13,8 +13,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.rollout.request import SamplingParams
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _UNKNOWN = "\ufffd"
@@ -89,6 +91,21 @@ class Watch:
 
     def _has_new(self, text: str, strings: Sequence[str]) -> bool:
         return first_new(self._settled + self._text, self._settled + text, strings) is not None
+
+
+def split_stop(stop: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the stop strings to look for in a text, and the ids of the special tokens that the others name."""
+    if tokenizer is None:
+        return tuple(stop), ()
+    ids = {each: tokenizer.special_id(each) for each in stop}
+    texts = tuple(each for each, index in ids.items() if index is None)
+    return texts, tuple(index for index in ids.values() if index is not None)
+
+
+def with_stop_tokens(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
+    """Return parameters whose stop strings are text alone: the names of special tokens become ``stop_ids``."""
+    texts, ids = split_stop(params.stop, tokenizer)
+    return replace(params, stop=texts, stop_ids=tuple(dict.fromkeys((*params.stop_ids, *ids)))) if ids else params
 
 
 def first_new(before: str, after: str, strings: Sequence[str]) -> int | None:

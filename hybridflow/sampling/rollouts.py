@@ -30,6 +30,7 @@ from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.engines.http_engine import HttpEngine
 from hybridflow.rollout.environment import Conversation, Environments
 from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped, SamplingParams, expand
+from hybridflow.rollout.texts import with_stop_tokens
 from hybridflow.sampling.partial_rollouts import PartialRollouts
 from hybridflow.sampling.replay import Replay
 from hybridflow.sampling.rollout_buffer import measure_staleness
@@ -166,7 +167,8 @@ class Rollouts:
     def _sampling(self, *, greedy: bool) -> SamplingParams:
         rollout = self._job.recipe.rollout
         given = {name: getattr(rollout, name) for name in _SAMPLING}
-        return SamplingParams(**given, greedy=greedy, stop_ids=self._job.tokenizer.stop_ids)
+        tokenizer = self._job.tokenizer
+        return with_stop_tokens(SamplingParams(**given, greedy=greedy, stop_ids=tokenizer.stop_ids), tokenizer)
 
     def _share(self, groups: Sequence[list[Request]]) -> list[Request]:
         """Return this replica's share where all is dealt in turn."""

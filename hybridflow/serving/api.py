@@ -13,7 +13,7 @@ from typing import Any
 
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
-from hybridflow.rollout.texts import text_before_stop
+from hybridflow.rollout.texts import split_stop, text_before_stop
 from hybridflow.serving.options import Options, check_ids, check_together, is_int, read_options
 from hybridflow.serving.prompts import encode_chat, encode_text
 
@@ -198,8 +198,9 @@ def _sampling(fields: Mapping[str, Any], served: Served) -> Options:
             sampling[name] = values[0]
     options = read_options(sampling, "request")
     ends = () if served.tokenizer is None or _flag(fields, "ignore_eos") else served.tokenizer.stop_ids
-    options["stop_ids"] = tuple(dict.fromkeys((*ends, *options.get("stop_ids", ()))))
-    return options
+    texts, named = split_stop(options.get("stop", ()), served.tokenizer)
+    options["stop_ids"] = tuple(dict.fromkeys((*ends, *options.get("stop_ids", ()), *named)))
+    return {**options, "stop": texts} if named else options
 
 
 def _prompts(fields: Mapping[str, Any], served: Served, *, is_chat: bool) -> list[list[int]]:

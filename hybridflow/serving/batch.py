@@ -23,7 +23,7 @@ from hybridflow.observe.rank_log import tell
 from hybridflow.parallel.world import World
 from hybridflow.rollout.engine import LOOK_STEPS
 from hybridflow.rollout.request import Request, Response, SamplingParams
-from hybridflow.rollout.texts import text_before_stop
+from hybridflow.rollout.texts import text_before_stop, with_stop_tokens
 from hybridflow.serving.files import identity, sampling_of
 from hybridflow.serving.options import Options
 from hybridflow.serving.placed import (
@@ -198,7 +198,7 @@ def _task(prompt: Prompt, ids: list[int], tokenizer: Tokenizer | None, options: 
     # What the context leaves is what there can be.
     merged["max_new_tokens"] = min(merged["max_new_tokens"], max_context - len(ids))
     merged["min_new_tokens"] = min(merged.get("min_new_tokens", 0), merged["max_new_tokens"])
-    return Task(prompt=prompt, ids=ids, params=SamplingParams(**merged), count=count)
+    return Task(prompt=prompt, ids=ids, params=with_stop_tokens(SamplingParams(**merged), tokenizer), count=count)
 
 
 def _requests(tasks: Sequence[Task], there: dict[Key, Any], placed: Placed) -> list[Request]:

@@ -19,6 +19,7 @@ from hybridflow.data.tokenizer import Tokenizer, check_same_pieces, open_tokeniz
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import READERS, Job
+from hybridflow.recipe.check_sampling import check_stop
 from hybridflow.recipe.inputs import tokenizer_path
 from hybridflow.trainer.plan import JobPlan
 
@@ -30,7 +31,8 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
 
     Raises:
         DataError: A file is malformed, a prompt leaves no room for a response, or models have different tokenizers.
-        ConfigError: A model's vocabulary is smaller than the tokenizer's, or the model has no tokenizer.
+        ConfigError: A model's vocabulary is smaller than the tokenizer's, the model has no tokenizer, or what samples
+            does not end at a text of ``rollout.stop``.
         DeadlineError: A rank did not come.
     """
     data, has_preferences = recipe.data, recipe.traits.has_preferences
@@ -45,6 +47,7 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
     everyone = world.coordinator(plan.meshes["job"].ranks)
     everyone.barrier("data and tokenizer")
     tokenizer = open_tokenizer(trained if path is None else path)
+    check_stop(recipe, tokenizer)
     check_vocabularies(recipe, tokenizer)
     shape, folder = training_shape(recipe, tokenizer), Path(recipe.run_dir) / FOLDER
     queue = data.kafka if data.spool is None else data.spool

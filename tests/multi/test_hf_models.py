@@ -481,7 +481,6 @@ REFUSED: list[tuple[type[Exception], dict[str, Any], list[str]]] = [
     (LayoutError, {"actor": {"update": {"dp": 2}, "rollout": {"pp": 2}}}, ["actor.rollout.pp=2"]),
     (LayoutError, {"reference": {"layout": {"tp": 2}}}, ["reference.layout.tp=2"]),
     (ConfigError, {"actor": {"reshard_every": 2}}, ["actor.reshard_every", "transformers"]),
-    (ConfigError, {"rollout": {"stop": ["="]}}, ["rollout.stop"]),
     (ConfigError, {"rollout": {"partial_rollouts": True}}, ["rollout.partial_rollouts"]),
     (
         ConfigError,

@@ -43,6 +43,9 @@ class Bytes:
     def pieces(self) -> dict[int, str]:
         return {index: piece.decode("latin-1") for index, piece in enumerate(PIECES)}
 
+    def special_id(self, name: str) -> None:
+        return None
+
 
 def requests() -> list[Request]:
     """Three samples of each of five prompts, some longer than a block, every one with parameters of its own."""

@@ -15,8 +15,9 @@ from hybridflow.api.rollout_worker import RolloutWorker
 from hybridflow.api.trainers import GRPOTrainer
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.parallel.world import World
+from hybridflow.rollout.request import Request, SamplingParams
 from tests.support.complaints import complains, complaint
-from tests.support.hf_models import write_model, write_tokenizer
+from tests.support.hf_models import START, write_model, write_tokenizer
 from tests.support.plain_models import greedy
 from tests.support.ranks import run_ranks
 from tests.support.user_models import TinyActor
@@ -148,6 +149,41 @@ def test_noise_is_of_each_call_but_for_a_seed_and_padded_ids_are_prompts(folder)
     assert len({str(each) for each in (first, second, five, later)}) == 4
     assert first == as_the_first and five == again
     assert of_rows == of_texts
+
+
+def ended(world: World, folder: Path) -> Any:
+    """Responses that end at a special token, by its name and by its id; and those of a trainer."""
+    path, how = str(folder / "model-1"), {"max_new_tokens": 12, "num_samples": 10, "seed": 3}
+    module = transformers.LlamaForCausalLM.from_pretrained(path)
+    found = []
+    for given in ({"model": path}, {"model": module, "tokenizer": path, "engine": "hf"}):
+        worker = RolloutWorker(**given)
+        pairs = [worker.generate(PROMPTS, stop=START, **how), worker.generate(PROMPTS, stop_ids=(0, 1), **how)]
+        found.append([[(each.tokens.tolist(), each.text, each.finish) for each in part] for part in pairs])
+    params = SamplingParams(max_new_tokens=4, stop=("=", START))
+    request = Request(prompt=torch.tensor([3, 4]), params=params, prompt_index=0)
+    reason = RolloutWorker(path)._open_worker().engine.refusal(request)
+    config = {"group_size": 8, "max_new_tokens": 12, "rollout": {"stop": [START]}, "run_dir": str(folder / "ended")}
+    drawn = []
+    for place, actor in (("path", path), ("own", TinyActor(vocab_size=45, seed=1))):
+        config["run_dir"] = str(folder / f"ended-{place}")
+        with GRPOTrainer(config, actor_model=Actor(actor, path), reward="length") as trainer:
+            batch = trainer.rollout(PROMPTS + ["7="]).batch
+        rows = zip(batch.ragged("tokens").to_list(), batch.dense("prompt_lengths").tolist(), strict=True)
+        drawn.append([row[length:].tolist() for row, length in rows])
+    return found, reason, drawn
+
+
+def test_the_name_of_a_special_token_ends_a_response_in_every_engine(folder):
+    ((found, reason, drawn),) = run_ranks(ended, 1, folder)
+    for by_name, by_id in found:
+        assert by_name == by_id
+        stopped = [(tokens, text) for tokens, text, finish in by_name if tokens[-1] == 1 and finish == "stop"]
+        assert stopped and all(START not in text for _, text in stopped)
+    assert reason == f"its stop text {START!r} is a special token, which is left out of texts; give stop_ids=(1,)"
+    for responses in drawn:
+        assert len(responses) == 32 and any(tokens[-1] == 1 for tokens in responses)
+        assert all(1 not in tokens[:-1] for tokens in responses)
 
 
 def refusals(world: World, folder: Path) -> None:

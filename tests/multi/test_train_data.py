@@ -20,8 +20,8 @@ from hybridflow.data.arithmetic import make_problems
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.problems import StoredProblems
 from hybridflow.data.provider import DataProvider
-from hybridflow.exit_status import REQUEUE
 from hybridflow.errors import CheckpointError
+from hybridflow.exit_status import REQUEUE
 from tests.e2e.commands import RECIPE, fork_ranks, lasting_metrics, run_well, write_recipe
 from tests.support.kafka_broker import write_apart
 from tests.support.ranks import run_ranks

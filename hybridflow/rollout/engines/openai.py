@@ -63,6 +63,11 @@ class OpenAi:
                 return "stop: OpenAI's interface does not tell the tokens of what stopped it, and this is not vLLM"
             if self.tokenizer is None:
                 return "the server tells no token ids, and there is no tokenizer to find them by; serve with vLLM"
+            if others := sorted(set(params.stop_ids) - set(self.tokenizer.stop_ids)):
+                return (
+                    f"stop_ids: OpenAI's interface has no stop tokens, and this is not vLLM: found {others} beyond the "
+                    "tokenizer's ends; remove their names from rollout.stop, or serve with vLLM"
+                )
         return bias_refusal(params)
 
     def body(self, request: Request, seed: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.rollout.engines.answers import Answer, num_begun, num_left
 from hybridflow.rollout.engines.wire import BadAnswer
-from hybridflow.rollout.request import Request
+from hybridflow.rollout.request import Request, SamplingParams
 
 _UNKNOWN = {
     "min_new_tokens": 0,
@@ -55,7 +55,7 @@ class Tgi:
             "max_new_tokens": num_left(request),
             "do_sample": not params.greedy,
             "seed": seed,
-            "stop": list(params.stop),
+            "stop": self._stop(params),
             "details": True,
             "decoder_input_details": params.with_prompt_log_probs,
             "return_full_text": False,
@@ -86,6 +86,13 @@ class Tgi:
         return Answer(
             tokens=tokens, log_probs=log_probs, finish=finish, kind="processed", prompt_log_probs=prompt_log_probs
         )
+
+    def _stop(self, params: SamplingParams) -> list[str]:
+        """Return the texts to end at: TGI knows its model's ends alone, and reads special tokens as their names."""
+        others = [token for token in params.stop_ids if token not in self.tokenizer.stop_ids]
+        pieces = self.tokenizer.pieces() if others else {}
+        named = {token: pieces[token] for token in others if token in pieces}
+        return [*params.stop, *(name for token, name in named.items() if self.tokenizer.special_id(name) == token)]
 
     def _start(self) -> list[int]:
         return [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]

@@ -1,10 +1,16 @@
 """Which engine a recipe may choose, and what weighs its samples."""
 
+import re
+from dataclasses import replace
+
 import pytest
 
+from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.errors import ConfigError
+from hybridflow.recipe.check_sampling import check_stop
 from hybridflow.recipe.load import load_recipe
 from hybridflow.sections import to_dict
+from tests.support.hf_models import write_tokenizer
 from tests.support.recipes import SMALLEST
 
 URL = "rollout.engine.urls=['http://localhost:8000']"
@@ -47,7 +53,6 @@ def test_what_is_corrected(load, overrides, expected):
         ([*SERVER, "rollout.temperature=0.5"], "log_probs=raw"),
         ([*SERVER, "rollout.engine.log_probs=processed", "rollout.top_p=0.5"], "log_probs=processed"),
         (["rollout.engine.kind=tgi", URL, "rollout.engine.off_policy=true", "rollout.top_k=5"], "TGI always"),
-        (["rollout.engine.kind=vllm", "rollout.stop=[x]"], "kind=vllm works on tokens"),
         (["rollout.engine.kind=vllm", "rollout.top_k=5", "rollout.temperature=0.5"], "between"),
         (["rollout.engine.kind=vllm", "rollout.min_p=0.1", "rollout.temperature=0.5"], "with rollout.min_p: vLLM"),
         (["rollout.engine.kind=vllm", "rollout.presence_penalty=1", "rollout.temperature=0.5"], "presence_penalty: v"),
@@ -67,6 +72,29 @@ def test_what_is_corrected(load, overrides, expected):
 def test_what_does_not_fit_is_refused(load, overrides, words):
     with pytest.raises(ConfigError, match=words):
         load(*overrides)
+
+
+WORKS_ON_TOKENS = [
+    (["rollout.engine.kind=vllm"], "megatron", "rollout.engine.kind=vllm works on tokens"),
+    ([], "transformers", "an actor that runs in transformers works on tokens"),
+    ([], "megatron", None),
+    (SERVER, "megatron", None),
+]
+
+
+@pytest.mark.parametrize(("overrides", "implementation", "words"), WORKS_ON_TOKENS)
+def test_what_works_on_tokens_ends_at_special_ones_alone(load, tmp_path, overrides, implementation, words):
+    write_tokenizer(tmp_path)
+    tokenizer = open_tokenizer(tmp_path)
+    recipe = load(*overrides, "rollout.stop=['=', '<|start|>']")
+    recipe = replace(recipe, model=replace(recipe.model, implementation=implementation))
+    for known, texts in ((tokenizer, "['=']"), (None, "['=', '<|start|>']")):
+        if words is None:
+            check_stop(recipe, known)
+        else:
+            with pytest.raises(ConfigError, match=re.escape(f"rollout.stop={texts}: {words}")):
+                check_stop(recipe, known)
+    check_stop(replace(recipe, rollout=replace(recipe.rollout, stop=("<|start|>", "<|pad|>"))), tokenizer)
 
 
 def test_a_secret_in_an_address_is_refused_and_not_repeated(load):

@@ -151,6 +151,10 @@ FAILS = {
     "no callback": (["metrics.callbacks=['gone:f']"], "metrics.callbacks='gone:f': ModuleNotFoundError"),
     "its parameters": (["reward.function={module}:two"], "{module}.py:3 two(level) does not ask for the response"),
     "what it returns": (["reward.function={module}:text"], "{module}.py:5) on train.jsonl:1"),
+    "a stop text for vLLM": (
+        ["rollout.engine.kind=vllm", "rollout.stop=[x]"],
+        "rollout.stop=['x']: rollout.engine.kind",
+    ),
     "what it raises": (["reward.function={module}:wrong"], "ZeroDivisionError: division by zero; mend the function"),
 }
 WRONG = """

@@ -45,10 +45,14 @@ class Letters:
     def pieces(self):
         return {STOP: "<end>", 8: "<turn>", **{token: self.decode([token]) for token in range(10, 36)}}
 
+    def special_id(self, name):
+        return {"<end>": STOP, "<turn>": 8}.get(name)
+
 
 class Pairs(Letters):
     """As Letters, with tokens of two letters, and of parts of a character."""
 
+    stop_ids = (STOP, 8)
     names = {**Letters().pieces(), 36: "ab", 37: "bc", 38: "<0xC3>", 39: "<0xA9>", 40: "▁a"}
 
     def encode(self, text):
@@ -197,6 +201,7 @@ def test_all_that_vllm_knows_is_passed(serve):
         ("someone", {"top_k": 3}, "top_k=3"),
         ("someone", {"min_p": 0.1}, "min_p=0.1"),
         ("someone", {"stop": ("x",)}, "stop"),
+        ("someone", {"stop_ids": (STOP, 8)}, r"stop_ids: .* found \[8\] beyond the tokenizer's ends"),
         ("someone", {"repetition_penalty": 1.2}, "repetition_penalty"),
         ("someone", {"with_prompt_log_probs": True}, "with_prompt_log_probs"),
     ],
@@ -435,7 +440,7 @@ def test_the_tokens_of_a_text_are_those_that_the_server_tells(serve, text, piece
     settings = SamplingEngineConfig(kind="openai", urls=(serve(answer, owned_by="someone").url,), retries=0)
     MADE.append(make_server_engine(settings, tokenizer=Pairs(), seed=3, vocab_size=VOCAB))
     most = 5 if finish == "stop" or expected is None else len(expected)
-    ask, *_ = requests(2, max_new_tokens=most, stop_ids=(STOP, 8))
+    ask, *_ = requests(2, max_new_tokens=most, stop_ids=Pairs.stop_ids)
     (got,) = MADE[-1].generate([ask])
     if expected is None:
         assert got.finish == "failed" and "is it the model's tokenizer" in got.error
@@ -477,14 +482,16 @@ def test_tgi(serve):
     assert first.finish == "length" and len(first.tokens) == 4 and first.prompt_log_probs.tolist() == [-1.5]
     assert second.finish == "stop" and second.tokens[-1] == STOP
     torch.testing.assert_close(first.log_probs, -first.tokens / 10)
-    made.generate(requests(2, greedy=True, top_k=3, top_p=0.5, repetition_penalty=1.5, stop=("zz",)))
+    cuts = dict(greedy=True, top_k=3, top_p=0.5, repetition_penalty=1.5)
+    # It reads special tokens as their names, and of what it ends at without being told says nothing.
+    made.generate(requests(2, **cuts, stop=("zz",), stop_ids=(STOP, 8, 12, 49)))
     cut = server.asked[-1]["parameters"]
     assert (cut["do_sample"], cut["top_k"], cut["top_p"], cut["repetition_penalty"], cut["stop"]) == (
         False,
         3,
         0.5,
         1.5,
-        ["zz"],
+        ["zz", "<turn>"],
     )
     sent = len(server.asked)
     for params, words in [

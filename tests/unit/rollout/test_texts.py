@@ -10,7 +10,8 @@ import pytest
 
 from hybridflow.data.pieces import PieceTokenizer
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
-from hybridflow.rollout.texts import Texts, Watch, text_before_stop
+from hybridflow.rollout.request import SamplingParams
+from hybridflow.rollout.texts import Texts, Watch, text_before_stop, with_stop_tokens
 
 LINES = [f"{a}+{b}={a + b} naïve €{b} 日本 the end." for a in range(30) for b in range(5)]
 
@@ -156,6 +157,28 @@ def test_text_before_the_stop_string(tmp_path):
     assert text_before_stop(tokens, ["end", " the end", "nd"], tokenizer) == "the end. €5"
     assert text_before_stop([*tokens, tokenizer.eos_id], ["€"], tokenizer) == "the end. €5 the end"
     assert text_before_stop([], ["€"], tokenizer) == ""
+
+
+SPECIAL = {"pieces": "<s>", "pieces and bytes": "<s>"}
+TEXTS = ("the end", " ", "▁", "Ġ", "☃", "\n", "<0x0A>", "##ing", "[unused]", "<en", "5")
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_the_name_of_a_special_token_stands_for_the_token(kind, tmp_path):
+    tokenizer = TOKENIZERS[kind](tmp_path)
+    name = SPECIAL.get(kind, "<start>")
+    (index,) = (index for index, piece in tokenizer.pieces().items() if piece == name)
+    assert tokenizer.decode([index]) == "" and index not in tokenizer.stop_ids
+    given = SamplingParams(max_new_tokens=4, stop=(*TEXTS[:3], name, *TEXTS[3:]), stop_ids=tokenizer.stop_ids)
+    made = with_stop_tokens(given, tokenizer)
+    assert made.stop == TEXTS, "they are text, as whatever tokens they are written"
+    assert made.stop_ids == (*tokenizer.stop_ids, index)
+    assert with_stop_tokens(made, tokenizer) is made and with_stop_tokens(given, None) is given
+    again = SamplingParams(max_new_tokens=4, stop=(name,), stop_ids=(index,))
+    assert with_stop_tokens(again, tokenizer) == SamplingParams(max_new_tokens=4, stop_ids=(index,))
+    # A response that such a token ended is as one that ended by itself.
+    tokens = tokenizer.encode("the end")
+    assert text_before_stop([*tokens, index], made.stop[1:], tokenizer) == tokenizer.decode(tokens)
 
 
 class Counting:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hybridflow.data.chat import chat_template, render_chat
 from hybridflow.errors import ConfigError, DataError, WriteError
 from hybridflow.rollout.texts import Texts, Watch, settled_text, text_before_stop
+from hybridflow.serving import batch
 from hybridflow.serving.api import ApiError, Sample, Served, completion, failure, read_ask
 from hybridflow.serving.options import check_together, read_options
 from hybridflow.serving.prompts import deal, read_prompts
@@ -32,6 +33,9 @@ class Letters:
 
     def pieces(self):
         return {0: "one", 1: "three"}
+
+    def special_id(self, name):
+        return {"<end>": 256, "<turn>": 257}.get(name)
 
 
 SERVED = Served(name="letters", tokenizer=Letters(), vocab_size=257, max_context=64)
@@ -306,10 +310,21 @@ def test_a_request_becomes_prompts_and_parameters():
     assert ask(prompt="a" * 60).params["max_new_tokens"] == 4, "a default is what there is room for"
 
 
+@pytest.mark.parametrize(("stop", "texts"), [("<end>", ()), (["b", "<end>", "<a>"], ("b", "<a>"))])
+def test_the_name_of_a_special_token_ends_a_sample_as_the_token_does(stop, texts, tmp_path):
+    asked = ask(prompt="a", stop=stop, stop_token_ids=[7], ignore_eos=True)
+    assert asked.params["stop_ids"] == (7, 256) and asked.params["stop"] == asked.stop == texts
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a", "sampling": {"stop": stop}}))
+    ((prompt,), _) = read_prompts(tmp_path / "p.jsonl")
+    task = batch._task(prompt, [97], Letters(), {"max_new_tokens": 4, "stop_ids": (7,)}, 64)
+    assert task.params.stop_ids == (7, 256) and task.params.stop == texts
+
+
 @pytest.mark.parametrize(
     ("body", "found"),
     [
         ({}, "prompt is missing"),
+        ({"prompt": "a", "stop": "<turn>"}, "token 257 is not among the model's"),
         ({"prompt": []}, "prompt is missing"),
         ({"prompt": [[]]}, "expected text"),
         ({"prompt": [1, "a"]}, "expected text"),

@@ -288,8 +288,8 @@ def test_term_before_the_ranks_have_met_is_kept_for_later(folder, monkeypatch):
         if rank == 1:
             make = cli.CaughtSignals.__init__
 
-            def made(self):
-                make(self)
+            def made(self, **named):
+                make(self, **named)
                 os.kill(os.getpid(), signal.SIGTERM)
 
             cli.CaughtSignals.__init__ = made

@@ -40,6 +40,10 @@ class EngineError(HybridflowError):
     """Another engine, in this process or a server, failed, or answered what cannot be right."""
 
 
+class DivergedError(HybridflowError):
+    """A gradient is not finite, so the weights would not be either."""
+
+
 class ReshardError(HybridflowError):
     """A tensor cannot be described, or two ranks disagree about a plan."""
 

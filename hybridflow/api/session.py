@@ -169,8 +169,11 @@ class Session:
             "num_prompts": wanted,
             "version": self.trainer.progress.step,
         }
+        scope, groups = self.trainer.rollout(about), self.trainer.roles.groups
         self._next_prompt_index += wanted
-        scope = self.trainer.rollout(about)
+        if groups is not None:
+            # Groups that were not kept have taken more.
+            self._next_prompt_index = max(self._next_prompt_index, groups.next_prompt_index)
         # A rollout that was told to stop has not all of its samples.
         if self.trainer.stop_if_asked() is not None:
             # The program can be begun again and goes on, with resume=True: the status says so to who started it.

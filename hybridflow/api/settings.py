@@ -17,9 +17,10 @@ from hybridflow.config.trainer import OPEN_END
 from hybridflow.errors import ConfigError
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.flows.registry import ALGORITHMS, CHOSEN
+from hybridflow.recipe.checks import VALIDATION_KEYS
 from hybridflow.recipe.load import recipe_from_dict
 from hybridflow.recipe.other_names import find_other_name
-from hybridflow.sections import read_yaml
+from hybridflow.sections import changed_keys, read_yaml
 
 SHORT: Mapping[str, tuple[str, ...]] = {
     "batch_size": ("trainer.mini_batch_size",),
@@ -182,7 +183,27 @@ def finish_recipe(
         if size is None:
             raise ConfigError("rollout_batch_size: missing; give the samples of a step, or batch_size")
         trainer["global_batch_size"] = size
-    return recipe_from_dict(values, source="config", in_memory=in_memory)
+    recipe = recipe_from_dict(values, source="config", in_memory=in_memory)
+    _check_program(recipe)
+    return recipe
+
+
+def _check_program(recipe: Recipe) -> None:
+    """Refuse settings of what only a recipe's own training loop does, or of which a program says too little."""
+    for name in changed_keys(recipe.trainer, VALIDATION_KEYS):
+        raise ConfigError(
+            f"{name}: a program has no held-out data, so nothing is validated; generate from such prompts between two "
+            "steps, or train with a recipe"
+        )
+    if recipe.warm_start is not None:
+        raise ConfigError("warm_start: a program gives no solutions to imitate; run SFTTrainer before, or use a recipe")
+    learners = {"actor": recipe.actor, "critic": recipe.critic, "cost_critic": recipe.cost_critic}
+    for role, section in learners.items() if recipe.trainer.known_steps is None else ():
+        if section is not None and section.optimizer.schedule != "constant":
+            raise ConfigError(
+                f"{role}.optimizer.schedule={section.optimizer.schedule}: falls until the last step, and a program has "
+                "none; set steps to their number in the config, or schedule to constant"
+            )
 
 
 def _context(values: Mapping[str, Any], in_memory: Mapping[str, ModelInfo]) -> int | None:

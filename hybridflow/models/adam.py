@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridflow.config.roles import OptimizerConfig
-from hybridflow.models.training import forget_moments
+from hybridflow.models.training import finite, forget_moments
 from hybridflow.reshard.memory import HostOffload
 
 _CLIP_EPS = 1e-6
@@ -61,7 +61,7 @@ class Adam:
 
     def step(self, *, is_followed: bool = False) -> float:
         """Clip the gradients, update the weights, and return the gradient norm before clipping."""
-        norm = self._norm()
+        norm = finite(self._norm())
         if self._clip > 0 and norm > self._clip:
             self._gradients.mul_(self._clip / (norm + _CLIP_EPS))
         self._optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from hybridflow.config.roles import OptimizerConfig
+from hybridflow.errors import DivergedError
 from hybridflow.models.flops import ModelFlops
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.layers import Chunks, chunks_of, recomputed
@@ -43,6 +45,20 @@ LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Any]]
 The loss shares of all micro-batches and data-parallel ranks add up to the loss: denominators are those of the global
 batch.
 """
+
+
+def finite(norm: float) -> float:
+    """Return the norm of a gradient.
+
+    Raises:
+        DivergedError: It is not finite.
+    """
+    if not math.isfinite(norm):
+        raise DivergedError(
+            f"the norm of the gradient is {norm:g}, expected a finite number; nothing is saved after this update. Look "
+            "at the loss and the rewards before it, lower the learning rate, and go on from the last checkpoint"
+        )
+    return norm
 
 
 class Trainable:
@@ -156,15 +172,19 @@ class Trainable:
         Args:
             is_followed: ``accumulate`` comes next, and may gather the weights during its forward pass. Who reads them
                 before then calls ``gather`` first.
+
+        Raises:
+            DivergedError: The norm is not finite. The weights are not either, from here on.
         """
         succeeded, grad_norm, _ = self._optimizer.step()
         assert succeeded, "without loss scaling no step is ever skipped"
+        norm = finite(float(grad_norm))
         if self._overlap is not None:
             self._overlap.start_gathering()
         if not is_followed:
             self.gather()
         self._updates += 1
-        return float(grad_norm)
+        return norm
 
     def gather(self) -> None:
         """Wait for weights that a step has left to be gathered. Collective: dp, where a step has."""

@@ -278,12 +278,12 @@ def _check_schedules(recipe: Recipe) -> None:
             )
 
 
-_VALIDATION_KEYS = ("validate_every", "num_validation", "validation_samples", "pass_k", "keep_best", "patience")
+VALIDATION_KEYS = ("validate_every", "num_validation", "validation_samples", "pass_k", "keep_best", "patience")
 
 
 def _check_validation(recipe: Recipe) -> None:
     trainer = recipe.trainer
-    for name in changed_keys(trainer, _VALIDATION_KEYS) if recipe.data.held_out is None else ():
+    for name in changed_keys(trainer, VALIDATION_KEYS) if recipe.data.held_out is None else ():
         raise ConfigError(
             f"trainer.{name}={str(getattr(trainer, name)).lower()}: data.held_out is missing, so there is no "
             "validation; name a file of held-out rows there, or remove the key"

@@ -401,6 +401,15 @@ class Actor(Role):
                 self.trainable.reload_weights()
         self.mark_changed()
 
+    def begin_validation(self, step: int) -> None:
+        """Have the next rollout sample with the weights after a step, also where rollouts may stay behind them.
+
+        On all ranks of either mesh.
+        """
+        if self._reshard_every > 1:
+            self.num_updates = step
+            self.mark_changed()
+
     def mark_changed(self) -> None:
         """Note that the update layout's weights were written from outside, so the rollout's are out of date."""
         self._rollout_is_current = False

@@ -40,6 +40,7 @@ class Decisions:
 
     Attributes:
         is_warm_start_cut: Whether the warm start was cut short on this rank.
+        first_prompt_index: Where the rollouts of a program's next step begin; None: behind those of the last step.
         shortage: Why no prompts have come for the next step, on every rank; None: they have, so far.
     """
 
@@ -47,6 +48,7 @@ class Decisions:
         self, job: Job, meshes: Mapping[str, DeviceMesh], roles: Roles, progress: Progress, stopping: Stopping
     ) -> None:
         self.is_warm_start_cut = False
+        self.first_prompt_index: int | None = None
         self.shortage: str | None = None
         self._job = job
         self._recipe = job.recipe
@@ -136,7 +138,8 @@ class Decisions:
         progress = self._progress
         while True:
             assert self._roles.groups is not None, "only algorithms with groups have this loop"
-            yield from self._roles.groups.turns(progress.next_prompt_index, progress.num_prompts, self._share_scores)
+            first = progress.next_prompt_index if self.first_prompt_index is None else self.first_prompt_index
+            yield from self._roles.groups.turns(first, progress.num_prompts, self._share_scores)
             yield None
 
     def _share_scores(self, local_scores: Scores) -> list[Scores] | None:
@@ -169,8 +172,12 @@ class Decisions:
         The last step always ends with one, so that the last checkpoint knows whether it is the best.
         """
         trainer, step = self._recipe.trainer, self._progress.step + 1
-        is_due = step >= trainer.steps or _is_due(step, trainer.validate_every)
-        return is_due and not self._stopping.agree(self._everyone)
+        if not (step >= trainer.steps or _is_due(step, trainer.validate_every)):
+            return False
+        if self._stopping.agree(self._everyone):
+            return False
+        self._roles.actor.begin_validation(step)
+        return True
 
     @property
     def has_missed_validation(self) -> bool:

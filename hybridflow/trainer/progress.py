@@ -35,7 +35,12 @@ class Progress:
         """Return whether training ends because validations have not improved for long."""
         return 0 < self._recipe.trainer.patience <= self.validations.num_since_best
 
+    @property
+    def num_critic_steps(self) -> int:
+        """Return how many of the first steps only the critics learn in."""
+        critics = (self._recipe.critic, self._recipe.cost_critic)
+        return max((each.warmup_steps for each in critics if each is not None), default=0)
+
     def is_critic_alone(self, step: int) -> bool:
         """Return whether a step is one of the first, in which only the critics learn."""
-        critics = (self._recipe.critic, self._recipe.cost_critic)
-        return any(each is not None and step <= each.warmup_steps for each in critics)
+        return step <= self.num_critic_steps

@@ -249,7 +249,10 @@ class Trainer(Role):
         self._record.open(None)
         read_weights(self.job, self.roles)
         self._execute(self._plan.warm_start)
-        if any(self._everyone.gather(self._decisions.is_warm_start_cut, "the warm start")):
+        own = [self._decisions.is_warm_start_cut, self._stopping.local_reason()]
+        gathered = self._everyone.gather(own, "the warm start")
+        if any(is_cut for is_cut, _ in gathered):
+            self._stopping.settle(reason for _, reason in gathered)
             self._finish()
             return False
         self.roles.actor.end_warm_start()
@@ -266,6 +269,7 @@ class Trainer(Role):
             about: Number of the step, and what it samples, as the decision ``train_step`` gives them.
         """
         self._record.begin_step(self.progress.step, self._stopping.job_end_s)
+        self._decisions.first_prompt_index = about["first_prompt_index"]
         return self._execute(self._plan.rollout, {}, {"train_step": about})
 
     def learn(self, scope: Scope, about: Mapping[str, Any]) -> dict[str, float]:
@@ -441,10 +445,12 @@ class Trainer(Role):
 
     def _learning_rates(self, step: int) -> dict[str, float]:
         """Return the learning rate of each role that learns, in a step."""
-        recipe = self.job.recipe
+        recipe, alone = self.job.recipe, self.progress.num_critic_steps
         trained = {name: getattr(recipe, name) for name in _RATE_OF}
+        # The actor's steps begin when the critics have warmed up.
+        before = {name: alone if name == "actor" else 0 for name in trained}
         return {
-            name: learning_rate(section.optimizer, step, recipe.trainer.steps)
+            name: learning_rate(section.optimizer, max(1, step - before[name]), recipe.trainer.steps - before[name])
             for name, section in trained.items()
             if section is not None
         }
@@ -465,6 +471,7 @@ class Trainer(Role):
         """
         found = self.progress.validations
         if found.step != self.progress.step:
+            self.roles.actor.begin_validation(self.progress.step)
             self._execute(self._plan.validation)
             shares = self._everyone.gather([self._take_metrics(), self._take_shown()], "validation")
             self._record.timeline.reset()
@@ -486,7 +493,8 @@ class Trainer(Role):
         score = metrics.get("validation/score", accuracy)
         if score is None:
             return
-        self.progress.validations.take(self.progress.step, score, is_accuracy=accuracy is not None)
+        step, is_learning = self.progress.step, not self.progress.is_critic_alone(self.progress.step)
+        self.progress.validations.take(step, score, is_accuracy=accuracy is not None, is_learning=is_learning)
         if self.job.world.rank == 0:
             self._record.show_validation(self.progress.step, metrics, [each for rank in shown for each in rank])
 

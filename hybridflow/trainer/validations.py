@@ -25,12 +25,19 @@ class Validations:
     best_score: float | None = None
     num_since_best: int = 0
 
-    def take(self, step: int, score: float, *, is_accuracy: bool = False) -> None:
-        """Count a validation. One of a step that was validated before, after a resume, does not count."""
+    def take(self, step: int, score: float, *, is_accuracy: bool = False, is_learning: bool = True) -> None:
+        """Count a validation. One of a step that was validated before, after a resume, does not count.
+
+        Args:
+            step: Training steps before it.
+            score: Its mean score, or the share of pairs in the right order.
+            is_accuracy: See above.
+            is_learning: Whether the actor learns yet; until then nothing can become better.
+        """
         if self.step is not None and step <= self.step:
             return
         self.step, self.score, self.is_accuracy = step, score, is_accuracy
         if self.best_score is None or score > self.best_score:
             self.best_step, self.best_score, self.num_since_best = step, score, 0
         else:
-            self.num_since_best += 1
+            self.num_since_best += is_learning

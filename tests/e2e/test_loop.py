@@ -6,6 +6,7 @@ import pytest
 
 from hybridflow.checkpoint.store import best_step, latest_step
 from hybridflow.observe.status import read_status
+from hybridflow.roles.actor import Actor
 from tests.e2e.commands import RECIPE, fork_ranks, lasting_metrics, run_well, write_recipe
 
 # What each validation of a process gives; what is learned from scores as in the other tests.
@@ -24,6 +25,27 @@ def score(prompt, response, answer):
 
 def steps_of(run_dir):
     return sorted(path.name for path in (run_dir / "checkpoints").glob("step_*"))
+
+
+def noting_weights(rank):
+    """A hook: rank 0 notes of each validation after how many updates its weights are."""
+    sample = Actor.sample_validation
+
+    def noted(self, batch, decided):
+        if rank == 0:
+            with open("validated", "a") as file:
+                file.write(f"{self._rollout_version} ")
+        return sample(self, batch, decided)
+
+    Actor.sample_validation = noted
+
+
+def test_a_validation_samples_with_the_weights_of_its_step_where_rollouts_stay_behind(tmp_path):
+    write_recipe(tmp_path)
+    run = ["train", "tiny.yaml", "trainer.steps=3", "trainer.validate_every=2", "actor.reshard_every=9"]
+    done = fork_ranks(run, tmp_path, hook=noting_weights)
+    assert done.codes == (0, 0), done.err
+    assert (tmp_path / "validated").read_text().split() == ["0", "2", "3"]
 
 
 def test_training_ends_when_validations_do_not_become_better_and_the_best_stays(tmp_path):
@@ -66,7 +88,7 @@ def test_the_critic_learns_alone_at_first_and_rates_follow_the_step(tmp_path):
 
     run_well(run, tmp_path)
     rows = lasting_metrics(run_dir)
-    assert [row["actor/lr"] for row in rows] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
+    assert [row["actor/lr"] for row in rows] == pytest.approx([0.0025, 0.0025, 0.0025, 0.005])
     # From 0.04 at step 1 as a line to 0 at step 4.
     assert [row["critic/lr"] for row in rows] == pytest.approx([0.04, 0.08 / 3, 0.04 / 3, 0.0])
     assert [("actor/loss" in row, "critic/loss" in row) for row in rows] == [(False, True)] * 2 + [(True, True)] * 2

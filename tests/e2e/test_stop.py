@@ -107,11 +107,14 @@ def test_asked_in_a_validation_it_saves_first_and_validates_when_it_goes_on(tmp_
     assert all(before[name] == after[name] for name in ("score_before_rl", "score_after_rl"))
 
 
-def test_asked_in_the_warm_start_it_ends_with_nothing_saved(tmp_path):
+@pytest.mark.parametrize("placement", [[], ["actor.rollout_ranks=[0]", "actor.update={}", "actor.rollout={}"]])
+def test_asked_in_the_warm_start_it_ends_with_nothing_saved(tmp_path, placement):
     write_recipe(tmp_path)
-    stopped = fork_ranks([*RUN, "warm_start.steps=100000"], tmp_path, hook=asking("imitate", 3, signal.SIGTERM))
+    run = [*RUN, "warm_start.steps=100000", *placement]
+    stopped = fork_ranks(run, tmp_path, hook=asking("imitate", 3, signal.SIGTERM))
     assert stopped.codes == (REQUEUE, REQUEUE), stopped.err
     assert latest_step(tmp_path / "run") is None and "nothing was saved" in stopped.out
+    assert [start.outcome for start in read_starts(tmp_path / "run")] == ["requeue"]
 
 
 @pytest.mark.slow

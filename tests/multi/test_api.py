@@ -412,6 +412,22 @@ def test_short_settings() -> None:
     assert recipe.kl.coef == 0.1 and recipe.actor.optimizer.lr == recipe.critic.optimizer.lr == 1e-6
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"trainer": {"validate_every": 2}}, ("validate_every", "no held-out data")),
+        ({"warm_start": {"steps": 2, "batch_size": 8, "lr": 1e-3}}, ("warm_start", "SFTTrainer")),
+        ({"actor": {"optimizer": {"schedule": "cosine"}}}, ("actor.optimizer.schedule=cosine", "set steps")),
+    ],
+)
+def test_what_only_a_recipe_does_is_refused(config, words) -> None:
+    given = {"rollout_batch_size": 8, "model": MODEL, **config}
+    complains(lambda: finish_recipe(recipe_values(given, algorithm="ppo", num_ranks=1)), words, ConfigError)
+    if "actor" in config:
+        steps = recipe_values({**given, "steps": 9}, algorithm="ppo", num_ranks=1)
+        assert finish_recipe(steps).actor.optimizer.schedule == "cosine"
+
+
 def test_strange_arguments() -> None:
     names = {
         "model": "the policy is actor_model=…",

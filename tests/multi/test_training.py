@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.config.roles import OptimizerConfig
+from hybridflow.errors import DivergedError
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models import context, experts, gpt, grouped
@@ -101,6 +102,30 @@ def test_weights_begin_as_norms_that_change_nothing_zero_biases_and_random_matri
 def test_a_step_goes_on_from_weights_that_were_written_from_outside():
     for case, distance in run_ranks(cases, 2)[0].items():
         assert distance < 1e-5, (case, distance)
+
+
+def diverged(world) -> list[str]:
+    """What a step says on each rank whose gradient is infinite on one."""
+    told = []
+    for layout in (ParallelLayout(dp=2), ParallelLayout(pp=2)):
+        built, _, groups, _ = make_model(world, layout)
+        trainable = Trainable(built, groups, OptimizerConfig(lr=1e-3))
+        sequences, prompts = samples(4)
+        factor = float("inf") if world.rank == 1 else 1.0
+        trainable.accumulate(
+            [pack([0, 1, 2, 3], sequences, prompts, world.device)],
+            lambda output, _, factor=factor: (output.float().mean() * factor, None),
+        )
+        try:
+            trainable.step()
+        except DivergedError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_gradient_that_is_not_finite_ends_the_job_on_all_ranks():
+    for told in run_ranks(diverged, 2):
+        assert len(told) == 2 and all("norm of the gradient is nan" in each for each in told), told
 
 
 def difference_of_sharing(world, model: ModelConfig, layout: ParallelLayout) -> dict[str, float]:

@@ -9,7 +9,9 @@ import torch
 
 from hybridflow.algorithms.pass_at_k import pass_at_k
 from hybridflow.config.roles import OptimizerConfig
+from hybridflow.recipe.load import load_recipe
 from hybridflow.sampling.validation import measure
+from hybridflow.trainer.progress import Progress
 from hybridflow.trainer.schedule import learning_rate
 from hybridflow.trainer.trainer import Trainer
 from hybridflow.trainer.validations import Validations
@@ -56,6 +58,16 @@ def test_the_first_of_equal_validations_is_the_best():
     assert (validations.best_step, validations.best_score, validations.num_since_best) == (2, 0.5, 2)
     validations.take(8, 0.75)
     assert (validations.best_step, validations.num_since_best) == (8, 0)
+    validations.take(10, 0.5, is_learning=False)
+    assert (validations.best_step, validations.num_since_best) == (8, 0)
+
+
+def test_the_actors_rate_begins_when_the_critic_has_warmed_up():
+    changes = ["critic.warmup_steps=3", "trainer.steps=7", "actor.optimizer.warmup_steps=2", "actor.optimizer.lr=1.0"]
+    recipe = load_recipe("quickstart", [*changes, "actor.optimizer.schedule=linear"])
+    trainer = SimpleNamespace(job=SimpleNamespace(recipe=recipe), progress=Progress(recipe))
+    rates = [Trainer._learning_rates(trainer, step)["actor"] for step in range(1, 8)]
+    assert rates == pytest.approx([0.5, 0.5, 0.5, 0.5, 1.0, 0.5, 0.0])
 
 
 class Together:

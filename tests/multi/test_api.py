@@ -351,6 +351,23 @@ def test_own_algorithm(folder: Path, size: int) -> None:
         assert all(step["actor/grad_norm"] > 0 for step in own)
 
 
+def two_rollouts(folder: Path):
+    given = {"rollout_batch_size": 16, "group_size": 4, "dynamic_sampling": {"max_tries": 9, "when_short": "train"}}
+    config = settings(folder, batch_size=8, **given)
+    make = {"actor_model": actor(folder), "reward": digits, "data_provider": PROMPTS, "algorithm": "dapo"}
+    with hybridflow.OnlineTrainer(config, **make) as trainer:
+        rollouts = [trainer.rollout(), trainer.rollout()]
+        found = [set(each.batch.dense("prompt_indices").tolist()) for each in rollouts]
+        for each in rollouts:
+            trainer.update(each)
+    return found
+
+
+def test_a_second_rollout_before_an_update_takes_other_prompts(folder: Path) -> None:
+    ((first, second),) = run(two_rollouts, 1, folder)
+    assert first and second and max(first) < min(second)
+
+
 def wrong_batches(folder: Path):
     trainer = PPOTrainer(settings(folder, rollout_batch_size=4), actor_model=actor(folder), reward=digits)
     for words, batch in {

@@ -25,6 +25,7 @@ from hybridflow.mapping.search import Found, Request, search
 from hybridflow.mapping.step_command import texts_of
 from hybridflow.observe.files import replace_file
 from hybridflow.observe.table import format_table
+from hybridflow.recipe.check_placement import may_sample_ahead
 from hybridflow.recipe.load import load_recipe
 from hybridflow.reshard.report import format_bytes
 from hybridflow.sections import changed_keys, to_dict
@@ -68,7 +69,7 @@ def _request(
         num_ranks = arguments.gpus or arguments.nodes * machine.ranks_per_node
     texts = texts_of(recipe, arguments.prompt, arguments.response, like)
     request = request_for(recipe, load, machine, texts, num_ranks, step_of)
-    if arguments.ahead:
+    if arguments.ahead and may_sample_ahead(recipe):
         request = replace(request, staleness=tuple(dict.fromkeys((*request.staleness, 1))))
     return request
 

@@ -54,7 +54,8 @@ def add_auto(plans: Any, step_of: Callable[[Recipe], Step]) -> None:
     parser.add_argument(
         "--ahead",
         action="store_true",
-        help="try trainer.max_staleness=1 too: samples are made while others are learned from, and are one update old",
+        help="try trainer.max_staleness=1 too, if the algorithm has it: samples are made while others are learned "
+        "from, and are one update old",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the fastest as a recipe")
     parser.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")

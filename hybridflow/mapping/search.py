@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,7 +47,10 @@ _ROUGH = 0.03
 """The same for the others that are shown, compared with the best of their own kind."""
 
 _MOST_REFUSED = 50
-"""Configurations that are no recipes after which none is expected to be one."""
+"""Configurations of one way to share ranks, one after the other, that are no recipes; then none of them is tried."""
+
+_MOST_REFUSED_WAYS = 8
+"""As many times more, of all ways, after which none is expected to be a recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,13 +209,14 @@ class _Problem:
 
 class _Search:
     def __init__(self, request: Request) -> None:
-        self._request, recipe = request, request.load(())
+        self._request, self._cleared = request, cleared(request.load(()))
+        recipe = request.load(self._cleared)
         self._flow = request.flow(recipe)
         self._choices = Choices(
             *(recipe, self._flow, request.hardware, request.texts),
             ranks_per_node=request.ranks_per_node,
             memory_bytes=request.memory_bytes,
-            allows=request.allows,
+            allows=lambda mesh, layout: self._fits_engine(mesh, layout) and request.allows(mesh, layout),
         )
         self._best: dict[object, Found] = {}
         self._limits: dict[object, float] = {}
@@ -220,7 +225,8 @@ class _Search:
         self._resharded: dict[object, float] = {}
         self._conflicts: dict[ModelSet, list[frozenset[tuple[str, Work]]]] = {}
         self._leasts: dict[tuple[str, int], float] = {}
-        self._refused: list[HybridflowError] = []
+        self._refused: Counter[object] = Counter()
+        self._error: HybridflowError | None = None
 
     def run(self) -> list[Found]:
         request, meshes = self._request, self._choices.meshes
@@ -238,9 +244,16 @@ class _Search:
                 if bound < self._limit(key) and (staleness == 0 or _is_apart(placement)):
                     self._descend(key, placement, staleness)
         order = sorted(self._best.values(), key=lambda found: (found.seconds, len(found.placement), found.overrides))
-        if not order and self._refused:
-            raise self._refused[-1]
+        if not order and self._error is not None:
+            raise self._error
         return order[: request.most]
+
+    def _fits_engine(self, mesh: str, layout: ParallelLayout) -> bool:
+        """Return whether the rollout's engine allows a layout: vLLM has whole models, on all ranks of the job."""
+        if self._base.rollout.engine.kind != "vllm" or not mesh.startswith("actor."):
+            return True
+        is_whole = layout.tp == layout.ep == 1 or mesh == "actor.update"
+        return is_whole and layout.world_size == self._request.num_ranks
 
     def _least(self, mesh: str, num_ranks: int) -> float:
         """Return the least seconds of a model's calls on so many ranks, if it fits on them alone."""
@@ -253,10 +266,13 @@ class _Search:
 
     def _limit(self, key: object) -> float:
         """Return the seconds that a configuration must stay below to be of interest."""
+        if self._refused[key] > _MOST_REFUSED:
+            return 0.0
         return self._limits.get(key, self._last)
 
     def _keep(self, key: object, found: Found) -> None:
         self._best[key] = found
+        self._refused[key] = 0
         best = sorted(found.seconds for found in self._best.values())
         fastest = (1 - _ALIKE) * best[0]
         is_full = len(best) >= self._request.most
@@ -375,12 +391,10 @@ class _Search:
             if fullest.peak > request.memory_bytes:
                 self._learn(fullest, problem, chosen)
                 return
-            overrides = settings_of(recipe, chosen)
+            overrides = (*settings_of(recipe, chosen), *self._cleared)
             recipe = request.load(overrides)
         except HybridflowError as error:
-            self._refused.append(error)
-            if len(self._refused) > _MOST_REFUSED and not self._best:
-                raise
+            self._refuse(problem.key, error)
             return
         ranks = {name: mesh.ranks for name, mesh in meshes.items()}
         calls = timed(self._flow, busy_ranks(ranks, request.hardware), seconds)
@@ -393,6 +407,12 @@ class _Search:
             memory_bytes=fullest.peak,
         )
         self._keep(problem.key, found)
+
+    def _refuse(self, key: object, error: HybridflowError) -> None:
+        self._refused[key] += 1
+        if not self._best and self._refused.total() > _MOST_REFUSED_WAYS * _MOST_REFUSED:
+            raise error
+        self._error = error
 
     def _clashes(self, problem: _Problem, chosen: Mapping[str, Choice]) -> bool:
         """Return whether some of the choices are known not to fit together."""
@@ -475,6 +495,13 @@ def with_choices(
             if name in LEARNERS:
                 values.update(recompute=work.recompute, recompute_layers=None)
     return replace(recipe, **{name: replace(getattr(recipe, name), **values) for name, values in changed.items()})
+
+
+def cleared(recipe: Recipe) -> tuple[str, ...]:
+    """Return overrides that take away what fits no other ranks: fallbacks, and the ranks of reward functions."""
+    functions = (name for name in ("reward", "cost") if (section := getattr(recipe, name)) and section.model is None)
+    overrides = [f"{name}.ranks=null" for name in functions if getattr(recipe, name).ranks is not None]
+    return (*overrides, "fallbacks=[]") if recipe.fallbacks else tuple(overrides)
 
 
 def settings_of(recipe: Recipe, meshes: Iterable[str]) -> tuple[str, ...]:

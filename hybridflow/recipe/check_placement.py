@@ -236,6 +236,13 @@ def _check_ahead(recipe: Recipe, asked: str, *, off: str) -> None:
         )
 
 
+def may_sample_ahead(recipe: Recipe) -> bool:
+    """Return whether ``trainer.max_staleness`` may be above 0 with the right placement."""
+    is_own = recipe.rollout.engine.kind == "megatron" and recipe.rollout.replay is None
+    is_fresh = recipe.actor.reshard_every == 1
+    return is_own and is_fresh and recipe.traits.generates and recipe.algorithm not in _NOT_AHEAD
+
+
 _NOT_AHEAD = {
     "dapo": "samples until its batch is full, which is not known beforehand",
     "remax": "samples each prompt once more, for its baseline",

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hybridflow import cli
-from hybridflow.errors import HybridflowError
+from hybridflow.errors import HybridflowError, LayoutError
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.hardware import hardware
 from hybridflow.mapping.rl_step import (
@@ -257,6 +257,53 @@ def test_samples_are_made_ahead_only_where_asked_for(capsys, recipe):
         rollout = next(one for one in each["placement"] if "actor.rollout" in one["models"])
         assert "actor.update" not in rollout["models"]
     assert ahead
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "changed", "words"),
+    [
+        (
+            "grpo",
+            {"fallbacks": [{"ranks": 1, "overrides": ["actor.update={}"]}]},
+            ("cluster.ranks=2", "actor.update.dp=2"),
+        ),
+        ("grpo", {"reward": {"function": "maths", "ranks": [0]}}, ("--ahead",)),
+        ("dapo", {}, ("--ahead",)),
+        ("grpo", {"rollout": {"group_size": 4, "max_new_tokens": 2048, "engine": {"kind": "vllm"}}}, ("--ahead",)),
+    ],
+)
+def test_the_search_offers_recipes_alone(capsys, recipe, monkeypatch, algorithm, changed, words):
+    refused = []
+    monkeypatch.setattr("hybridflow.mapping.search._Search._refuse", lambda *given: refused.append(given))
+    path = recipe(algorithm, **changed)
+    best = auto(capsys, path, "--gpus", "8", *words)["found"][0]
+    written = load_recipe(path, [*(word for word in words if "=" in word), *best["overrides"]])
+    assert not refused and not written.fallbacks and written.reward.ranks is None
+    assert written.rollout.engine.kind == "megatron" or role_meshes(written)["actor.rollout"].layout.dp == 8
+
+
+def test_a_way_to_share_ranks_that_is_always_refused_is_given_up(recipe):
+    path, tried = recipe(kl={"coef": 0.01}), []
+
+    def load(overrides):
+        tried.append(overrides)
+        if "actor.rollout_ranks=null" in overrides or not overrides:
+            return load_recipe(path, overrides)
+        raise LayoutError("no")
+
+    request = Request(
+        load=load,
+        flow=lambda recipe: training_step(recipe).flow,
+        hardware=MACHINE,
+        texts=Texts(prompt=500, responses=spread_lengths(64, 700, 2048)),
+        num_ranks=16,
+        ranks_per_node=8,
+        memory_bytes=80e9,
+    )
+    ways = {tuple(each.meshes for each in found.placement) for found in search(request)}
+    assert ways and all(any("actor.update" in one and "actor.rollout" in one for one in way) for way in ways)
+    # Of 5 ways to share ranks 3 keep the rollout apart.
+    assert len(tried) < 3 * 51 + 100
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import bisect
 import json
 import math
 import time
@@ -146,17 +147,30 @@ def _remedy(what: str, request: Request) -> str:
         low, high = (low, middle) if fits(memory_bytes=middle) else (middle, high)
     if high < 64 * request.memory_bytes:
         text += f"; {math.ceil(high / 1e9)} GB would do"
-    per_node = request.ranks_per_node
-    unit = per_node if request.num_ranks >= per_node else 1
-    few, enough = request.num_ranks, 2 * request.num_ranks
-    while enough <= _MOST_TIMES * request.num_ranks and not fits(num_ranks=enough):
-        few, enough = enough, 2 * enough
-    if enough > _MOST_TIMES * request.num_ranks:
-        return f"{text}; nor do {few} GPUs suffice: lower model.max_context, or train a smaller model or adapters"
-    while enough - few > unit:
-        middle = few + (enough - few) // (2 * unit) * unit
-        few, enough = (few, middle) if fits(num_ranks=middle) else (middle, enough)
-    return f"{text}; {enough} GPUs suffice: give {_named(enough, per_node)}"
+    few, enough = _least_ranks(request, lambda number: fits(num_ranks=number))
+    if enough is None:
+        more = f"; nor do {few} GPUs suffice" if few > request.num_ranks else ""
+        node = "" if request.hardware.network_bandwidth else " (one node: the hardware has no network_bandwidth)"
+        return f"{text}{more}{node}; lower model.max_context, or train a smaller model or adapters"
+    return f"{text}; {enough} GPUs suffice: give {_named(enough, request.ranks_per_node)}"
+
+
+def _least_ranks(request: Request, fits: Callable[[int], bool]) -> tuple[int, int | None]:
+    """Return the most ranks tried that do not suffice, and the fewest that do, as ``Hardware.check_ranks`` allows."""
+    per_node, few = request.ranks_per_node, request.num_ranks
+    most = _in_nodes(_MOST_TIMES * few, per_node) if request.hardware.network_bandwidth else per_node
+    while few < most:
+        enough = min(most, _in_nodes(2 * few, per_node))
+        if fits(enough):
+            between = [number for number in range(few + 1, enough) if _in_nodes(number, per_node) == number]
+            return few, [*between, enough][bisect.bisect_left(between, True, key=fits)]
+        few = enough
+    return few, None
+
+
+def _in_nodes(num_ranks: int, per_node: int) -> int:
+    """Return as many ranks, or where they are more than a node has, those of whole nodes."""
+    return num_ranks if num_ranks <= per_node else -(-num_ranks // per_node) * per_node
 
 
 def _named(num_ranks: int, per_node: int) -> str:

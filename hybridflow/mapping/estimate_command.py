@@ -138,6 +138,7 @@ def run(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step]) -> int
     _check_dtype(arguments.dtype, arguments.hardware, machine)
     size = replace(model_size(arguments.model), item_bytes=ITEM_BYTES[machine.dtype])
     layout = _layout(arguments.layout, arguments.nodes, machine)
+    machine.check_ranks(layout.world_size)
     if size.heads % layout.tp:
         raise ConfigError(f"--layout {layout}: tp={layout.tp} does not divide {size.heads} heads; choose a divisor")
     num_experts = 1 if size.experts is None else size.experts.number

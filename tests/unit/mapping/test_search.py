@@ -3,7 +3,7 @@
 import functools
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -332,6 +332,20 @@ def test_the_smallest_change_that_fits_does_fit(capsys, recipe):
     enough = int(text.split(" GB would do")[0].split()[-1])
     assert auto(capsys, words[0], f"cluster.memory_budget_gb={enough}", "--gpus", "1")["found"]
     assert cli.main(["plan", "auto", words[0], f"cluster.memory_budget_gb={enough - 2}", "--gpus", "1"]) == 2
+
+
+def test_gpus_that_suffice_are_such_as_the_command_takes(capsys, recipe, tmp_path):
+    assert cli.main(["plan", "auto", recipe(), "cluster.memory_budget_gb=5", "--gpus", "5"]) == 2
+    # 8 do not suffice, and neither 9 nor 15 are whole nodes.
+    assert "16 GPUs suffice: give --nodes 2" in capsys.readouterr().err
+    machine = tmp_path / "node.yaml"
+    machine.write_text(json.dumps({**asdict(MACHINE), "ranks_per_node": 2, "network_bandwidth": 0}), encoding="utf-8")
+    words = recipe(), "cluster.memory_budget_gb=7", "--hardware", str(machine)
+    assert cli.main(["plan", "auto", *words, "--gpus", "1"]) == 2
+    assert "nor do 2 GPUs suffice (one node: the hardware has no network_bandwidth); lower" in capsys.readouterr().err
+    usual = ("--phase", "train", "--model", "llama3-8b", "--layout", "dp8")
+    assert cli.main(["plan", "estimate", *usual, "--hardware", str(machine)]) == 2
+    assert "8 ranks need more than one node of 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("concurrent", [32, 64, 128])

@@ -22,7 +22,7 @@ from hybridflow.mapping.fit import asked_hardware
 from hybridflow.mapping.hardware import MEASURED, Hardware, hardware
 from hybridflow.mapping.memory import usable_bytes
 from hybridflow.mapping.rl_step import Texts, check_estimated
-from hybridflow.mapping.search import Found, Request, search
+from hybridflow.mapping.search import Found, Request, cleared, search
 from hybridflow.mapping.step_command import texts_of
 from hybridflow.observe.files import replace_file
 from hybridflow.observe.table import format_table
@@ -43,6 +43,8 @@ def find_layouts(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step
     """
     if arguments.out is not None and arguments.out.exists():
         raise ConfigError(f"--out {arguments.out}: exists; remove it, or name another file")
+    if arguments.out is not None and not arguments.out.parent.is_dir():
+        raise ConfigError(f"--out {arguments.out}: {arguments.out.parent} is no directory; make it first")
     begun, machine = time.monotonic(), asked_hardware(arguments, lambda recipe: step_of(recipe).flow)
     request = _request(arguments, *machine, step_of)
     found = search(request)
@@ -192,7 +194,8 @@ def _text(found: Sequence[Found], request: Request, arguments: argparse.Namespac
     for index, one in enumerate(found, 1):
         rows.append((str(index), f"{one.seconds:.4g} s", format_bytes(one.memory_bytes), _longest(one), placed(one)))
     lines += [*format_table(rows, num_left=1), "", "1 in full"]
-    lines += [f"  {override}" for override in best.overrides if not override.endswith("=null")]
+    needed = cleared(request.load(()))
+    lines += [f"  {override}" for override in best.overrides if override in needed or not override.endswith("=null")]
     if len(found) > 1:
         lines += ["", f"2 loses: {why_slower(best, found[1])}"]
     if arguments.out is None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridflow.config.recipe import Recipe
+from hybridflow.config.rewards import RewardConfig
 from hybridflow.dataflow.graph import Flow
 from hybridflow.errors import HybridflowError
 from hybridflow.layout.mesh import DeviceMesh
@@ -498,10 +499,19 @@ def with_choices(
 
 
 def cleared(recipe: Recipe) -> tuple[str, ...]:
-    """Return overrides that take away what fits no other ranks: fallbacks, and the ranks of reward functions."""
-    functions = (name for name in ("reward", "cost") if (section := getattr(recipe, name)) and section.model is None)
-    overrides = [f"{name}.ranks=null" for name in functions if getattr(recipe, name).ranks is not None]
-    return (*overrides, "fallbacks=[]") if recipe.fallbacks else tuple(overrides)
+    """Return overrides that take away what does not go with other layouts.
+
+    That is ``layout: auto``, fallbacks, and the ranks of reward functions.
+    """
+    overrides = [f"{name}.ranks=null" for name in ("reward", "cost") if _names_ranks(getattr(recipe, name))]
+    overrides += ["layout=null"] if recipe.layout is not None else []
+    overrides += ["fallbacks=[]"] if recipe.fallbacks else []
+    return tuple(overrides)
+
+
+def _names_ranks(scorer: RewardConfig | None) -> bool:
+    """Return whether it is a function on ranks of its own."""
+    return scorer is not None and scorer.model is None and scorer.ranks is not None
 
 
 def settings_of(recipe: Recipe, meshes: Iterable[str]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.graph import Step
+from hybridflow.errors import ConfigError
 from hybridflow.mapping.errors import error_text, known_error
 from hybridflow.mapping.hardware import Hardware
 from hybridflow.mapping.memory import job_memory, with_micro_batches
@@ -31,6 +32,11 @@ def recipe_step(
         ConfigError: The recipe is wrong, or cannot be estimated.
     """
     recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if recipe.layout is not None:
+        raise ConfigError(
+            "layout: auto: the layouts are yet to be found; estimate the recipe that `hybridflow plan auto --out FILE` "
+            "writes, or the recipe's own layouts with layout=null"
+        )
     machine.check_ranks(recipe.cluster.ranks)
     meshes, samples, texts = (
         role_meshes(recipe),

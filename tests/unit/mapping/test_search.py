@@ -219,7 +219,10 @@ def test_sets_have_consecutive_ranks_in_blocks_of_equal_size():
 def test_the_recipe_that_is_written_takes_as_long_as_was_said(capsys, recipe, tmp_path):
     out = tmp_path / "found.yaml"
     critic = {"layout": {}, **OPTIMIZER}
-    words = (recipe("ppo", critic=critic, kl={"coef": 0.01}), "--gpus", "8", "--prompt", "300", "--response", "900")
+    path = recipe("ppo", critic=critic, kl={"coef": 0.01}, layout="auto")
+    words = (path, "--gpus", "8", "--prompt", "300", "--response", "900")
+    assert cli.main(["plan", "estimate", path]) == 2
+    assert "layout: auto: the layouts are yet to be found" in capsys.readouterr().err
     found = auto(capsys, *words, "--out", str(out))
     best = found["found"][0]
     assert found["gpus"] == 8 and sum(each["ranks"] for each in best["placement"]) == 8
@@ -229,9 +232,11 @@ def test_the_recipe_that_is_written_takes_as_long_as_was_said(capsys, recipe, tm
     assert estimated["seconds"] == pytest.approx(best["seconds"])
     assert estimated["calls"] == best["calls"]
     written = load_recipe(out)
-    assert written == load_recipe(words[0], best["overrides"])
+    assert written == load_recipe(words[0], best["overrides"]) and written.layout is None
     assert cli.main(["plan", "auto", *words, "--out", str(out)]) == 2
     assert "exists; remove it" in capsys.readouterr().err
+    assert cli.main(["plan", "auto", *words, "--out", str(tmp_path / "none" / "found.yaml")]) == 2
+    assert "none is no directory" in capsys.readouterr().err
 
 
 def test_text_says_what_is_best_and_why_the_next_loses(capsys, recipe):

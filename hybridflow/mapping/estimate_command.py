@@ -14,6 +14,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.graph import Step
 from hybridflow.errors import ConfigError
 from hybridflow.exit_status import DONE
+from hybridflow.families.cut import check_cut
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.arguments import HARDWARE_HELP, add_like, count
 from hybridflow.mapping.errors import error_text, known_error
@@ -28,6 +29,7 @@ from hybridflow.mapping.estimate import (
 )
 from hybridflow.mapping.hardware import DEFAULT_HARDWARE, Hardware, hardware
 from hybridflow.mapping.sizes import model_size
+from hybridflow.models.shapes import ModelShape
 from hybridflow.observe.table import format_table
 from hybridflow.reshard.spec import ITEM_BYTES
 
@@ -139,11 +141,9 @@ def run(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step]) -> int
     size = replace(model_size(arguments.model), item_bytes=ITEM_BYTES[machine.dtype])
     layout = _layout(arguments.layout, arguments.nodes, machine)
     machine.check_ranks(layout.world_size)
-    if size.heads % layout.tp:
-        raise ConfigError(f"--layout {layout}: tp={layout.tp} does not divide {size.heads} heads; choose a divisor")
-    num_experts = 1 if size.experts is None else size.experts.number
-    if num_experts % layout.ep:
-        raise ConfigError(f"--layout {layout}: ep={layout.ep} does not divide {num_experts} experts; choose a divisor")
+    if arguments.phase == "generate" and layout != ParallelLayout(tp=layout.tp):
+        raise ConfigError(f"--layout {layout}: decoding is estimated for one replica cut by tp; leave the others out")
+    _check_cut(size, layout)
     estimate = _train if arguments.phase == "train" else _generate
     found = estimate(arguments, size, machine, layout)
     what = f"{arguments.phase} fp8" if arguments.dtype == "fp8" else arguments.phase
@@ -184,6 +184,33 @@ def _layout(text: str, nodes: int | None, machine: Hardware) -> ParallelLayout:
     return layout
 
 
+def _check_cut(size: Size, layout: ParallelLayout) -> None:
+    """Refuse a layout in which the model cannot be trained. Stages may be as equal as can be where none are given.
+
+    Raises:
+        LayoutError: It cannot.
+    """
+    if layout.layers == "auto" or layout.is_sharded:
+        return  # ``TrainStep`` refuses it.
+    layout.check_trainable("--layout")
+    num_stages, experts, layers = layout.pp * layout.vpp, size.experts, size.layers
+    # Embedding and output layer may count as a layer each.
+    if layout.layers is None and (layout.vpp == 1 or (layers + 2) % num_stages == 0) and num_stages <= layers:
+        layout = replace(layout, layers=tuple((layers + stage) // num_stages for stage in range(num_stages)))
+    shape = ModelShape(
+        num_layers=layers,
+        hidden_size=size.hidden,
+        ffn_hidden_size=size.ffn if experts is None else experts.ffn,
+        num_attention_heads=size.heads,
+        num_query_groups=size.groups,
+        vocab_size=size.vocab,
+        num_experts=None if experts is None else experts.number,
+        dense_ffn_hidden_size=0 if experts is None else size.ffn,
+        shared_ffn_hidden_size=None if experts is None else experts.shared,
+    )
+    check_cut(shape, layout, "--layout")
+
+
 def _train(arguments: argparse.Namespace, size: Size, machine: Hardware, layout: ParallelLayout) -> dict[str, Any]:
     batch = layout.dp * arguments.micro_batch if arguments.batch is None else arguments.batch
     step = TrainStep(
@@ -199,8 +226,6 @@ def _train(arguments: argparse.Namespace, size: Size, machine: Hardware, layout:
         step = _interleaved(size, machine, step)
         assumed = f"vpp{step.layout.vpp}, for {arguments.layout} names no vpp; add vpp1 for stages of one chunk"
     layout = step.layout
-    if layout.pp * layout.vpp > size.layers:
-        raise ConfigError(f"--layout {layout}: pp*vpp={layout.pp * layout.vpp} stages for {size.layers} layers")
     parts = train_seconds(size, machine, step)
     seconds, tokens = sum(parts.values()), batch * arguments.sequence
     flops = size.training_flops(tokens, arguments.sequence)
@@ -232,8 +257,6 @@ def _interleaved(size: Size, machine: Hardware, step: TrainStep) -> TrainStep:
 
 
 def _generate(arguments: argparse.Namespace, size: Size, machine: Hardware, layout: ParallelLayout) -> dict[str, Any]:
-    if layout.world_size != layout.tp:
-        raise ConfigError(f"--layout {layout}: decoding is estimated for one replica cut by tp; leave the others out")
     prompt, response, concurrent = arguments.prompt or 1024, arguments.response or 512, arguments.concurrent
     fp8 = arguments.dtype == "fp8"
     parts = decode_seconds(size, machine, layout, concurrent, prompt + response / 2, fp8=fp8)

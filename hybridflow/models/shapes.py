@@ -78,6 +78,16 @@ class ModelShape:
     post_norms: bool = False
     dtype: DType = "bf16"
 
+    @property
+    def query_groups(self) -> int:
+        """Return the key/value heads, as ``ModelConfig`` names them."""
+        return self.num_query_groups
+
+    @property
+    def router_bias(self) -> bool:
+        """Return ``expert_bias``, as ``ModelConfig`` names it."""
+        return self.expert_bias
+
 
 def named_shapes() -> dict[str, ModelShape]:
     """Return well-known models by name.

@@ -36,6 +36,16 @@ from hybridflow.reshard.spec import ITEM_BYTES
 _PROMPT_TOKENS = 2048
 """Prompts are read as many at a time as fit this."""
 
+_USUAL = {"sequence": 4096, "micro_batch": 1, "recompute": "none", "concurrent": 32}
+"""Options of ``--phase`` that may be left out."""
+
+_KEYS = {
+    **{"nodes": "cluster.ranks", "dtype": "model.dtype", "sequence": "model.max_context"},
+    **{"batch": "trainer.global_batch_size", "micro_batch": "trainer.micro_batch_tokens"},
+    **{"recompute": "actor.recompute", "concurrent": "rollout.max_concurrent"},
+}
+"""Options of ``--phase``, and the keys that a recipe has in their place."""
+
 _EXAMPLES = """examples:
   hybridflow plan estimate ppo-llama-3.1-8b model.path=models/Llama-3.1-8B-Instruct --response 400
   hybridflow plan estimate --phase train --model llama3-70b --layout tp8.pp2.dp4 --nodes 8 --sequence 4096 --batch 128
@@ -81,7 +91,7 @@ def add_estimate(plans: Any, step_of: Callable[[Recipe], Step]) -> None:
         "--nodes",
         type=int,
         metavar="N",
-        help="nodes of the hardware, which has 8 GPUs in each; they decide dp where LAYOUT has none",
+        help="with --phase: nodes of the hardware, which has 8 GPUs in each; they decide dp where LAYOUT has none",
     )
     parser.add_argument(
         "--dtype",
@@ -90,10 +100,10 @@ def add_estimate(plans: Any, step_of: Callable[[Recipe], Step]) -> None:
         "for weights and cache",
     )
     training = parser.add_argument_group("train")
-    training.add_argument("--sequence", type=count, default=4096, metavar="N", help="tokens (default: 4096)")
+    training.add_argument("--sequence", type=count, metavar="N", help="tokens (default: 4096)")
     training.add_argument("--batch", type=count, metavar="N", help="sequences of a step (default: one micro-batch)")
-    training.add_argument("--micro-batch", type=count, default=1, metavar="N", help="sequences (default: 1)")
-    training.add_argument("--recompute", choices=("none", "selective", "full"), default="none", help="default: none")
+    training.add_argument("--micro-batch", type=count, metavar="N", help="sequences (default: 1)")
+    training.add_argument("--recompute", choices=("none", "selective", "full"), help="default: none")
     generating = parser.add_argument_group("generate, and RECIPE")
     generating.add_argument(
         "--prompt",
@@ -108,7 +118,7 @@ def add_estimate(plans: Any, step_of: Callable[[Recipe], Step]) -> None:
         help="tokens; of RECIPE the mean, and lengths are spread around it (default: 512; half of "
         "rollout.max_new_tokens)",
     )
-    generating.add_argument("--concurrent", type=count, default=32, metavar="N", help="texts at a time (default: 32)")
+    generating.add_argument("--concurrent", type=count, metavar="N", help="generate: texts at a time (default: 32)")
     parser.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
     parser.set_defaults(run=functools.partial(run, step_of=step_of))
 
@@ -123,8 +133,10 @@ def run(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step]) -> int
     if len(given) != (3 if arguments.recipe is None else 0):
         raise ConfigError("plan estimate: give RECIPE, or --phase, --model and --layout; see --help for examples")
     if arguments.recipe is not None:
-        if arguments.dtype is not None:
-            raise ConfigError("plan estimate: --dtype belongs to --phase; RECIPE has model.dtype")
+        for name, key in _KEYS.items():
+            if getattr(arguments, name) is not None:
+                option = name.replace("_", "-")
+                raise ConfigError(f"plan estimate: --{option} belongs to --phase; RECIPE has {key}")
         # Reads far more modules than the rest.
         from hybridflow.mapping.fit import asked_hardware
         from hybridflow.mapping.step_command import recipe_step, step_text
@@ -133,6 +145,9 @@ def run(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step]) -> int
         found = recipe_step(arguments, machine, texts, step_of)
         print(json.dumps(found, indent=2) if arguments.json else step_text(found, machine))
         return DONE
+    for name, value in _USUAL.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
     arguments.hardware = arguments.hardware or DEFAULT_HARDWARE
     machine = hardware(arguments.hardware)
     if arguments.like is not None:

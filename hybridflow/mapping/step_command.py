@@ -72,14 +72,20 @@ def texts_of(recipe: Recipe, given_prompt: int | None, given_response: int | Non
     """Return the texts of a recipe's step, of given lengths, or those of a run; else half of what there is room for.
 
     Raises:
-        ConfigError: The mean response is longer than ``rollout.max_new_tokens``.
+        ConfigError: The mean response is longer than ``rollout.max_new_tokens``, or given lengths than the context.
     """
     longest, samples = recipe.rollout.max_new_tokens, recipe.trainer.global_batch_size
     prompt, response = max(1, (recipe.model.max_context - longest) // 2), float(max(1, longest // 2))
     if like is not None:
         prompt, response = like.prompt, min(longest, like.mean_response)
-    lengths = spread_lengths(samples, given_response or response, longest)
-    return Texts(prompt=given_prompt or prompt, responses=lengths)
+    prompt, response = given_prompt or prompt, given_response or response
+    lengths = spread_lengths(samples, response, longest)
+    if (given_prompt or given_response) and prompt + response > recipe.model.max_context:
+        raise ConfigError(
+            f"--prompt {prompt} with --response {response:g}: more than model.max_context={recipe.model.max_context}; "
+            "give shorter ones"
+        )
+    return Texts(prompt=prompt, responses=lengths)
 
 
 def step_text(found: dict[str, Any], machine: Hardware) -> str:

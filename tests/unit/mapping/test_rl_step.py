@@ -173,6 +173,10 @@ def test_plan_job_counts_the_micro_batches_of_plan_estimate(capsys, recipe, tmp_
     [
         (("--response", "5000"), "--response 5000: expected 1 to rollout.max_new_tokens=3900"),
         (("model.dtype=fp32",), "model.dtype=fp32: this hardware is described for bf16"),
+        (("--prompt", "3000", "--response", "3000"), "more than model.max_context=4096"),
+        (("--nodes", "2"), "--nodes belongs to --phase; RECIPE has cluster.ranks"),
+        (("--micro-batch", "1"), "--micro-batch belongs to --phase; RECIPE has trainer.micro_batch_tokens"),
+        (("--concurrent", "32"), "RECIPE has rollout.max_concurrent"),
         (("--dtype", "fp8"), "--dtype belongs to --phase; RECIPE has model.dtype"),
         (("actor.rollout={pp: 2, dp: 8}",), "actor.rollout pp=2: not estimated yet"),
         (("actor.update={fsdp: 16}",), "fsdp and layers: auto are not estimated yet"),

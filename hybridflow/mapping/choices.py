@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.estimate import Size, kept_bytes
 from hybridflow.mapping.hardware import Hardware
-from hybridflow.mapping.memory import MeshMemory, activation_bytes, decoding_bytes, with_vocabulary
+from hybridflow.mapping.memory import MeshMemory, activation_bytes, cache_room, decoding_bytes, with_vocabulary
 from hybridflow.mapping.rl_step import (
     Texts,
     Work,
@@ -72,7 +73,7 @@ class Load(NamedTuple):
     @classmethod
     def of(cls, part: MeshMemory, work: Work) -> Load:
         """Return what one model needs."""
-        passing = part.cache + part.activations
+        passing = part.passing
         if part.mesh == "actor.rollout":
             return cls(0, 0, part.weights, 0, 0, passing, 0)
         away = part.gradients + part.optimizer if part.gradients else part.weights
@@ -205,18 +206,23 @@ class Choices:
             if not self._allows("actor.rollout", layout):
                 continue
             mesh = _mesh("actor.rollout", layout)
+            a_text = tokens * size.cached_bytes(layout.tp)
             most = -(-responses // layout.dp)
-            for concurrent in self.concurrent:
+            # A cache of so many bytes holds so many texts, however many slots there are.
+            held = self._recipe.rollout.cache_memory // a_text if self._recipe.rollout.cache_memory >= 1 else math.inf
+            for concurrent in (max(1, int(min(slots, held))) for slots in self.concurrent):
                 work = Work(layout=layout, micro_batch_tokens=0, concurrent=concurrent)
+                cache = min(concurrent, most) * a_text
                 kept = MeshMemory(
                     mesh=mesh.name,
                     weights=int(kept_bytes(size, layout)["first"]["weights"]),
-                    cache=min(concurrent, most) * tokens * size.cached_bytes(layout.tp),
+                    cache=cache,
+                    room=cache_room(self._recipe, cache),
                     activations=decoding_bytes(self._recipe, model, mesh, 0, concurrent),
                 )
                 if (choice := self._choice(mesh.name, work, (kept, kept), [(node, False)])) is not None:
                     yield choice
-                if concurrent >= most:
+                if concurrent >= min(most, held):
                     break
 
     def _computing(self, mesh: str, num_ranks: int, micro_batch_tokens: int) -> Iterator[Choice]:

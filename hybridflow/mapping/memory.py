@@ -75,6 +75,7 @@ class MeshMemory:
         cache: Keys and values of the sequences being decoded.
         activations: Most that forward and backward passes keep at one time, logits included.
         lasting: Of the weights of ``actor.rollout`` those that stay while the actor learns: what lies below adapters.
+        room: What must be free for the cache to be as large, of which it takes ``rollout.cache_memory``.
     """
 
     mesh: str
@@ -84,11 +85,17 @@ class MeshMemory:
     cache: int = 0
     activations: int = 0
     lasting: int = 0
+    room: int = 0
 
     @property
     def kept(self) -> int:
         """Return what stays from call to call."""
         return self.weights + self.gradients + self.optimizer
+
+    @property
+    def passing(self) -> int:
+        """Return what it needs for a while."""
+        return max(self.cache + self.activations, self.room)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +107,14 @@ class RankMemory:
         rollout: While responses are generated and scored.
         update: While models learn.
         spare: What of ``rollout`` is cache beyond one sequence's, of which no more is taken than is free.
+        resident: What of ``rollout`` is there when generating begins.
     """
 
     meshes: tuple[MeshMemory, ...]
     rollout: int
     update: int
     spare: int = 0
+    resident: int = 0
 
     @property
     def peak(self) -> int:
@@ -316,11 +325,13 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, mesh: DeviceMesh, rank: int, c
         is_apart = is_behind or recipe.actor.offload == "always" or recipe.actor.fp8 != "none"
         copied = placed.own_bytes(rank, is_apart=is_apart)
         base = 0 if placed.adapters is None else placed.own_bytes(rank, is_apart=is_apart, is_base=True)
+        cache = cache_bytes(recipe, model, mesh) if cached is None else cached * _token_bytes(model, mesh)
         return MeshMemory(
             mesh=name,
             weights=copied + packed_bytes(placed.spec, model, mesh, rank),
             lasting=copied if is_behind else base,
-            cache=cache_bytes(recipe, model, mesh) if cached is None else cached * _token_bytes(model, mesh),
+            cache=cache,
+            room=0 if cached is None else cache_room(recipe, cache),
             activations=decoding_bytes(recipe, model, mesh, rank, recipe.rollout.max_concurrent),
         )
     stage, section = mesh.coordinate(rank).pp, _section(recipe, name.partition(".")[0])
@@ -405,16 +416,18 @@ def rank_memory(parts: tuple[MeshMemory, ...], away: Collection[str], spare: int
     permanent = sum(part.kept - used.get(part.mesh, 0) for part in parts if part.mesh != "actor.rollout")
     idle = sum(part.gradients + part.optimizer for part in parts if part.mesh == "actor.update" and is_offloaded)
     rollout_weights = sum(part.weights for part in parts if part.mesh == "actor.rollout")
-    passing = {part.mesh: part.cache + part.activations + used.get(part.mesh, 0) for part in parts}
+    passing = {part.mesh: part.passing + used.get(part.mesh, 0) for part in parts}
     sampling, *scoring = [passing.pop(mesh, 0) for mesh in ("actor.rollout", *_SCORERS)]
     # What generates on ranks of its own stays there, and what adapters are added to.
     hosts_update = any(part.mesh == "actor.update" for part in parts)
     staying = sum(part.lasting for part in parts) if hosts_update else rollout_weights
+    resident = permanent - idle + rollout_weights
     return RankMemory(
         meshes=parts,
-        rollout=permanent - idle + rollout_weights + max(sampling, *scoring),
+        rollout=resident + max(sampling, *scoring),
         update=permanent + staying + max(passing.values(), default=0),
         spare=min(spare, max(0, sampling - max(scoring))),
+        resident=resident,
     )
 
 
@@ -489,6 +502,27 @@ def cache_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh) -> int:
     need = recipe.rollout.max_concurrent * _sequence_bytes(model, mesh)
     budget = recipe.rollout.cache_memory
     return need if budget < 1 else min(need, int(budget))
+
+
+def cache_room(recipe: Recipe, cache: int) -> int:
+    """Return what must be free for a cache of so many bytes; 0 where the recipe gives no share of what is free."""
+    share = recipe.rollout.cache_memory
+    return math.ceil(cache / share) if share < 1 else 0
+
+
+def cached_tokens(recipe: Recipe, meshes: Mapping[str, DeviceMesh], gpu_bytes: float) -> int:
+    """Return how many tokens' keys and values a job has room for on each rank that generates.
+
+    Args:
+        recipe: The recipe.
+        meshes: Of its models.
+        gpu_bytes: Memory of a GPU.
+    """
+    mesh, room = meshes["actor.rollout"], recipe.rollout.cache_memory
+    if room < 1:
+        memory = job_memory(recipe, meshes, cached=0)
+        room *= gpu_bytes - max(memory[rank].resident for rank in mesh.ranks)
+    return max(0, int(room)) // _token_bytes(with_vocabulary(recipe, mesh.name), mesh)
 
 
 def _spare_bytes(recipe: Recipe, mesh: DeviceMesh) -> int:

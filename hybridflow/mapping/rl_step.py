@@ -29,7 +29,7 @@ from hybridflow.mapping.estimate import (
     train_seconds,
 )
 from hybridflow.mapping.hardware import Hardware
-from hybridflow.mapping.memory import STEP_TOKENS, with_vocabulary
+from hybridflow.mapping.memory import STEP_TOKENS, cached_tokens, with_vocabulary
 from hybridflow.mapping.reshard_time import reshard_seconds
 from hybridflow.mapping.sizes import size_of
 from hybridflow.models.shapes import shape_of
@@ -149,6 +149,9 @@ def step_calls(
     for node, is_update in nodes(flow):
         if (size := role_size(recipe, node)) is not None:
             work = work_of(recipe, meshes[node.mesh])
+            if node.source:
+                held = cached_tokens(recipe, meshes, hardware.memory_bytes) // texts.mean
+                work = replace(work, concurrent=max(1, min(work.concurrent, held)))
             seconds[node.name] = node_seconds(recipe, node, size, work, hardware, texts, is_update=is_update)
             if node.source:
                 update = meshes["actor.update"]

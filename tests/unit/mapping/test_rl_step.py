@@ -119,6 +119,20 @@ def test_calls_on_the_same_ranks_follow_one_another(capsys, recipe):
     assert seconds["actor.update"] == pytest.approx(4 * seconds["actor.log_probs"], rel=0.1)
 
 
+def test_no_more_texts_are_generated_at_a_time_than_the_cache_has_room_for(capsys, recipe):
+    words = (recipe(), "--prompt", "100", "--response", "900", "actor.rollout={dp: 16}")
+
+    def generating(*changed):
+        found = estimate(capsys, *words, *changed)
+        return next(call["seconds"] for call in found["calls"] if call["name"] == "actor.sample")
+
+    # 32 layers, keys and values of 8 heads of 128 in bf16, of texts of 1,000 tokens.
+    twenty = 20.5 * 1000 * 32 * 2 * 8 * 128 * 2
+    assert generating(f"rollout.cache_memory={twenty}") == generating("rollout.max_concurrent=20") > generating()
+    # A hundredth of what the models leave free of 80 GB holds fewer.
+    assert generating("rollout.cache_memory=0.01") > generating(f"rollout.cache_memory={twenty}")
+
+
 def test_calls_on_ranks_of_their_own_run_side_by_side(capsys, recipe):
     actor = {**ACTOR, "ranks": [*range(8)], "update": {"tp": 2, "dp": 4}, "rollout": {"dp": 8}}
     optimizer = {"optimizer": {"lr": 1e-6}}

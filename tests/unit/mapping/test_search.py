@@ -11,6 +11,7 @@ from hybridflow import cli
 from hybridflow.errors import HybridflowError, LayoutError
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.hardware import hardware
+from hybridflow.mapping.memory import cached_tokens
 from hybridflow.mapping.rl_step import (
     Texts,
     Work,
@@ -232,6 +233,10 @@ def test_the_recipe_that_is_written_takes_as_long_as_was_said(capsys, recipe, tm
     assert estimated["seconds"] == pytest.approx(best["seconds"])
     assert estimated["calls"] == best["calls"]
     written = load_recipe(out)
+    # The cache that a job takes has room for the texts that are generated at a time.
+    meshes = role_meshes(written)
+    texts = min(written.rollout.max_concurrent, 64 // meshes["actor.rollout"].layout.dp)
+    assert cached_tokens(written, meshes, 0.9 * MACHINE.memory_bytes) >= 1200 * texts
     assert written == load_recipe(words[0], best["overrides"]) and written.layout is None
     assert cli.main(["plan", "auto", *words, "--out", str(out)]) == 2
     assert "exists; remove it" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from hybridflow.dataflow.graph import Step
 from hybridflow.errors import ConfigError
 from hybridflow.exit_status import DONE
 from hybridflow.layout.mesh import format_ranks
-from hybridflow.mapping.fit import asked_hardware
+from hybridflow.mapping.fit import asked_hardware, in_nodes_of
 from hybridflow.mapping.hardware import MEASURED, Hardware, hardware
 from hybridflow.mapping.memory import usable_bytes
 from hybridflow.mapping.rl_step import Texts, check_estimated
@@ -122,9 +122,7 @@ def settle(
     Raises:
         ConfigError: The hardware is not known, the recipe cannot be estimated, or nothing fits.
     """
-    machine = hardware(recipe.cluster.hardware or MEASURED)
-    if recipe.cluster.ranks_per_node is not None and machine.crowding == 1:
-        machine = replace(machine, ranks_per_node=recipe.cluster.ranks_per_node)
+    machine = in_nodes_of(recipe, hardware(recipe.cluster.hardware or MEASURED))
     texts = texts_of(recipe, None, None, None)
     # As many as `plan auto` looks for: of configurations that take equally long both choose the same.
     request = request_for(recipe, load, machine, texts, num_ranks, step_of)

@@ -35,8 +35,12 @@ def add_auto(plans: Any, step_of: Callable[[Recipe], Step]) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file, or the name of a shipped recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
     number = parser.add_mutually_exclusive_group()
-    number.add_argument("--nodes", type=count, metavar="N", help="nodes of 8 GPUs (default: the recipe's ranks)")
-    number.add_argument("--gpus", type=count, metavar="N", help="GPUs; fewer than 8 are on one node")
+    number.add_argument(
+        "--nodes", type=count, metavar="N", help="nodes, of 8 GPUs unless cluster.ranks_per_node says otherwise"
+    )
+    number.add_argument(
+        "--gpus", type=count, metavar="N", help="GPUs, in as few nodes as can be (default: the recipe's)"
+    )
     parser.add_argument("--hardware", metavar="NAME", help=HARDWARE_HELP)
     add_like(parser)
     parser.add_argument(

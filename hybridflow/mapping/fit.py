@@ -124,10 +124,10 @@ def asked_hardware(arguments: argparse.Namespace, flow_of: Callable[[Recipe], Fl
 
     The name is put into ``arguments``.
     """
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.hardware is None:
-        recipe = load_recipe(arguments.recipe, arguments.overrides)
         arguments.hardware = recipe.cluster.hardware or DEFAULT_HARDWARE
-    machine = hardware(arguments.hardware)
+    machine = in_nodes_of(recipe, hardware(arguments.hardware))
     if arguments.like is None:
         return machine, None
     one = observed_run(arguments.like)
@@ -136,6 +136,14 @@ def asked_hardware(arguments: argparse.Namespace, flow_of: Callable[[Recipe], Fl
     estimated = estimated_phases(one, flow_of(one.recipe), machine)
     worst = max(abs(seconds / one.seconds[name] - 1) for name, seconds in estimated.items())
     return replace(machine, error_percent=round(100 * worst, 1)), one.texts
+
+
+def in_nodes_of(recipe: Recipe, machine: Hardware) -> Hardware:
+    """Return the hardware in nodes of ``cluster.ranks_per_node``, if the recipe has it and ranks share no cores."""
+    per_node = recipe.cluster.ranks_per_node
+    if per_node is None or machine.crowding > 1:
+        return machine
+    return replace(machine, ranks_per_node=per_node)
 
 
 def observed_run(run_dir: Path) -> Observed:

@@ -9,7 +9,7 @@ from pathlib import Path
 from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.graph import Flow
 from hybridflow.errors import HybridflowError
-from hybridflow.mapping.fit import observed_run
+from hybridflow.mapping.fit import in_nodes_of, observed_run
 from hybridflow.mapping.hardware import hardware
 from hybridflow.mapping.rl_step import phase_seconds, step_calls, steps_ahead, total_seconds
 from hybridflow.recipe.meshes import role_meshes
@@ -42,7 +42,7 @@ def planned_run(run_dir: Path, flow_of: Callable[[Recipe], Flow]) -> Planned | N
         name = one.recipe.cluster.hardware
         if name is None:
             return None
-        machine, meshes = hardware(name), role_meshes(one.recipe)
+        machine, meshes = in_nodes_of(one.recipe, hardware(name)), role_meshes(one.recipe)
         calls = step_calls(one.recipe, flow_of(one.recipe), meshes, machine, one.texts)
     except HybridflowError:
         return None

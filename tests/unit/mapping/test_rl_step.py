@@ -119,6 +119,16 @@ def test_calls_on_the_same_ranks_follow_one_another(capsys, recipe):
     assert seconds["actor.update"] == pytest.approx(4 * seconds["actor.log_probs"], rel=0.1)
 
 
+def test_nodes_have_the_ranks_that_the_recipe_says(capsys, recipe):
+    # Sums over 8 ranks leave nodes of 4.
+    layout, nodes = "actor.update={tp: 8, dp: 2}", "cluster.ranks_per_node=4"
+    eight, four = (estimate(capsys, recipe(), layout, *words)["seconds"] for words in ((), (nodes,)))
+    assert four > eight
+    assert cli.main(["plan", "auto", recipe(), nodes, "--nodes", "2", "actor.recompute=full", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["gpus"] == 8 and "cluster.ranks_per_node=4" in found["found"][0]["overrides"]
+
+
 def test_no_more_texts_are_generated_at_a_time_than_the_cache_has_room_for(capsys, recipe):
     words = (recipe(), "--prompt", "100", "--response", "900", "actor.rollout={dp: 16}")
 

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from hybridflow.dataflow.graph import Step
     from hybridflow.layout.mesh import DeviceMesh
     from hybridflow.mapping.planned import Planned
+    from hybridflow.models.shapes import ModelShape
     from hybridflow.parallel.start import Start
     from hybridflow.parallel.world import World
     from hybridflow.reshard.report import Bandwidth
@@ -96,7 +97,7 @@ _JOB_EXAMPLES = """examples:
 _RESHARD_EXAMPLES = """examples:
   hybridflow plan reshard --from tp4.pp2.dp2 --to tp2.pp1.dp8
   hybridflow plan reshard --from tp8.pp8.dp8 --to tp8.dp64 --model llama3-70b --nodes 64 --json
-  hybridflow plan reshard --from tp8 --to tp2.dp4 --first-rank 8 --model grpo --bandwidth node=200,network=25
+  hybridflow plan reshard --from tp4 --to tp2.dp2 --first-rank 4 --model grpo --bandwidth node=200,network=25
 """
 
 
@@ -343,12 +344,14 @@ def _print_plan(recipe: Recipe, site_file: Path | None) -> None:
 
 
 def _plan_reshard(arguments: argparse.Namespace) -> int:
-    from hybridflow.reshard.holdings import WeightHoldings
+    from hybridflow.models.shapes import model_spec
+    from hybridflow.reshard.fsdp import weight_holdings
     from hybridflow.reshard.report import as_text, report
 
-    bandwidth, model = _bandwidth(arguments.bandwidth), _model_spec(arguments.model)
-    source, target = _reshard_meshes(arguments, model.num_layers)
-    held, needed = WeightHoldings(model, source), WeightHoldings(model, target)
+    bandwidth, shape = _bandwidth(arguments.bandwidth), _model_shape(arguments.model)
+    source, target = _reshard_meshes(arguments, shape)
+    model = model_spec(shape)
+    held, needed = weight_holdings(model, source), weight_holdings(model, target)
     found = report(model, held, needed, bandwidth)
     if arguments.json:
         meshes = {
@@ -370,12 +373,18 @@ def _plan_reshard(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _reshard_meshes(arguments: argparse.Namespace, num_layers: int) -> tuple[DeviceMesh, DeviceMesh]:
+def _reshard_meshes(arguments: argparse.Namespace, shape: ModelShape) -> tuple[DeviceMesh, DeviceMesh]:
+    from hybridflow.families.cut import check_cut
     from hybridflow.layout.mesh import DeviceMesh
     from hybridflow.layout.parallel_layout import ParallelLayout
     from hybridflow.reshard.overlap import max_overlap
 
     layouts = ParallelLayout.parse(arguments.source), ParallelLayout.parse(arguments.target)
+    if layouts[1].is_sharded:
+        layouts[1].check_generates("--to")
+    for name, layout in zip(("--from", "--to"), layouts, strict=True):
+        layout.check_trainable(name)
+        check_cut(shape, layout, name)
     firsts = 0, arguments.first_rank
     ranks = [tuple(range(first, first + layout.world_size)) for layout, first in zip(layouts, firsts, strict=True)]
     per_node = arguments.ranks_per_node
@@ -385,11 +394,11 @@ def _reshard_meshes(arguments: argparse.Namespace, num_layers: int) -> tuple[Dev
             raise ConfigError(f"--nodes {arguments.nodes} does not divide the {number} ranks; choose a divisor")
         per_node = number // arguments.nodes
     source, target = (
-        DeviceMesh(name=name, layout=layout, ranks=each, ranks_per_node=per_node)
+        DeviceMesh(name=name, layout=layout.on_nodes(per_node), ranks=each, ranks_per_node=per_node)
         for name, layout, each in zip(("--from", "--to"), layouts, ranks, strict=True)
     )
     if arguments.order == "max-overlap":
-        target = max_overlap(source, target.layout, target.ranks, num_layers=num_layers, name=target.name)
+        target = max_overlap(source, target.layout, target.ranks, num_layers=shape.num_layers, name=target.name)
     return source, target
 
 
@@ -405,20 +414,20 @@ def _bandwidth(text: str) -> Bandwidth:
     return Bandwidth(**given)
 
 
-def _model_spec(name: str) -> ModelSpec:
-    """Return the tensors of a well-known model, or of a recipe's."""
-    from hybridflow.models.shapes import model_spec, named_shapes, shape_of
+def _model_shape(name: str) -> ModelShape:
+    """Return the sizes of a well-known model, or of a recipe's."""
+    from hybridflow.models.shapes import named_shapes, shape_of
 
     shapes = named_shapes()
     if name in shapes:
-        return model_spec(shapes[name])
+        return shapes[name]
     try:
         path = find_recipe(name)
     except ConfigError as error:
         raise ConfigError(f"--model {name}: not one of {', '.join(shapes)}; and as a {error}") from None
     recipe = load_recipe(path)
     vocab_size = recipe.tokenizer.vocab_size if recipe.model.vocab_size is None else recipe.model.vocab_size
-    return model_spec(shape_of(recipe.model, vocab_size))
+    return shape_of(recipe.model, vocab_size)
 
 
 def _reshard_header(name: str, model: ModelSpec, source: DeviceMesh, target: DeviceMesh) -> str:

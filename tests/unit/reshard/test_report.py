@@ -203,6 +203,13 @@ def test_json_has_the_numbers_and_the_order(capsys):
     assert told["received"]["total"] == told["received_limit"]
 
 
+def test_ranks_that_share_parameters_send_each_other_the_rest(capsys):
+    assert cli.main(reshard("--from", "fsdp8", "--to", "dp8", "--json")) == 0
+    fsdp = json.loads(capsys.readouterr().out)["received"]["total"]
+    # All 8 ranks lack 7 of 8 parts of 16.06 GB.
+    assert fsdp == pytest.approx(8 * 7 / 8 * 16.06e9, rel=1e-3)
+
+
 def test_order_as_given_moves_more(capsys):
     """TP4 to TP2 moves 3/8 of the cut weights instead of 1/4 where the groups are contiguous."""
     moved = []
@@ -229,9 +236,13 @@ def test_examples_run(line, capsys):
     ("words", "says"),
     [
         ("--from tp2x --to dp2", "cannot read 'tp2x'"),
-        ("--from pp5 --to dp5", "--from: 32 layers cannot be dealt to pp=5 equal stages"),
-        ("--from dp5 --to pp5 --order given", "32 layers cannot be dealt to pp=5"),
-        ("--from tp5 --to dp5", "cannot be cut into tp=5 equal parts"),
+        ("--from pp5 --to dp5", "--from: pp=5 does not divide model.num_layers=32"),
+        ("--from dp5 --to pp5 --order given", "--to: pp=5 does not divide model.num_layers=32"),
+        ("--from tp5 --to dp5", "--from: tp=5 does not divide model.num_attention_heads=32"),
+        ("--from dp64 --to tp64", "--to: tp=64 does not divide model.num_attention_heads=32"),
+        ("--from vpp2 --to dp1", "--from.vpp=2: virtual chunks interleave pipeline stages"),
+        ("--from dp4 --to dp4.ep4", "--to: ep=4 does not divide model.num_experts=null"),
+        ("--from dp8 --to fsdp8", "--to: tp1.pp1.dp8.fsdp8: a rollout needs whole layers"),
         ("--from tp2 --to dp2 --model gpt9", "--model gpt9: not one of llama3-1b, "),
         ("--from tp2 --to dp2 --nodes 3", "--nodes 3 does not divide the 2 ranks"),
         ("--from tp2 --to dp2 --nodes 0", "--nodes 0 does not divide"),

@@ -211,6 +211,7 @@ class TrainStep:
         batch: Sequences of a step.
         micro_batch: Sequences of a micro-batch.
         recompute: What the backward pass computes anew.
+        recompute_layers: With ``full`` so many of a stage's layers; None: all.
         fp8: Whether the products of layers compute in FP8. Attention, router and output layer do not.
     """
 
@@ -219,6 +220,7 @@ class TrainStep:
     batch: int
     micro_batch: int
     recompute: Recompute = "none"
+    recompute_layers: int | None = None
     fp8: bool = False
 
     def __post_init__(self) -> None:
@@ -240,6 +242,12 @@ class TrainStep:
     def num_micro_batches(self) -> int:
         """Return the micro-batches of each replica."""
         return self.batch // (self.layout.dp * self.micro_batch)
+
+    def num_anew(self, layers: int) -> int:
+        """Return how many of a stage's ``layers`` are computed anew whole."""
+        if self.recompute != "full":
+            return 0
+        return layers if self.recompute_layers is None else min(layers, self.recompute_layers)
 
 
 def _layers_of(size: Size, layout: ParallelLayout, stage: int) -> int:
@@ -266,7 +274,8 @@ def train_seconds(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, 
     layout, number = step.layout, step.num_micro_batches
     layers = _most_layers(size, layout)
     first = _layer(size, hardware, step)
-    again = {"none": {}, "selective": {"attention": first["attention"]}, "full": first}[step.recompute]
+    anew = {name: step.num_anew(layers) / layers * value for name, value in first.items()}
+    again = {"none": {}, "selective": {"attention": first["attention"]}, "full": anew}[step.recompute]
     parts = {name: first[name] + again.get(name, 0.0) for name in first}
     parts["products"] += 2 * first["products"]
     parts["attention"] += _BACKWARD_ATTENTION * first["attention"]
@@ -608,8 +617,9 @@ def train_bytes(size: Size, step: TrainStep) -> dict[str, dict[str, float]]:
         inputs = tokens * size.hidden * size.item_bytes / layout.tp
         saved = (size.item_bytes - 1) * _product_inputs(size) if step.fp8 else 0.0
         of_a_layer = tokens * (_kept_elements(size) * size.item_bytes - saved) / layout.tp
-        of_a_stage = layers * (inputs if step.recompute == "full" else of_a_layer)
-        working = of_a_layer if step.recompute == "full" else 0.0
+        anew = step.num_anew(layers)
+        of_a_stage = anew * inputs + (layers - anew) * of_a_layer
+        working = of_a_layer if anew else 0.0
         logits = tokens * size.output_weights / size.hidden / layout.tp * (size.item_bytes + _FP32) if is_last else 0.0
         found[name] = {
             "weights": (dense + experts) * size.item_bytes,

@@ -74,6 +74,7 @@ class Work:
         layout: Its layout.
         micro_batch_tokens: Tokens of each micro-batch.
         recompute: What its backward pass computes anew.
+        recompute_layers: With ``full`` so many of a stage's layers; None: all.
         is_offloaded: Whether its optimizer, or a frozen model, is in host memory while it is not in use.
         concurrent: Texts that a replica generates at a time.
     """
@@ -81,6 +82,7 @@ class Work:
     layout: ParallelLayout
     micro_batch_tokens: int
     recompute: Recompute = "none"
+    recompute_layers: int | None = None
     is_offloaded: bool = False
     concurrent: int = 1
 
@@ -364,6 +366,7 @@ def work_of(recipe: Recipe, mesh: DeviceMesh) -> Work:
         layout=mesh.layout,
         micro_batch_tokens=recipe.trainer.micro_batch_tokens,
         recompute=getattr(section, "recompute", "none"),
+        recompute_layers=getattr(section, "recompute_layers", None),
         is_offloaded=bool(getattr(section, "offload", False)),
         concurrent=recipe.rollout.max_concurrent,
     )
@@ -462,7 +465,14 @@ def _step(work: Work, texts: Texts, samples: int) -> TrainStep:
     number = math.ceil(each / max(1, work.micro_batch_tokens // texts.mean))
     micro_batch = math.ceil(each / number)
     batch = layout.dp * micro_batch * number
-    return TrainStep(layout=layout, sequence=texts.mean, batch=batch, micro_batch=micro_batch, recompute=work.recompute)
+    return TrainStep(
+        layout=layout,
+        sequence=texts.mean,
+        batch=batch,
+        micro_batch=micro_batch,
+        recompute=work.recompute,
+        recompute_layers=work.recompute_layers,
+    )
 
 
 def _shuffled(lengths: tuple[int, ...]) -> list[int]:

@@ -119,6 +119,17 @@ def test_calls_on_the_same_ranks_follow_one_another(capsys, recipe):
     assert seconds["actor.update"] == pytest.approx(4 * seconds["actor.log_probs"], rel=0.1)
 
 
+def test_layers_that_are_computed_anew_take_time_each(capsys, recipe):
+    def updating(*changed):
+        found = estimate(capsys, recipe(), "trainer.micro_batch_tokens=4096", *changed)
+        return next(call["seconds"] for call in found["calls"] if call["name"] == "actor.update")
+
+    none, full = updating(), updating("actor.recompute=full")
+    # Of the 16 of a stage.
+    some, every = (updating("actor.recompute=full", f"actor.recompute_layers={number}") for number in (4, 16))
+    assert some == pytest.approx(none + (full - none) / 4, rel=1e-3) and every == full
+
+
 def test_nodes_have_the_ranks_that_the_recipe_says(capsys, recipe):
     # Sums over 8 ranks leave nodes of 4.
     layout, nodes = "actor.update={tp: 8, dp: 2}", "cluster.ranks_per_node=4"

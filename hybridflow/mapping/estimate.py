@@ -288,7 +288,7 @@ def train_seconds(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, 
     for name, value in ends.items():
         found[name] += number * value
     a_micro_batch = layers * sum(parts.values()) + sum(ends.values()) / layout.pp
-    found["bubble"] = _waiting(hardware, layout) * a_micro_batch
+    found["bubble"] = _waiting(hardware, layout, number, learns=True) * a_micro_batch
     found["pipeline messages"] = _messages(size, hardware, step)
     dense = _dense_weights(size, layers, size.table_weights, layout.tp)
     experts = layers * size.expert_weights / (layout.ep * layout.expert_tp)
@@ -309,7 +309,7 @@ def forward_seconds(size: Size, hardware: Hardware, step: TrainStep) -> float:
     layer = sum(_layer(size, hardware, step).values())
     a_stage = _most_layers(size, layout) * layer
     number = step.num_micro_batches
-    passes = (number + _waiting(hardware, layout)) * a_stage + number * sum(ends.values()) / 3
+    passes = (number + _waiting(hardware, layout, number, learns=False)) * a_stage + number * sum(ends.values()) / 3
     return passes + _messages(size, hardware, step) / 2
 
 
@@ -359,10 +359,29 @@ def prefill_seconds(
     return size.layers * sum(parts.values()) + last
 
 
-def _waiting(hardware: Hardware, layout: ParallelLayout) -> float:
-    """Return for how many micro-batches a stage waits; where ranks share cores, the others work faster meanwhile."""
-    waiting = (layout.pp - 1) / layout.vpp
-    return waiting if layout.pp == 1 else waiting * max(0.0, 1 - (hardware.crowding - 1) / (layout.pp - 1))
+def _waiting(hardware: Hardware, layout: ParallelLayout, number: int, *, learns: bool) -> float:
+    """Return for how many micro-batches a stage waits; where ranks share cores, the others work faster meanwhile.
+
+    With virtual chunks ``pp`` micro-batches pass one chunk of all stages before the next. Blank ones, which take no
+    time, fill the last of these groups; with ``r`` others it takes as long as a whole one, less ``(pp - r) / vpp``. In
+    training behind other groups it is shorter, by the forward passes of a chunk of the blank ones: that is exact with
+    two chunks, and with more they save more.
+
+    Args:
+        hardware: Where.
+        layout: Its pp and vpp.
+        number: Micro-batches.
+        learns: Whether there are backward passes, which take twice as long as forward passes.
+    """
+    pp, vpp = layout.pp, layout.vpp
+    if pp == 1:
+        return 0.0
+    waiting = float(pp - 1)
+    if vpp > 1:
+        blank = -number % pp
+        waiting = blank + (pp - blank - 1) / vpp
+        waiting -= blank / vpp / 3 if learns and number > pp else 0.0
+    return waiting * max(0.0, 1 - (hardware.crowding - 1) / (pp - 1))
 
 
 def _layer(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, float]:

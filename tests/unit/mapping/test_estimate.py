@@ -15,6 +15,7 @@ from hybridflow.mapping.estimate import (
     TrainStep,
     decode_bytes,
     decode_seconds,
+    forward_seconds,
     train_bytes,
     train_seconds,
 )
@@ -147,6 +148,36 @@ def test_interleaved_stages_wait_for_the_first_and_last_messages_alone():
     found = train_seconds(size, hardware("h100-sxm"), interleaved)["pipeline messages"]
     # 3 of the 32 + 3 that a plain schedule waits for.
     assert found == pytest.approx(plain * 3 / 35)
+
+
+@pytest.mark.parametrize(
+    ("layout", "number", "learning", "scoring"),
+    [
+        ("pp4", 5, 8, 8),
+        # One alone goes through all stages.
+        ("pp4.vpp2", 1, 4, 4),
+        ("pp4.vpp2", 3, 5, 5),
+        ("pp4.vpp2", 4, 5.5, 5.5),
+        # Three blank ones, of which each saves the sixth of a micro-batch where there are backward passes.
+        ("pp4.vpp2", 5, 8 - 3 / 6, 8),
+        ("pp4.vpp2", 8, 9.5, 9.5),
+        ("pp2.vpp2", 7, 8 - 1 / 6, 8),
+    ],
+)
+def test_stages_take_as_long_as_the_schedule_with_its_blank_micro_batches(layout, number, learning, scoring):
+    # No output layer to speak of, and no time for messages.
+    size, cut = replace(gpt(16, 1024, 8, 1), columns=1), ParallelLayout.parse(layout)
+    machine = replace(hardware("h100-sxm"), node_latency=0, node_bandwidth=1e18, pass_launch=0)
+
+    def seconds(layout, number):
+        step = TrainStep(layout=layout, sequence=1024, batch=number, micro_batch=1)
+        parts = train_seconds(size, machine, step)
+        after = parts["data parallel"] + parts["optimizer"] + parts["pipeline messages"]
+        return sum(parts.values()) - after, forward_seconds(size, machine, step)
+
+    of_one = [each / cut.pp for each in seconds(ParallelLayout(), 1)]
+    found = [each / one for each, one in zip(seconds(cut, number), of_one, strict=True)]
+    assert found == pytest.approx([learning, scoring], rel=0.01)
 
 
 def test_a_layout_without_vpp_is_estimated_with_the_fastest(capsys):

@@ -331,7 +331,7 @@ def _print_plan(recipe: Recipe, site_file: Path | None) -> None:
     if recipe.defaults:
         print_out(f"{defaults_text(recipe.defaults)}\n")
     print_out(plan_table(plan.whole, plan.meshes, recipe.cluster.ranks))
-    memory = job_memory(recipe, plan.meshes)
+    memory = job_memory(recipe, plan.meshes, gpu_bytes=gpu_bytes)
     print_out(f"\nmemory of each rank, estimated\n{memory_table(memory)}\n{memory_summary(memory)}")
     is_open = "trainer.micro_batch_tokens" in recipe.defaults and recipe.cluster.hardware is None
     if is_open and usable_bytes(recipe, gpu_bytes) is None:

@@ -67,8 +67,9 @@ def check_job(arguments: argparse.Namespace, site: Site) -> tuple[Recipe, BatchJ
         meshes = role_meshes(chosen)
         warnings += placement_warnings(meshes)
         if site.gpu_memory_gb is not None:
-            chosen = with_micro_batches(chosen, meshes, planned_gpu_bytes(chosen, site.gpu_memory_gb))
-            warnings += check_memory(job_memory(chosen, meshes), site.gpu_memory_gb)
+            gpu_bytes = planned_gpu_bytes(chosen, site.gpu_memory_gb)
+            chosen = with_micro_batches(chosen, meshes, gpu_bytes)
+            warnings += check_memory(job_memory(chosen, meshes, gpu_bytes=gpu_bytes), site.gpu_memory_gb)
     try_resume(recipe)
     folder = Path.cwd()
     job = BatchJob(

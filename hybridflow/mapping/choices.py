@@ -19,7 +19,14 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.estimate import Size, kept_bytes
 from hybridflow.mapping.hardware import Hardware
-from hybridflow.mapping.memory import MeshMemory, activation_bytes, cache_room, decoding_bytes, with_vocabulary
+from hybridflow.mapping.memory import (
+    MeshMemory,
+    activation_bytes,
+    cache_room,
+    decoding_bytes,
+    vllm_tokens,
+    with_vocabulary,
+)
 from hybridflow.mapping.rl_step import (
     Texts,
     Work,
@@ -207,23 +214,37 @@ class Choices:
                 continue
             mesh = _mesh("actor.rollout", layout)
             a_text = tokens * size.cached_bytes(layout.tp)
-            most = -(-responses // layout.dp)
-            # A cache of so many bytes holds so many texts, however many slots there are.
-            held = self._recipe.rollout.cache_memory // a_text if self._recipe.rollout.cache_memory >= 1 else math.inf
+            weights = int(kept_bytes(size, layout)["first"]["weights"])
+            most, held = -(-responses // layout.dp), self._texts_held(mesh, a_text)
             for concurrent in (max(1, int(min(slots, held))) for slots in self.concurrent):
                 work = Work(layout=layout, micro_batch_tokens=0, concurrent=concurrent)
                 cache = min(concurrent, most) * a_text
                 kept = MeshMemory(
                     mesh=mesh.name,
-                    weights=int(kept_bytes(size, layout)["first"]["weights"]),
+                    weights=weights,
                     cache=cache,
                     room=cache_room(self._recipe, cache),
                     activations=decoding_bytes(self._recipe, model, mesh, 0, concurrent),
                 )
+                if self._is_vllm:
+                    share = self._recipe.rollout.engine.memory_share
+                    kept = MeshMemory(mesh=mesh.name, weights=weights, cache=int(share * self._hardware.memory_bytes))
                 if (choice := self._choice(mesh.name, work, (kept, kept), [(node, False)])) is not None:
                     yield choice
                 if concurrent >= min(most, held):
                     break
+
+    @property
+    def _is_vllm(self) -> bool:
+        """Return whether vLLM generates on GPUs, of which it takes a share."""
+        return self._recipe.rollout.engine.kind == "vllm" and not self._hardware.is_cpu
+
+    def _texts_held(self, mesh: DeviceMesh, text_bytes: int) -> float:
+        """Return how many texts a cache of fixed size holds, however many slots there are."""
+        if self._is_vllm:
+            return vllm_tokens(self._recipe, mesh, self._hardware.memory_bytes) // self._texts.mean
+        given = self._recipe.rollout.cache_memory
+        return given // text_bytes if given >= 1 else math.inf
 
     def _computing(self, mesh: str, num_ranks: int, micro_batch_tokens: int) -> Iterator[Choice]:
         size, calls = self._sizes[mesh], self._nodes[mesh]

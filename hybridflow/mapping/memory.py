@@ -24,7 +24,7 @@ from hybridflow.families.fp8 import LAYERS
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh, format_ranks
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.mapping.hardware import hardware
+from hybridflow.mapping.hardware import Hardware, hardware
 from hybridflow.models.adapters import adapter_spec
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.observe.table import format_table
@@ -72,7 +72,7 @@ class MeshMemory:
             the copy, in another layout, with which a CPU generates; of ``actor.update`` the copies in FP8, too.
         gradients: Summed in fp32.
         optimizer: Two moments, and fp32 weights where the model's own are not.
-        cache: Keys and values of the sequences being decoded.
+        cache: Keys and values of the sequences being decoded; of vLLM all that it takes of a GPU.
         activations: Most that forward and backward passes keep at one time, logits included.
         lasting: Of the weights of ``actor.rollout`` those that stay while the actor learns: what lies below adapters.
         room: What must be free for the cache to be as large, of which it takes ``rollout.cache_memory``.
@@ -128,7 +128,11 @@ class RankMemory:
 
 
 def job_memory(
-    recipe: Recipe, meshes: Mapping[str, DeviceMesh], *, cached: int | None = None
+    recipe: Recipe,
+    meshes: Mapping[str, DeviceMesh],
+    *,
+    cached: int | None = None,
+    gpu_bytes: float | None = None,
 ) -> tuple[RankMemory, ...]:
     """Return what each rank of a job needs, by rank.
 
@@ -136,9 +140,11 @@ def job_memory(
         recipe: The recipe.
         meshes: Of its models, as ``config.role_meshes`` gives them; others are passed over.
         cached: Tokens that the cache of the rollout has room for on a rank; None: as the recipe says.
+        gpu_bytes: Memory of a GPU, of which vLLM takes a share; None: not known.
     """
     functions = [name for name in _SCORERS if name in meshes and _section(recipe, name).model is None]
-    silent = [] if recipe.traits.generates else ["actor.rollout"]
+    # What a server generates takes nothing here.
+    silent = [] if recipe.traits.generates and not recipe.rollout.engine.is_server else ["actor.rollout"]
     names = [name for name in _HOSTED if name in meshes and name not in (*functions, *silent)]
     found: dict[int, list[MeshMemory]] = {rank: [] for rank in range(recipe.cluster.ranks)}
     for name in names:
@@ -147,9 +153,9 @@ def job_memory(
         for rank in placed.mesh.ranks:
             key = placed.kind(rank)
             if key not in needed:
-                needed[key] = _mesh_memory(recipe, placed, meshes[name], rank, cached)
+                needed[key] = _mesh_memory(recipe, placed, meshes[name], rank, cached, gpu_bytes)
             found[rank].append(needed[key])
-    is_open = "actor.rollout" in names and cached is None
+    is_open = "actor.rollout" in names and cached is None and recipe.rollout.engine.kind == "megatron"
     spare = _spare_bytes(recipe, meshes["actor.rollout"]) if is_open else 0
     away = frozenset(name for name in (*_FROZEN, *_CRITICS) if name in meshes and _section(recipe, name).offload)
     is_offloaded = bool(recipe.actor.offload)
@@ -318,22 +324,12 @@ def _vocab_size(model: ModelConfig) -> int:
     return model.vocab_size
 
 
-def _mesh_memory(recipe: Recipe, placed: _Placed, mesh: DeviceMesh, rank: int, cached: int | None) -> MeshMemory:
+def _mesh_memory(
+    recipe: Recipe, placed: _Placed, mesh: DeviceMesh, rank: int, cached: int | None, gpu_bytes: float | None
+) -> MeshMemory:
     model, name = placed.model, mesh.name
     if name == "actor.rollout":
-        is_behind = recipe.actor.reshard_every > 1
-        is_apart = is_behind or recipe.actor.offload == "always" or recipe.actor.fp8 != "none"
-        copied = placed.own_bytes(rank, is_apart=is_apart)
-        base = 0 if placed.adapters is None else placed.own_bytes(rank, is_apart=is_apart, is_base=True)
-        cache = cache_bytes(recipe, model, mesh) if cached is None else cached * _token_bytes(model, mesh)
-        return MeshMemory(
-            mesh=name,
-            weights=copied + packed_bytes(placed.spec, model, mesh, rank),
-            lasting=copied if is_behind else base,
-            cache=cache,
-            room=0 if cached is None else cache_room(recipe, cache),
-            activations=decoding_bytes(recipe, model, mesh, rank, recipe.rollout.max_concurrent),
-        )
+        return _rollout_memory(recipe, placed, rank, cached, gpu_bytes)
     stage, section = mesh.coordinate(rank).pp, _section(recipe, name.partition(".")[0])
     # What is always in host memory takes none of the accelerator but for what is gathered.
     share = 0 if section.offload == "always" else 1
@@ -359,6 +355,32 @@ def _mesh_memory(recipe: Recipe, placed: _Placed, mesh: DeviceMesh, rank: int, c
         optimizer=share * optimizer_bytes(placed.states if is_distributed else None, rank, model, trained),
         # With its gradients before they are summed.
         activations=activations + placed.gathered_bytes(copies=2),
+    )
+
+
+def _rollout_memory(
+    recipe: Recipe, placed: _Placed, rank: int, cached: int | None, gpu_bytes: float | None
+) -> MeshMemory:
+    """Return what generating needs. vLLM's share of a GPU holds its own weights too, which are loaded from ours."""
+    model, mesh = placed.model, placed.mesh
+    is_behind = recipe.actor.reshard_every > 1
+    is_apart = is_behind or recipe.actor.offload == "always" or recipe.actor.fp8 != "none"
+    copied = placed.own_bytes(rank, is_apart=is_apart)
+    base = 0 if placed.adapters is None else placed.own_bytes(rank, is_apart=is_apart, is_base=True)
+    lasting = copied if is_behind else base
+    is_vllm = recipe.rollout.engine.kind == "vllm"
+    if is_vllm and gpu_bytes is not None:
+        share = int(recipe.rollout.engine.memory_share * gpu_bytes)
+        return MeshMemory(mesh=mesh.name, weights=copied, lasting=lasting, cache=share)
+    cache = cache_bytes(recipe, model, mesh) if cached is None else cached * _token_bytes(model, mesh)
+    beside = placed.stage_bytes[0] if is_vllm else packed_bytes(placed.spec, model, mesh, rank)
+    return MeshMemory(
+        mesh=mesh.name,
+        weights=copied + beside,
+        lasting=lasting,
+        cache=cache,
+        room=0 if cached is None else cache_room(recipe, cache),
+        activations=decoding_bytes(recipe, model, mesh, rank, recipe.rollout.max_concurrent),
     )
 
 
@@ -510,19 +532,28 @@ def cache_room(recipe: Recipe, cache: int) -> int:
     return math.ceil(cache / share) if share < 1 else 0
 
 
-def cached_tokens(recipe: Recipe, meshes: Mapping[str, DeviceMesh], gpu_bytes: float) -> int:
+def cached_tokens(recipe: Recipe, meshes: Mapping[str, DeviceMesh], machine: Hardware) -> int:
     """Return how many tokens' keys and values a job has room for on each rank that generates.
 
     Args:
         recipe: The recipe.
         meshes: Of its models.
-        gpu_bytes: Memory of a GPU.
+        machine: Where.
     """
     mesh, room = meshes["actor.rollout"], recipe.rollout.cache_memory
+    if recipe.rollout.engine.kind == "vllm" and not machine.is_cpu:
+        return vllm_tokens(recipe, mesh, machine.memory_bytes)
     if room < 1:
         memory = job_memory(recipe, meshes, cached=0)
-        room *= gpu_bytes - max(memory[rank].resident for rank in mesh.ranks)
+        room *= machine.memory_bytes - max(memory[rank].resident for rank in mesh.ranks)
     return max(0, int(room)) // _token_bytes(with_vocabulary(recipe, mesh.name), mesh)
+
+
+def vllm_tokens(recipe: Recipe, mesh: DeviceMesh, gpu_bytes: float) -> int:
+    """Return how many tokens' keys and values vLLM has room for in its share of a GPU, beside the whole model."""
+    model = with_vocabulary(recipe, mesh.name)
+    weights = sum(tensor.num_bytes for tensor in _specs(model, False).tensors)
+    return max(0, int(recipe.rollout.engine.memory_share * gpu_bytes) - weights) // _token_bytes(model, mesh)
 
 
 def _spare_bytes(recipe: Recipe, mesh: DeviceMesh) -> int:
@@ -822,7 +853,7 @@ def with_micro_batches(recipe: Recipe, meshes: Mapping[str, DeviceMesh], gpu_byt
     most = _STAGED_MICRO_BATCH if has_stages else _MICRO_BATCHES[0]
     for tokens in (tokens for tokens in _MICRO_BATCHES if tokens <= most):
         chosen = replace(recipe, trainer=replace(recipe.trainer, micro_batch_tokens=tokens))
-        if max(needed.least for needed in job_memory(chosen, meshes)) <= room:
+        if max(needed.least for needed in job_memory(chosen, meshes, gpu_bytes=gpu_bytes)) <= room:
             break
     return replace(chosen, defaults={**recipe.defaults, "trainer.micro_batch_tokens": tokens})
 
@@ -836,7 +867,7 @@ def check_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> None:
     budget_gb = recipe.cluster.memory_budget_gb
     if budget_gb is None:
         return
-    for rank, needed in enumerate(job_memory(recipe, meshes)):
+    for rank, needed in enumerate(job_memory(recipe, meshes, gpu_bytes=planned_gpu_bytes(recipe, None))):
         phases = {"rollout": needed.rollout - needed.spare, "update": needed.update}
         phase = max(phases, key=lambda name: phases[name])
         if phases[phase] > budget_gb * 1e9:

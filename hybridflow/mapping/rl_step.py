@@ -152,7 +152,7 @@ def step_calls(
         if (size := role_size(recipe, node)) is not None:
             work = work_of(recipe, meshes[node.mesh])
             if node.source:
-                held = cached_tokens(recipe, meshes, hardware.memory_bytes) // texts.mean
+                held = cached_tokens(recipe, meshes, hardware) // texts.mean
                 work = replace(work, concurrent=max(1, min(work.concurrent, held)))
             seconds[node.name] = node_seconds(recipe, node, size, work, hardware, texts, is_update=is_update)
             if node.source:

@@ -387,7 +387,7 @@ class _Search:
             total = problem.bound(seconds)
             if total >= self._limit(problem.key):
                 return
-            memory = needed_memory(recipe, meshes, request.texts)
+            memory = needed_memory(recipe, meshes, request.texts, request.hardware)
             fullest = max(memory, key=lambda rank: rank.peak)
             if fullest.peak > request.memory_bytes:
                 self._learn(fullest, problem, chosen)
@@ -460,13 +460,15 @@ def _set_of(placement: Placement, mesh: str) -> ModelSet:
     return next(one for one in placement if mesh in one.meshes)
 
 
-def needed_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh], texts: Texts) -> tuple[RankMemory, ...]:
+def needed_memory(
+    recipe: Recipe, meshes: Mapping[str, DeviceMesh], texts: Texts, hardware: Hardware
+) -> tuple[RankMemory, ...]:
     """Return what each rank needs, with a cache for as many texts of mean length as are generated at a time."""
     cached = 0
     if recipe.traits.generates:
         most = -(-len(texts.responses) // meshes["actor.rollout"].layout.dp)
         cached = min(recipe.rollout.max_concurrent, most) * texts.mean
-    return job_memory(recipe, meshes, cached=cached)
+    return job_memory(recipe, meshes, cached=cached, gpu_bytes=None if hardware.is_cpu else hardware.memory_bytes)
 
 
 def with_choices(

@@ -44,10 +44,11 @@ def recipe_step(
         texts_of(recipe, arguments.prompt, arguments.response, like),
     )
     # As a job does on GPUs with so much memory.
-    recipe = with_micro_batches(recipe, meshes, None if machine.is_cpu else machine.memory_bytes)
+    gpu_bytes = None if machine.is_cpu else machine.memory_bytes
+    recipe = with_micro_batches(recipe, meshes, gpu_bytes)
     calls = step_calls(recipe, step_of(recipe).flow, meshes, machine, texts)
     seconds = total_seconds(calls, max_staleness=steps_ahead(recipe.trainer.max_staleness, machine))
-    memory = max(job_memory(recipe, meshes), key=lambda rank: rank.least)
+    memory = max(job_memory(recipe, meshes, gpu_bytes=gpu_bytes), key=lambda rank: rank.least)
     return {
         "recipe": recipe.name,
         "hardware": arguments.hardware,

@@ -103,6 +103,20 @@ def test_penalties_need_a_table_of_tokens_seen(asked):
     assert edited - plain == 32 * 4 * (2 * 16_032 + 4096)
 
 
+def test_vllm_takes_its_share_of_a_gpu_and_a_server_nothing():
+    words = ("actor.rollout={dp: 512}", "rollout.engine={kind: vllm, memory_share: 0.3}", "actor.offload=true")
+    recipe = load_recipe("ppo-70b", (*SHORT, *words))
+    needed = job_memory(recipe, role_meshes(recipe), gpu_bytes=80e9)[100]
+    actor, rollout, *others = needed.meshes
+    assert (rollout.cache, rollout.activations, needed.spare) == (24e9, 0, 0)
+    # Its weights are loaded from ours, which are there until then.
+    kept = actor.weights + rollout.weights + sum(part.kept for part in others)
+    assert needed.rollout == kept + 24e9 and rollout.weights > 70 * LAYER * 2
+    asked = ("kind: openai", "urls: ['http://h:1']", "off_policy: true")
+    served = memory_of("ppo-70b", words[0], f"rollout.engine={{{', '.join(asked)}}}", "actor.offload=false")[100]
+    assert "actor.rollout" not in by_mesh(served) and served.rollout < served.update
+
+
 def test_phases_add_up_what_is_there_in_them():
     for needed in memory_of("ppo-70b")[::100]:
         parts = by_mesh(needed)

@@ -27,6 +27,7 @@ from hybridflow.mapping.rl_step import (
 )
 from hybridflow.mapping.search import Request, needed_memory, placements, search
 from hybridflow.mapping.sizes import model_size
+from hybridflow.mapping.step_command import texts_of
 from hybridflow.recipe.load import load_recipe
 from hybridflow.recipe.meshes import role_meshes
 from hybridflow.trainer.plan import training_step
@@ -167,7 +168,7 @@ def brute_force(path, num_ranks, limit, texts, algorithm_meshes, machine):
         if any(mesh.spans_nodes("tp") for mesh in meshes.values()):
             continue
         total = total_seconds(step_calls(found, flow, meshes, machine, texts), max_staleness=0)
-        if total < best and max(rank.peak for rank in needed_memory(found, meshes, texts)) <= limit:
+        if total < best and max(rank.peak for rank in needed_memory(found, meshes, texts, machine)) <= limit:
             best = total
     return best
 
@@ -236,7 +237,7 @@ def test_the_recipe_that_is_written_takes_as_long_as_was_said(capsys, recipe, tm
     # The cache that a job takes has room for the texts that are generated at a time.
     meshes = role_meshes(written)
     texts = min(written.rollout.max_concurrent, 64 // meshes["actor.rollout"].layout.dp)
-    assert cached_tokens(written, meshes, 0.9 * MACHINE.memory_bytes) >= 1200 * texts
+    assert cached_tokens(written, meshes, replace(MACHINE, memory_bytes=0.9 * MACHINE.memory_bytes)) >= 1200 * texts
     assert written == load_recipe(words[0], best["overrides"]) and written.layout is None
     assert cli.main(["plan", "auto", *words, "--out", str(out)]) == 2
     assert "exists; remove it" in capsys.readouterr().err
@@ -289,7 +290,11 @@ def test_the_search_offers_recipes_alone(capsys, recipe, monkeypatch, algorithm,
     best = auto(capsys, path, "--gpus", "8", *words)["found"][0]
     written = load_recipe(path, [*(word for word in words if "=" in word), *best["overrides"]])
     assert not refused and not written.fallbacks and written.reward.ranks is None
-    assert written.rollout.engine.kind == "megatron" or role_meshes(written)["actor.rollout"].layout.dp == 8
+    if written.rollout.engine.kind == "vllm":
+        meshes, texts = role_meshes(written), texts_of(written, None, None, None)
+        assert meshes["actor.rollout"].layout == ParallelLayout(dp=8)
+        calls = step_calls(written, training_step(written).flow, meshes, MACHINE, texts)
+        assert total_seconds(calls, max_staleness=0) == pytest.approx(best["seconds"])
 
 
 def test_a_way_to_share_ranks_that_is_always_refused_is_given_up(recipe):

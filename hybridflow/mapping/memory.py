@@ -867,7 +867,9 @@ def check_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> None:
     budget_gb = recipe.cluster.memory_budget_gb
     if budget_gb is None:
         return
-    for rank, needed in enumerate(job_memory(recipe, meshes, gpu_bytes=planned_gpu_bytes(recipe, None))):
+    # The file of measured hardware need not be on a node of the job where nothing depends on it.
+    gpu_bytes = planned_gpu_bytes(recipe, None) if recipe.rollout.engine.kind == "vllm" else None
+    for rank, needed in enumerate(job_memory(recipe, meshes, gpu_bytes=gpu_bytes)):
         phases = {"rollout": needed.rollout - needed.spare, "update": needed.update}
         phase = max(phases, key=lambda name: phases[name])
         if phases[phase] > budget_gb * 1e9:

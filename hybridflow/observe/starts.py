@@ -5,6 +5,7 @@ A line for each start, and one more for its end if the job itself could tell of 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -95,12 +96,13 @@ def _is_one(value: object, kinds: tuple[type, ...]) -> bool:
 def claim_start(run_dir: Path, number: int) -> None:
     """Make the directory of a start's logs. Of two jobs that begin a run in the same moment only one can.
 
+    What the file system refuses ``add_start`` tells.
+
     Raises:
         ConfigError: Another job made it just now. An older one is what a kill left before the start was added.
-        WriteError: The file system refuses.
     """
     folder = run_dir / LOGS_DIR / f"{number:04d}"
-    with writing(folder):
+    with contextlib.suppress(OSError):
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             folder.mkdir()

@@ -4,11 +4,13 @@
 7b to 70b are PPO with actor, critic, reference and reward model of one size, 235b is GRPO of Qwen3-235B-A22B. Strong
 scaling keeps 1,024 responses in a step, weak scaling has 8 for each GPU. Prompts and responses have 1,024 tokens, as in
 arXiv 2409.19256, and a step has 8 updates. With --rows what was found is kept in a file, and not searched again.
---even is for systems that cut batches into equal parts alone, as that of the paper does.
+--even is for systems that cut batches into equal parts alone, and --cache-memory 0.9 for those that generate with vLLM,
+which takes 0.9 of a GPU unless told otherwise, as that of the paper does.
 
 Examples:
   python tools/table_scaling.py --models 7b --gpus 8
-  python tools/table_scaling.py --hardware a100-80g-one-port --models 13b,34b --gpus 64,96,128 --blocks 16 --even
+  python tools/table_scaling.py --hardware a100-80g-one-port --models 13b,34b --gpus 64,96,128 --blocks 16 --even \
+      --cache-memory 0.9
   python tools/table_scaling.py --rows docs/pictures/scaling.jsonl --draw docs/pictures
 """
 
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.recipe import Recipe
+from hybridflow.config.rollout import RolloutConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.auto import placed
 from hybridflow.mapping.choices import LEARNERS
@@ -47,8 +50,8 @@ MIXTURE = "235b"
 GPUS = "8,16,32,64,128,256,512,1024,2048,4096,8192,16384"
 
 Row = dict[str, Any]
-"""A line of the table: ``model``, ``gpus``, ``responses``, ``hardware`` and ``even``, and the seconds of the best
-found together and split, None where there is none, with its placement."""
+"""A line of the table: ``model``, ``gpus``, ``responses``, ``hardware``, ``even`` and ``cache_memory``, and the seconds
+of the best found together and split, None where there is none, with its placement."""
 
 
 def main() -> None:
@@ -60,6 +63,9 @@ def main() -> None:
     parser.add_argument("--weak", action="store_true", help="8 responses for each GPU in the place of 1,024")
     parser.add_argument("--blocks", type=int, default=4, help="parts of the GPUs that models may have (default: 4)")
     parser.add_argument("--even", action="store_true", help="dp divides the responses of each call and update")
+    parser.add_argument(
+        "--cache-memory", type=float, default=RolloutConfig.cache_memory, metavar="SHARE", help="of what is free"
+    )
     parser.add_argument("--rows", type=Path, metavar="FILE", help="keep what is found here, and use what is there")
     parser.add_argument("--draw", type=Path, metavar="DIRECTORY", help="draw all of --rows there; needs matplotlib")
     arguments = parser.parse_args()
@@ -79,11 +85,15 @@ def row_of(name: str, num_gpus: int, arguments: argparse.Namespace) -> Row:
     """Return what is kept of one number of GPUs, or search and keep it."""
     responses = PER_GPU * num_gpus if arguments.weak else RESPONSES
     row: Row = {"model": name, "gpus": num_gpus, "responses": responses, "hardware": arguments.hardware}
-    row["even"] = arguments.even
+    row |= {"even": arguments.even, "cache_memory": arguments.cache_memory}
     for kept in _kept(arguments.rows):
         if row.items() <= kept.items():
             return kept
-    found = best_placements(name, num_gpus, responses, arguments.hardware, arguments.blocks, is_even=arguments.even)
+    found = best_placements(
+        *(name, num_gpus, responses, arguments.hardware, arguments.blocks),
+        is_even=arguments.even,
+        cache_memory=arguments.cache_memory,
+    )
     row |= {"together": None, "split": None, "placement": None}
     for each in reversed(found):
         row["together" if len(each.placement) == 1 else "split"] = each.seconds
@@ -156,7 +166,14 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
 
 
 def best_placements(
-    name: str, num_gpus: int, responses: int, machine: str, blocks: int = 16, *, is_even: bool = False
+    name: str,
+    num_gpus: int,
+    responses: int,
+    machine: str,
+    blocks: int = 16,
+    *,
+    is_even: bool = False,
+    cache_memory: float = RolloutConfig.cache_memory,
 ) -> list[Found]:
     """Return the best configurations for a step with models of a size, the fastest first."""
 
@@ -168,7 +185,7 @@ def best_placements(
         path = write(Path(folder), name, responses)
 
         def load(overrides: Sequence[str]) -> Recipe:
-            return load_recipe(path, overrides)
+            return load_recipe(path, [f"rollout.cache_memory={cache_memory}", *overrides])
 
         request = Request(
             load=load,

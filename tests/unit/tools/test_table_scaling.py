@@ -10,8 +10,8 @@ from table_scaling import best_placements
 @pytest.mark.parametrize("name", ["13b", "34b"])
 @pytest.mark.parametrize(("gpus", "sets"), [(64, 1), (128, 2)])
 def test_models_share_all_of_64_gpus_and_have_half_of_128_each(name, gpus, sets):
-    # The choices in arXiv 2409.19256, whose nodes share 200 Gb/s.
-    found = best_placements(name, gpus, 1024, "a100-80g-one-port", blocks=2)
+    # The choices in arXiv 2409.19256, whose nodes share 200 Gb/s, and whose engine takes 0.9 of a GPU.
+    found = best_placements(name, gpus, 1024, "a100-80g-one-port", blocks=2, cache_memory=0.9)
     assert len(found[0].placement) == sets
     assert {mesh for one in found[0].placement for mesh in one.meshes} == {
         *("actor.update", "actor.rollout", "critic", "reference", "reward")

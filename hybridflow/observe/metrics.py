@@ -91,6 +91,22 @@ class MetricsLog:
             left_s = (self._num_steps - step) * fmean(self._recent_s)
         say_event("step", progress_line(step, self._num_steps, metrics, left_s), step=step, metrics=_finite(metrics))
 
+    def amend(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add numbers to the line of the last step: of a validation that the job made up for after it was stopped.
+
+        Raises:
+            CheckpointError: A line of ``metrics.jsonl`` is not a step.
+            WriteError: The file system refuses.
+        """
+        rows = read_metrics(self._path.parent)
+        if not rows or rows[-1]["step"] != step:
+            return
+        rows[-1] |= metrics
+        with writing(self._path):
+            replace_file(self._path, "".join(map(_line, rows)).encode())
+            self._file.close()
+            self._file = self._path.open("a", encoding="utf-8")
+
     def draw(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add numbers to TensorBoard, and no line to the file: of a validation before the first step.
 

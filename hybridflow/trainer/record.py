@@ -97,9 +97,10 @@ class Record:
         self.summary, self._totals = {**state["summary"], **self.summary}, dict(state["totals"])
 
     def draw(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Draw what was measured outside a step; it is no line of the metrics, and callbacks do not get it."""
+        """Draw what a validation outside a step measured; it is no line of the metrics, and callbacks do not get it."""
         if self._log is not None:
             self._log.draw(step, metrics)
+            self._log.amend(step, {name: value for name, value in metrics.items() if name.startswith("validation/")})
             for outlet in self._outlets:
                 if not outlet.takes_steps_alone:
                     outlet.send(step, {self._prefix + name: value for name, value in metrics.items()})

@@ -103,6 +103,8 @@ def test_asked_in_a_validation_it_saves_first_and_validates_when_it_goes_on(tmp_
     again = run_well([*command, "--resume"], tmp_path)
     told = [int(step) for step in re.findall(r"held-out score .* after step (\d)\n", again.out)]
     assert told == ([0, 2, 4] if saved == 0 else [2, 4]), again.out
+    rows = lasting_metrics(tmp_path / "run")
+    assert ["validation/score" in row for row in rows] == [False, True, False, True]
     before, after = (json.loads((folder / "run/summary.json").read_text()) for folder in (unbroken, tmp_path))
     assert all(before[name] == after[name] for name in ("score_before_rl", "score_after_rl"))
 

@@ -200,3 +200,14 @@ def test_importing_is_light():
     heavy += "sys.exit(' '.join({'torch', 'matplotlib', 'numpy', 'tensorboard'} & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_validation_that_is_made_up_for_is_in_the_line_of_its_step(tmp_path):
+    with MetricsLog(tmp_path, num_steps=4) as log:
+        log.write(1, {"reward/mean": 0.5})
+        log.amend(1, {"validation/score": 0.25})
+        log.amend(2, {"validation/score": 0.75})
+        log.write(2, {"reward/mean": 1.0})
+    first, second = read_metrics(tmp_path)
+    assert first == {"step": 1, "reward/mean": 0.5, "validation/score": 0.25}
+    assert second == {"step": 2, "reward/mean": 1.0}

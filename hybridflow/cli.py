@@ -480,11 +480,11 @@ def _train(arguments: argparse.Namespace) -> int:
 def _signals_of_rank() -> CaughtSignals:
     """Return the signals that a rank catches; the launcher is known by its variables alone."""
     if MEETING_VARIABLE in os.environ:
-        # hybridflow's own launcher, which Ctrl-C reaches too, acts for its ranks. So does srun for several.
+        # hybridflow's own launcher, which Ctrl-C reaches too, acts for its ranks.
         return CaughtSignals()
     if passes_interrupts():
         return CaughtSignals(asks_at_interrupt=True, speaks=rank_hint() == 0, copies_s=COPIES_S)
-    # A shell that srun has started is one task; what is started there has the terminal to itself.
+    # srun acts for several tasks. A shell that it has started is one, and what is started there has the terminal.
     is_only = "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS") == "1"
     return CaughtSignals(asks_at_interrupt=is_only)
 

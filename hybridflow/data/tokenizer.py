@@ -54,6 +54,15 @@ class Tokenizer(Protocol):
         ...
 
 
+def split_stop(stop: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the stop strings to look for in a text, and the ids of the special tokens that the others name."""
+    if tokenizer is None:
+        return tuple(stop), ()
+    ids = {each: tokenizer.special_id(each) for each in stop}
+    texts = tuple(each for each, index in ids.items() if index is None)
+    return texts, tuple(index for index in ids.values() if index is not None)
+
+
 def tokenizer_in(folder: str | Path) -> Path | None:
     """Return the tokenizer's file of a Hugging Face or hybridflow directory; None where there is none."""
     for place in (Path(folder), Path(folder) / FOLDER):

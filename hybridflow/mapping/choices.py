@@ -24,6 +24,7 @@ from hybridflow.mapping.memory import (
     activation_bytes,
     cache_room,
     decoding_bytes,
+    vllm_bytes,
     vllm_tokens,
     with_vocabulary,
 )
@@ -218,17 +219,18 @@ class Choices:
             most, held = -(-responses // layout.dp), self._texts_held(mesh, a_text)
             for concurrent in (max(1, int(min(slots, held))) for slots in self.concurrent):
                 work = Work(layout=layout, micro_batch_tokens=0, concurrent=concurrent)
-                cache = min(concurrent, most) * a_text
-                kept = MeshMemory(
-                    mesh=mesh.name,
-                    weights=weights,
-                    cache=cache,
-                    room=cache_room(self._recipe, cache),
-                    activations=decoding_bytes(self._recipe, model, mesh, 0, concurrent),
-                )
                 if self._is_vllm:
-                    share = self._recipe.rollout.engine.memory_share
-                    kept = MeshMemory(mesh=mesh.name, weights=weights, cache=int(share * self._hardware.memory_bytes))
+                    share = vllm_bytes(self._recipe, self._hardware.memory_bytes)
+                    kept = MeshMemory(mesh=mesh.name, weights=weights, cache=share)
+                else:
+                    cache = min(concurrent, most) * a_text
+                    kept = MeshMemory(
+                        mesh=mesh.name,
+                        weights=weights,
+                        cache=cache,
+                        room=cache_room(self._recipe, cache),
+                        activations=decoding_bytes(self._recipe, model, mesh, 0, concurrent),
+                    )
                 if (choice := self._choice(mesh.name, work, (kept, kept), [(node, False)])) is not None:
                     yield choice
                 if concurrent >= min(most, held):

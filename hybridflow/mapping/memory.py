@@ -370,8 +370,7 @@ def _rollout_memory(
     lasting = copied if is_behind else base
     is_vllm = recipe.rollout.engine.kind == "vllm"
     if is_vllm and gpu_bytes is not None:
-        share = int(recipe.rollout.engine.memory_share * gpu_bytes)
-        return MeshMemory(mesh=mesh.name, weights=copied, lasting=lasting, cache=share)
+        return MeshMemory(mesh=mesh.name, weights=copied, lasting=lasting, cache=vllm_bytes(recipe, gpu_bytes))
     cache = cache_bytes(recipe, model, mesh) if cached is None else cached * _token_bytes(model, mesh)
     beside = placed.stage_bytes[0] if is_vllm else packed_bytes(placed.spec, model, mesh, rank)
     return MeshMemory(
@@ -549,11 +548,16 @@ def cached_tokens(recipe: Recipe, meshes: Mapping[str, DeviceMesh], machine: Har
     return max(0, int(room)) // _token_bytes(with_vocabulary(recipe, mesh.name), mesh)
 
 
+def vllm_bytes(recipe: Recipe, gpu_bytes: float) -> int:
+    """Return vLLM's share of a GPU, for its weights and its cache."""
+    return int(recipe.rollout.engine.memory_share * gpu_bytes)
+
+
 def vllm_tokens(recipe: Recipe, mesh: DeviceMesh, gpu_bytes: float) -> int:
     """Return how many tokens' keys and values vLLM has room for in its share of a GPU, beside the whole model."""
     model = with_vocabulary(recipe, mesh.name)
     weights = sum(tensor.num_bytes for tensor in _specs(model, False).tensors)
-    return max(0, int(recipe.rollout.engine.memory_share * gpu_bytes) - weights) // _token_bytes(model, mesh)
+    return max(0, vllm_bytes(recipe, gpu_bytes) - weights) // _token_bytes(model, mesh)
 
 
 def _spare_bytes(recipe: Recipe, mesh: DeviceMesh) -> int:

@@ -15,9 +15,10 @@ import re
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean
+from typing import TextIO
 
 from hybridflow.errors import CheckpointError, DataError
 from hybridflow.observe.console import rough_duration
@@ -64,15 +65,20 @@ class MetricsLog:
     ) -> None:
         self._num_steps, self._prefix = num_steps, prefix
         self._recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
-        path = run_dir / METRICS_FILE
+        self._path = run_dir / METRICS_FILE
         kept = []
-        if resumed_step is not None and path.exists():
+        if resumed_step is not None and self._path.exists():
             kept = [row for row in read_metrics(run_dir) if row["step"] <= resumed_step]
-        with writing(path):
+        with writing(self._path):
             run_dir.mkdir(parents=True, exist_ok=True)
-            replace_file(path, "".join(_line(row) for row in kept).encode())
-            self._file = path.open("a", encoding="utf-8")
-        self._path, self._tensorboard = path, _EventFile(run_dir / "tensorboard", resumed_step)
+        self._file = self._opened_with(kept)
+        self._tensorboard = _EventFile(run_dir / "tensorboard", resumed_step)
+
+    def _opened_with(self, rows: Iterable[Mapping[str, float]]) -> TextIO:
+        """Replace the lines of the file, and return it for more."""
+        with writing(self._path):
+            replace_file(self._path, "".join(map(_line, rows)).encode())
+            return self._path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a step, once, and print its progress line. Flushed, so that a killed job has lost nothing.
@@ -102,10 +108,8 @@ class MetricsLog:
         if not rows or rows[-1]["step"] != step:
             return
         rows[-1] |= metrics
-        with writing(self._path):
-            replace_file(self._path, "".join(map(_line, rows)).encode())
-            self._file.close()
-            self._file = self._path.open("a", encoding="utf-8")
+        self._file.close()
+        self._file = self._opened_with(rows)
 
     def draw(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add numbers to TensorBoard, and no line to the file: of a validation before the first step.

@@ -10,6 +10,7 @@ from torch import nn
 from hybridflow.checkpoint.formats.in_memory import in_memory_model, is_model, library_assets
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.formats.source import Source
+from hybridflow.data.tokenizer import split_stop
 from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.families.model import differing
 from hybridflow.models.user_model import FAMILY, is_user_class
@@ -123,7 +124,7 @@ def _check_user_actor(job: Job) -> None:
         "rollout.environment": rollout.environment is not None,
         "rollout.partial_rollouts": rollout.partial_rollouts,
         # It ends at tokens.
-        "rollout.stop": any(job.tokenizer.special_id(each) is None for each in rollout.stop),
+        "rollout.stop": bool(split_stop(rollout.stop, job.tokenizer)[0]),
         "rollout.engine.kind=vllm": rollout.engine.kind == "vllm",
     }
     for key, is_there in refused.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.rewards import check_urls
 from hybridflow.config.rollout import RolloutConfig
-from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.data.tokenizer import Tokenizer, split_stop
 from hybridflow.errors import ConfigError
 from hybridflow.sections import changed_keys
 
@@ -72,8 +72,7 @@ def check_stop(recipe: Recipe, tokenizer: Tokenizer | None) -> None:
     Raises:
         ConfigError: A text names no special token.
     """
-    stop = recipe.rollout.stop
-    texts = [each for each in stop if tokenizer is None or tokenizer.special_id(each) is None]
+    texts = list(split_stop(recipe.rollout.stop, tokenizer)[0])
     if not texts:
         return
     if recipe.rollout.engine.kind == "vllm":

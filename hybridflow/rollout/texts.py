@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.data.tokenizer import Tokenizer, split_stop
 from hybridflow.rollout.request import SamplingParams
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -91,15 +91,6 @@ class Watch:
 
     def _has_new(self, text: str, strings: Sequence[str]) -> bool:
         return first_new(self._settled + self._text, self._settled + text, strings) is not None
-
-
-def split_stop(stop: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the stop strings to look for in a text, and the ids of the special tokens that the others name."""
-    if tokenizer is None:
-        return tuple(stop), ()
-    ids = {each: tokenizer.special_id(each) for each in stop}
-    texts = tuple(each for each, index in ids.items() if index is None)
-    return texts, tuple(index for index in ids.values() if index is not None)
 
 
 def with_stop_tokens(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:

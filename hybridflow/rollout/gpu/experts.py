@@ -29,16 +29,15 @@ class GpuExperts:
         return is_here and layer.router.is_softmax and layer.shared_experts is None
 
     def __init__(self, layer: ExpertLayer, *, is_gelu: bool) -> None:
-        experts = layer.experts.local_experts
         self._router: Tensor = layer.router.weight
         self._num_chosen: int = layer.router.topk
         self._is_normalized = not layer.config.moe_router_pre_softmax
         self._is_gelu = is_gelu
-        self._weights = [[each.linear_fc1.weight for each in experts], [each.linear_fc2.weight for each in experts]]
+        self._weights = layer.stacks
         assert all(weight.is_contiguous() for weights in self._weights for weight in weights), "kernels read rows"
         device = self._router.device
         self._found: list[list[int]] = []
-        self._addresses = torch.zeros(2, len(experts), dtype=torch.int64, device=device)
+        self._addresses = torch.zeros(2, layer.num_local_experts, dtype=torch.int64, device=device)
 
     def locate(self) -> None:
         """Write down where the weights are."""

@@ -44,9 +44,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Keep what has been imported from the collector, which would look at all of it again and again."""
+    """Keep what has been imported from the collector, and let it look seldom at the rest, which is little."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.hookimpl(trylast=True)

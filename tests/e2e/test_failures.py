@@ -195,7 +195,7 @@ def where_it_stands(done, rank):
     return line
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_rank_that_is_killed_ends_the_others(folder, monkeypatch, victim):
     monkeypatch.setenv("VICTIM", str(victim))
     die = in_the_middle_of_an_update(lambda: os.kill(os.getpid(), signal.SIGKILL))

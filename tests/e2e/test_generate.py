@@ -126,7 +126,10 @@ def ending(at, signum):
 
 @pytest.mark.parametrize(
     ("signum", "num_ranks"),
-    [(signal.SIGKILL, 1), pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.slow), (signal.SIGTERM, 1)],
+    [
+        (signal.SIGKILL, 1),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((signal.SIGUSR1, 2), (signal.SIGTERM, 1))),
+    ],
 )
 def test_after_a_kill_or_a_signal_it_goes_on_where_it_was(folder, whole, signum, num_ranks):
     out = f"ended-{signum}.jsonl"

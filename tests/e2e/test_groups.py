@@ -167,12 +167,13 @@ def test_replicas_get_as_many_groups(whole):
         assert [json.loads(line)[0] for line in lines] == [step for step in (1, 2, 3) for _ in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "num_ranks"),
     [
         pytest.param(ALONE, 1, id="alone"),
         pytest.param(APART, 2, id="reward apart"),
-        pytest.param(STAGES, 4, id="stages", marks=pytest.mark.slow),
+        pytest.param(STAGES, 4, id="stages"),
     ],
 )
 def test_other_placements_take_the_same_groups(whole, tmp_path, placement, num_ranks):
@@ -181,11 +182,12 @@ def test_other_placements_take_the_same_groups(whole, tmp_path, placement, num_r
     assert taken(tmp_path) == taken(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hook",
     [
         pytest.param(kill_in_the_second_rollout, id="killed"),
-        pytest.param(stop_in_the_second_rollout, id="stopped", marks=pytest.mark.slow),
+        pytest.param(stop_in_the_second_rollout, id="stopped"),
     ],
 )
 def test_a_step_that_ended_in_a_refill_begins_anew_with_what_was_sampled(whole, tmp_path, hook):
@@ -210,6 +212,7 @@ def score(prompt, response, answer):
 """Two in three problems pay for nothing."""
 
 
+@pytest.mark.slow
 def test_too_few_groups_are_an_error_or_a_smaller_batch_as_the_recipe_says(tmp_path):
     limited = [*DAPO, *ALONE, "dynamic_sampling.max_tries=2", "warm_start=null", "trainer.steps=1"]
     done = run(tmp_path / "error", limited, rewards=EQUAL, num_ranks=1)
@@ -233,6 +236,7 @@ def test_too_few_groups_are_an_error_or_a_smaller_batch_as_the_recipe_says(tmp_p
     assert done.codes != (0,) and "differ within 0 of 8 groups" in done.err, done.err
 
 
+@pytest.mark.slow
 def test_the_baseline_of_remax_is_the_score_of_the_greedy_response(tmp_path):
     # The held-out problems are those that are trained on, so that validation judges the same greedy responses.
     same = ["data.held_out=data/train.jsonl", "data.arithmetic=null"]

@@ -40,6 +40,7 @@ def noting_weights(rank):
     Actor.sample_validation = noted
 
 
+@pytest.mark.slow
 def test_a_validation_samples_with_the_weights_of_its_step_where_rollouts_stay_behind(tmp_path):
     write_recipe(tmp_path)
     run = ["train", "tiny.yaml", "trainer.steps=3", "trainer.validate_every=2", "actor.reshard_every=9"]
@@ -48,6 +49,7 @@ def test_a_validation_samples_with_the_weights_of_its_step_where_rollouts_stay_b
     assert (tmp_path / "validated").read_text().split() == ["0", "2", "3"]
 
 
+@pytest.mark.slow
 def test_training_ends_when_validations_do_not_become_better_and_the_best_stays(tmp_path):
     write_recipe(tmp_path, RECIPE.replace("rewards:score", "judging:score"))
     (tmp_path / "judging.py").write_text(JUDGING)

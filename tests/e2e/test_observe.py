@@ -104,6 +104,7 @@ def test_some_samples_are_archived_by_default(seen: Any, capsys: pytest.CaptureF
     assert all(row["score"] in (0, 1, 2) for row in rows if row["step"] > read_status(run_dir).start_step)
 
 
+@pytest.mark.slow
 def test_without_an_interval_a_checkpoint_is_made_when_the_last_one_is_old(tmp_path: Path):
     def hook(rank: int) -> None:
         trainer.SAVE_AFTER_S = 0.0 if rank == 0 else 1e9
@@ -208,6 +209,7 @@ def test_the_chosen_step_of_the_chosen_rank_is_traced(seen: Any):
     assert "profiler_start" not in err
 
 
+@pytest.mark.slow
 def test_the_load_of_each_expert_is_written_down_once_for_each_step(tmp_path: Path) -> None:
     write_recipe(tmp_path)
     run, run_dir = [*RUN, "model.num_experts=4", "model.experts_per_token=2"], tmp_path / "run"

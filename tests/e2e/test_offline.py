@@ -32,7 +32,7 @@ RUNS = {
     "ipo": ["actor.update={tp: 2}"],
     "kto": ["actor.update={dp: 2}", "trainer.num_validation=5", WARM],
 }
-LONG = ("ipo", "kto")
+LONG = ("reward-model", "dpo", "ipo", "kto")
 """With the others, and with the losses by themselves in tests/multi/test_offline.py, these need not run every time."""
 
 

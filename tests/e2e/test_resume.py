@@ -201,9 +201,8 @@ def fill_the_disk_in_step(step):
     return hook
 
 
-@pytest.mark.parametrize(
-    "step", [pytest.param(2, id="within", marks=pytest.mark.slow), pytest.param(4, id="at the end")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [pytest.param(2, id="within"), pytest.param(4, id="at the end")])
 def test_a_checkpoint_that_cannot_be_written_ends_the_job(step, tmp_path):
     write(tmp_path)
     argv = [*GRPO, f"trainer.save_every={step - 1}", "rollout.archive=false"]
@@ -258,6 +257,7 @@ def test_another_recipe_is_refused(runs):
     assert set(done.codes) == {3}
 
 
+@pytest.mark.slow
 def test_other_problems_in_the_same_file_are_refused(tmp_path):
     """With one more the order of all is another: some would come twice, others not at all."""
     write(tmp_path)

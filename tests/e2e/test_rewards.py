@@ -75,7 +75,7 @@ def test_what_is_dropped_is_dropped_alike_everywhere(tmp_path):
             assert step["reward/failed"] == step["batch/dropped"]
 
 
-@pytest.mark.parametrize("algorithm", ["dapo", "remax"])
+@pytest.mark.parametrize("algorithm", ["dapo", pytest.param("remax", marks=pytest.mark.slow)])
 def test_steps_of_several_rollouts_leave_out_what_has_no_score(folder, algorithm):
     more = ["rollout.group_size=4", "trainer.mini_batch_size=null", "dynamic_sampling.max_tries=50"]
     argv = [*RUN, f"algorithm={algorithm}", "reward.function=rewards:fails", *(more if algorithm == "dapo" else [])]

@@ -182,6 +182,7 @@ def test_archive_tells_what_was_learned_from_each_sample(runs, tmp_path):
     assert all(np.array_equal(again[key][1], found[key][1]) for key in found)
 
 
+@pytest.mark.slow
 def test_samples_of_other_weights_are_not_used(runs, tmp_path):
     """With another rate step 3 measures the same, and leaves other weights."""
     whole, killed = runs
@@ -247,14 +248,15 @@ def first(tmp_path_factory):
     return whole, killed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
         (["--resume"], {1: 1.0, 2: 1.0}),
         ([], {}),
-        pytest.param(["--resume", "rollout.temperature=0.9"], {}, marks=pytest.mark.slow),
-        pytest.param(["--resume", "actor.update={dp: 2}", "actor.rollout={pp: 2}"], {1: 1.0}, marks=pytest.mark.slow),
-        pytest.param(["--resume", "seed=5"], {}, marks=pytest.mark.slow),
+        (["--resume", "rollout.temperature=0.9"], {}),
+        (["--resume", "actor.update={dp: 2}", "actor.rollout={pp: 2}"], {1: 1.0}),
+        (["--resume", "seed=5"], {}),
     ],
 )
 def test_before_the_first_checkpoint_the_same_recipe_finds_its_samples(first, argv, expected, tmp_path):
@@ -326,6 +328,7 @@ def replayed(folder, runs, *argv, num_ranks=2):
     assert all(row["rollout/reused"] == 1 for row in read_metrics(folder / "run"))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_replayed_is_the_same_to_the_last_bit(runs, tmp_path):
     replayed(tmp_path, runs, "correction.kind=none")
     assert lasting_metrics(tmp_path / "run") == lasting_metrics(runs[0] / "run")
@@ -333,6 +336,7 @@ def test_a_run_that_is_replayed_is_the_same_to_the_last_bit(runs, tmp_path):
     assert sampled(tmp_path) == archived(tmp_path) == sampled(runs[0])
 
 
+@pytest.mark.slow
 def test_other_ranks_and_another_algorithm_learn_from_the_same_samples(runs, tmp_path):
     for algorithm in ("grpo", "rloo"):
         folder = tmp_path / algorithm

@@ -93,7 +93,8 @@ def test_asked_in_a_step_it_saves_and_goes_on_unchanged(tmp_path, unbroken, call
     assert (second.outcome, second.step) == ("finished", saved) and f"from step {saved}" in again.out
 
 
-@pytest.mark.parametrize(("at", "saved"), [pytest.param(1, 0, marks=pytest.mark.slow), (2, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("at", "saved"), [(1, 0), (2, 2)])
 def test_asked_in_a_validation_it_saves_first_and_validates_when_it_goes_on(tmp_path, unbroken, at, saved):
     write_recipe(tmp_path)
     command = [*RUN, "trainer.validate_every=2"]
@@ -176,6 +177,7 @@ def test_out_of_time_it_stops_by_itself(tmp_path):
     assert latest_step(tmp_path / "run") == 1 and "s are left of the job's time" in stopped.out
 
 
+@pytest.mark.slow
 def test_job_that_gets_nowhere_is_not_begun_for_ever(tmp_path):
     def hook(rank):
         os.environ |= {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_JOB_END_TIME": str(2**31)}
@@ -213,6 +215,7 @@ fallbacks:
 """
 
 
+@pytest.mark.slow
 def test_with_fewer_ranks_the_fallback_goes_on(tmp_path, unbroken):
     write_recipe(tmp_path, RECIPE + FALLBACK)
     stopped = fork_ranks(RUN, tmp_path, hook=asking("sample", 3, signal.SIGUSR1))
@@ -323,12 +326,13 @@ def long_runs(tmp_path_factory):
     return whole, stopped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
         None,
-        pytest.param("actor.rollout={tp: 2}", marks=pytest.mark.slow),
-        pytest.param("actor.rollout={pp: 2}", marks=pytest.mark.slow),
+        "actor.rollout={tp: 2}",
+        "actor.rollout={pp: 2}",
     ],
 )
 def test_asked_inside_a_long_rollout_it_ends_there_and_goes_on_there(tmp_path, long_runs, layout):

@@ -107,7 +107,8 @@ def a_flow_with_a_node(folder: Path):
     return plain[0]["reward/mean"], other[0]["reward/mean"]
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
 def test_a_node_is_added_and_nothing_else_changes(folder: Path, size: int) -> None:
     (plain, halved), *others = run(a_flow_with_a_node, size, folder)
     assert halved == pytest.approx(plain / 2) and plain > 0
@@ -253,7 +254,8 @@ def a_tokenizer_object(folder: Path):
     return steps
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
 def test_a_run_with_a_tokenizer_object_is_gone_on_with(folder: Path, size: int) -> None:
     place = folder / f"a_tokenizer_object-{size}"
     write_tokenizer(place / "hf")

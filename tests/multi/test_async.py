@@ -175,6 +175,7 @@ def test_responses_begun_a_step_before_go_on_with_new_weights(tmp_path):
     assert all("correction/effective_share" in row for row in found)
 
 
+@pytest.mark.slow
 def test_what_was_begun_is_dropped_when_a_run_stops_and_it_goes_on(tmp_path):
     made = carried(tmp_path, "stopped", 1, 0)
     run_ranks(run, 1, replace(made, trainer=replace(made.trainer, steps=2)))
@@ -182,6 +183,7 @@ def test_what_was_begun_is_dropped_when_a_run_stops_and_it_goes_on(tmp_path):
     assert [row["rollout/staleness_max"] for row in rows(made)] == [0, 1, 0, 1]
 
 
+@pytest.mark.slow
 def test_responses_are_carried_over_beside_learning_too(tmp_path):
     made = carried(tmp_path, "both", 2, 1, rollout_ranks=(1,))
     run_ranks(run, 2, made)
@@ -211,6 +213,7 @@ def stopped(world: World, made: Recipe, decision: str, step: int) -> bool:
     return train(made, world)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_while_it_worked_ahead_goes_on(tmp_path):
     for decision, step, saved in (("fill_buffer", 1, 0), ("sample_ahead", 3, 2)):
         trainer = {"max_staleness": 1, "steps": 4}

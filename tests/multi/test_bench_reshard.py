@@ -56,6 +56,7 @@ def measured() -> list[dict[str, Any]]:
     return json.loads(json.dumps(first))
 
 
+@pytest.mark.slow
 def test_every_rival_runs_and_is_exact(measured):
     names = {"bare", "ours/torch", "ours/shared", *RIVALS}
     found = {pair["name"]: pair["rivals"] for pair in measured[0]["pairs"]}

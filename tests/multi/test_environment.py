@@ -324,6 +324,7 @@ def stopping(world, layout: ParallelLayout):
     return [[talk.response.tokens.tolist() for talk in talks] for talks in (whole, again, greedy)]
 
 
+@pytest.mark.slow
 def test_conversations_that_were_stopped_begin_anew_as_they_were():
     one, two = run_ranks(stopping, 2, ParallelLayout(pp=2))
     assert one == two

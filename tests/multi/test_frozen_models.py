@@ -108,7 +108,7 @@ DISTILL = {
 }
 
 
-@pytest.mark.parametrize("top_k", [TOP_K, 0])
+@pytest.mark.parametrize("top_k", [TOP_K, pytest.param(0, marks=pytest.mark.slow)])
 def test_where_the_teacher_is_changes_nothing(folder, top_k):
     teacher = {"top_k": top_k}
     expected = record(recipe(folder, f"alone {top_k}".replace(" ", "-"), "distill", teacher=teacher))
@@ -186,6 +186,7 @@ def test_where_reward_cost_and_critics_are_changes_nothing(folder):
         assert (saved.parent / "reference").is_dir()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_price_and_the_same_cost_critic(folder):
     expected = record(recipe(folder, "whole", "safe-rlhf"))
     record_one = recipe(folder, "again", "safe-rlhf", trainer={"steps": 1})
@@ -200,6 +201,7 @@ def longest(prompt: str, response: str, answer: str) -> float:
     return 0.5 * len(response) - response.count("1")
 
 
+@pytest.mark.slow
 def test_functions_score_on_ranks_without_a_model(folder):
     """Also where there are more ranks than samples to one of them."""
     functions = dict(

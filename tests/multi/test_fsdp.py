@@ -136,7 +136,12 @@ def resume(world, folder: Path, text: str, model: Any) -> tuple[int, dict[str, l
 
 @pytest.mark.parametrize(
     ("source", "target", "dtype"),
-    [("fsdp4", "fsdp2", "bf16"), ("fsdp2.dp4", "tp2", "fp32"), ("tp2.dp2", "fsdp2", "fp32"), ("fsdp4", "dp1", "fp32")],
+    [
+        ("fsdp4", "fsdp2", "bf16"),
+        ("fsdp2.dp4", "tp2", "fp32"),
+        pytest.param("tp2.dp2", "fsdp2", "fp32", marks=pytest.mark.slow),
+        pytest.param("fsdp4", "dp1", "fp32", marks=pytest.mark.slow),
+    ],
 )
 def test_a_checkpoint_goes_on_in_another_layout(tmp_path, source, target, dtype):
     model = replace(TINY, dtype=dtype)
@@ -287,7 +292,7 @@ def in_host_memory(world, text: str, model: Any, rollout: str) -> tuple[bool, bo
     ("text", "dtype", "rollout"),
     [
         ("fsdp2", "fp32", "tp2"),
-        ("fsdp2", "bf16", "tp2"),
+        pytest.param("fsdp2", "bf16", "tp2", marks=pytest.mark.slow),
         pytest.param("fsdp2.zero2", "fp32", "dp2", marks=pytest.mark.slow),
         pytest.param("fsdp2.dp4", "bf16", "tp2.pp2", marks=pytest.mark.slow),
     ],

@@ -25,9 +25,8 @@ def sharded(**changes: Any) -> dict[str, Any]:
     return {"actor": {"update": {"fsdp": 2}, "rollout": {"dp": 2}, **changes}}
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "family"), [("grpo", "Falcon"), pytest.param("ppo", "StableLm", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("algorithm", "family"), [("grpo", "Falcon"), ("ppo", "StableLm")])
 def test_a_run_learns_what_it_learns_on_whole_modules(folder, algorithm, family):
     found = []
     for name, changes in (("whole", {}), ("fsdp", sharded(recompute="full", offload="always"))):

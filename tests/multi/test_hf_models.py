@@ -275,6 +275,7 @@ def begins_with(world: World, values: dict[str, Any]) -> np.ndarray:
 LORA = {"lora": {"rank": 4, "targets": ["q_proj", "v_proj", "up_proj"]}, "optimizer": {"lr": 1e-2}}
 
 
+@pytest.mark.slow
 def test_adapters_are_those_of_peft(folder):
     """The base stays as it is and is the reference; PEFT computes with the exported adapter what the actor computed."""
     made = recipe(folder, "grpo", "lora", "StableLm", 2, actor=LORA)

@@ -293,9 +293,9 @@ WITHOUT_TABLE = "StableLm", "StableLm"
 @pytest.mark.parametrize(
     ("families", "other"),
     [
-        (("Qwen2", "Llama"), {"actor": {"tp_size": 2}}),
+        pytest.param(("Qwen2", "Llama"), {"actor": {"tp_size": 2}}, marks=pytest.mark.slow),
         pytest.param(("Qwen2", "Llama"), {"lora_rank": 2}, marks=pytest.mark.slow),
-        (WITHOUT_TABLE, {}),
+        pytest.param(WITHOUT_TABLE, {}, marks=pytest.mark.slow),
         pytest.param(WITHOUT_TABLE, {"fsdp_sharding": "FULL_SHARD"}, marks=pytest.mark.slow),
         pytest.param(WITHOUT_TABLE, {"lora_rank": 2}, marks=pytest.mark.slow),
         pytest.param(WITHOUT_TABLE, {"actor": {"devices": [1]}, "critic": {"devices": [0]}}, marks=pytest.mark.slow),

@@ -403,7 +403,7 @@ def expected() -> dict[tuple[str, str], Findings]:
 
 
 # Eight ranks, with pairs of all axes of two models, are in test_axes; four ranks with other models take minutes.
-@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_layout_and_micro_batches_change_nothing(size, expected):
     cases = cases_of(size)
     assert {str(case.layout) for case in cases} == {str(layout) for layout in layouts_of(size, DEEP)}, (
@@ -417,7 +417,7 @@ def test_layout_and_micro_batches_change_nothing_of_other_models(size, expected)
     check(size, cases_of_other_models(size), expected)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.long)])
 def test_experts_on_several_ranks_change_nothing(size, expected):
     check(size, cases_of_experts(size), expected)
 

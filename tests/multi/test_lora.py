@@ -187,7 +187,10 @@ def against_peft(world: World, root: Path, name: str, targets: tuple[str, ...]) 
     return found
 
 
-@pytest.mark.parametrize(("name", "targets"), CASES, ids=[name for name, _ in CASES])
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [pytest.param(*case, id=case[0], marks=[pytest.mark.slow] * (case[0] != "llama")) for case in CASES],
+)
 def test_values_and_gradients_are_those_of_peft_in_every_layout(
     root: Path, name: str, targets: tuple[str, ...]
 ) -> None:
@@ -388,6 +391,7 @@ def trained(world: World, cases: list[tuple[ModelConfig, tuple[str, ...], str]])
     return found
 
 
+@pytest.mark.slow
 def test_training_with_dropout_is_the_same_in_every_layout_and_leaves_the_reference_as_it_was() -> None:
     tiny, mixture = (replace(model, num_layers=2) for model in (TINY, MIXTURE))
     capped = replace(CAPPED, num_layers=2, window_layers=(0,))
@@ -473,6 +477,7 @@ def both(world: World) -> tuple[list[float], ...]:
     )
 
 
+@pytest.mark.slow
 def test_with_the_rank_of_the_weights_it_learns_what_they_would() -> None:
     (results,) = run_ranks(both, 1)
     full, wide, narrow = results

@@ -151,7 +151,7 @@ def update(world, layout, algorithm):
 LAYOUTS = [ParallelLayout(), ParallelLayout(dp=2), ParallelLayout(tp=2), ParallelLayout(pp=2)]
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "dr-grpo", "gspo"])
+@pytest.mark.parametrize("algorithm", [pytest.param("ppo", marks=pytest.mark.slow), "grpo", "dr-grpo", "gspo"])
 def test_updates_are_those_of_the_others(algorithm):
     reported = []
     for layout in LAYOUTS[: 4 if algorithm == "ppo" else 2]:

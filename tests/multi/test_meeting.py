@@ -119,6 +119,7 @@ def test_who_did_not_come_is_told_alike_by_all_that_came():
     )
 
 
+@pytest.mark.slow
 def test_a_stop_signal_to_one_rank_ends_all_that_wait():
     said = run(make_starts("aab", per_node=1)[:2], asked=1)
     assert said == ["StopError: rank 1 on a received SIGTERM before all ranks had met; nothing was begun"] * 2

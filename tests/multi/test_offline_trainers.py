@@ -164,6 +164,7 @@ def others(folder: Path, size: int):
     return [step["loss"] for step in kto + reward + lora]
 
 
+@pytest.mark.slow
 def test_others(folder: Path) -> None:
     """The step on one rank and on two is the same, and what comes of a scorer's training is one."""
     (one,), two = run(others, 1, folder), run(others, 2, folder)
@@ -235,6 +236,7 @@ def written_by_trl(folder: Path, size: int):
     return found
 
 
+@pytest.mark.slow
 def test_rows_of_messages_are_read_as_their_texts(folder: Path) -> None:
     ((sft, *of_sft, dpo, prompted, implied),) = run(written_by_trl, 1, folder)
     assert of_sft == [sft, sft]
@@ -334,7 +336,8 @@ def again(folder: Path, size: int):
     return [step["loss"] for step in (*first, *rest)]
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
 def test_a_second_training_goes_on_or_is_refused(folder: Path, size: int) -> None:
     """Without ``output_dir``, too, there is what it goes on from."""
     ranks = run(again, size, folder)

@@ -111,6 +111,7 @@ def scored(world: World, folder: Path) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_a_reward_model_scores_so_many_samples_at_once(folder: Path) -> None:
     (((few, told, largest, loss), (all_at_once, _, most, same)),) = run_ranks(scored, 1, folder)
     assert few == pytest.approx(told, abs=1e-4) and few == pytest.approx(all_at_once, abs=1e-5)

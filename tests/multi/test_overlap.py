@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch import Tensor
@@ -133,6 +134,7 @@ def trained(world: World) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_weights_are_those_without_overlap_to_the_last_bit() -> None:
     for rank, cases in enumerate(run_ranks(trained, 4)):
         for case, (_, text, other) in CASES.items():

@@ -171,7 +171,7 @@ MODELS = {
     "algorithm, names, model",
     [
         ("ppo", ("overlapping",), "plain"),
-        ("grpo", ("strided",), "plain"),
+        pytest.param("grpo", ("strided",), "plain", marks=pytest.mark.slow),
         pytest.param("ppo", ("two", "colocated", "split"), "plain", marks=pytest.mark.slow),
         pytest.param("grpo", ("four", "reference apart"), "plain", marks=pytest.mark.slow),
         pytest.param("ppo", ("overlapping",), "capped", marks=pytest.mark.slow),

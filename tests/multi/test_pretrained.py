@@ -154,6 +154,7 @@ def coded_and_plain(world: World, folder: Path, layouts: list[str], dtype: Any) 
     return same
 
 
+@pytest.mark.slow
 def test_a_rank_starts_from_weights_in_codes_in_every_layout(tmp_path):
     write_fp8(save(make_model("deepseek_v3"), tmp_path / "deepseek_v3/coded"), (5, 7))
     write_mxfp4(save(make_model("gpt_oss", intermediate_size=64), tmp_path / "gpt_oss/coded"))

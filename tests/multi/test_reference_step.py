@@ -439,7 +439,7 @@ def differences(world: World, algorithm: str, weights: Any, ranks: list[dict[str
     return worst
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_a_step_in_every_dimension_is_the_plain_step(algorithm):
     (weights,) = run_ranks(whole_weights, 1, algorithm)
     ranks = run_ranks(step, LAYOUT.world_size, algorithm)

@@ -319,7 +319,7 @@ def specs() -> dict[str, ModelSpec]:
     return run_ranks(describe_all, 1)[0]
 
 
-@pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.slow)], ids=["a node", "two nodes"])
+@pytest.fixture(scope="module", params=[0, 1], ids=["a node", "two nodes"])
 def found(request: pytest.FixtureRequest) -> list[tuple[Case, list[dict[str, Snapshot]]]]:
     """Every other case and what each rank found in it: with all ranks on one node, and the others with two on each."""
     cases = CASES[request.param :: 2]
@@ -327,6 +327,7 @@ def found(request: pytest.FixtureRequest) -> list[tuple[Case, list[dict[str, Sna
     return list(zip(cases, zip(*by_rank, strict=True), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CASES) // 2))
 def test_training_goes_on_in_another_layout(number: int, specs: Any, found: Any) -> None:
     each, ranks = found[number]
@@ -365,6 +366,7 @@ def test_training_goes_on_in_another_layout(number: int, specs: Any, found: Any)
             assert key[0] not in ("weight", "master") or distance <= 0.02 * moved, (point, key, distance / moved)
 
 
+@pytest.mark.slow
 def test_the_learning_rate_goes_along(found: Any) -> None:
     """It was doubled before the change: of weights that go steadily one way, the third step is larger than a rate."""
     for mine in found[0][1]:
@@ -391,7 +393,7 @@ def check_all(world: World) -> None:
         check_ranges(run.trainable, spec, run.training.state_holdings(spec), world.rank)
 
 
-@pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(each, marks=pytest.mark.slow) for each in (4, 8))])
 def test_megatron_lays_its_buffers_out_as_described(size: int) -> None:
     run_ranks(check_all, size)
 

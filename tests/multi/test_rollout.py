@@ -181,6 +181,7 @@ def test_fast_kernels_decode_after_a_training_pass_that_split_the_tokens():
     assert_same_text(found, {key[1:]: value for key, value in reference.items()}, shape)
 
 
+@pytest.mark.slow
 def test_same_text_in_eight_stages():
     reference, found = (merged(each.world_size, [each], 256, ("cut",), DEEP) for each in (ParallelLayout(), EIGHT))
     assert {str(each) for each in layouts_of(8, DEEP)} - {str(each) for each in layouts_of(8)} == {str(EIGHT)}
@@ -188,7 +189,9 @@ def test_same_text_in_eight_stages():
     assert_same_text(found, {key[1:]: value for key, value in reference.items()}, DEEP)
 
 
-@pytest.mark.parametrize("shape", [CAPPED, MIXTURE, SHARED], ids=["capped", "mixture", "latent"])
+@pytest.mark.parametrize(
+    "shape", [pytest.param(CAPPED, marks=pytest.mark.slow), MIXTURE, SHARED], ids=["capped", "mixture", "latent"]
+)
 def test_windows_caps_experts_and_compressed_caches_give_the_same_text_in_layouts_and_the_log_probs_of_training(shape):
     texts = ["tp2.pp2.dp1", "tp1.pp2.dp2", *(["tp2.pp2.layers1-3"] if shape.num_layers == 4 else [])]
     layouts = [ParallelLayout.parse(text) for text in texts]
@@ -244,6 +247,7 @@ def stopped(world, layouts: list[ParallelLayout], stops: tuple[int | None, ...])
     return found
 
 
+@pytest.mark.slow
 def test_finished_responses_are_handed_over_once_and_generating_stops_where_it_is_told_to():
     stops = (None, 1, 2, 3)
     for results in run_ranks(stopped, 2, layouts_of(2), stops):

@@ -211,6 +211,7 @@ def test_a_replica_that_stops_leaves_none_behind():
         assert prompt == list(Problems().prompt(number // 2))
 
 
+@pytest.mark.slow
 def test_replicas_take_work_from_one_another_and_the_samples_stay_the_same():
     (reference,) = run_ranks(sampled, 1, ParallelLayout())
     assert reference.claimed == 0 and len(reference.rows[0]) == 24 and len(reference.rows[2]) == 9

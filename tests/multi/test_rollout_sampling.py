@@ -287,7 +287,9 @@ def plain_requests() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("layout", ["tp1.pp1.dp1", "tp2.pp1.dp1", pytest.param("tp1.pp2.dp1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", ["tp1.pp1.dp1", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tp2.pp1.dp1", "tp1.pp2.dp1"))]
+)
 def test_a_damaged_embedding_fails_those_that_have_the_token_and_no_other(layout):
     parsed, token = ParallelLayout.parse(layout), 17
     for found in run_ranks(damaged, parsed.world_size, parsed, token):

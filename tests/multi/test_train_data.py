@@ -52,6 +52,7 @@ def trained(folder: Path, rows, file_format: str, *settings: str, num_ranks: int
     return learned(folder)
 
 
+@pytest.mark.slow
 def test_a_mixture_goes_on_at_another_number_of_ranks_where_it_was(tmp_path, rows):
     train, held_out = rows
     one, other = write_rows(tmp_path / "one", train[:40], "parquet"), write_rows(tmp_path / "other", train[40:], "hdf5")
@@ -83,6 +84,7 @@ def test_a_mixture_goes_on_at_another_number_of_ranks_where_it_was(tmp_path, row
     assert [(store / "manifest.json").stat().st_mtime_ns for store in stores] == before, "nothing is prepared again"
 
 
+@pytest.mark.slow
 def test_a_bad_row_is_one_message_or_skipped(tmp_path, rows):
     train, held_out = rows
     write_recipe(tmp_path)
@@ -120,6 +122,7 @@ def test_prompts_alone_and_a_reward_that_asks_for_a_field(tmp_path, rows):
     assert "accuracy_before_rl" not in json.loads((tmp_path / "run" / "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_reward_that_teaches_nothing_and_data_that_comes_too_often_are_told_once(tmp_path, rows):
     write_recipe(tmp_path)
     (tmp_path / "rewards.py").write_text("def score(response):\n    return 0.5\n")
@@ -145,6 +148,7 @@ def asking_while_waiting(rank):
     StoredProblems.look = looked
 
 
+@pytest.mark.slow
 def test_a_spool_is_waited_for_and_gone_on_with(tmp_path, rows):
     train, held_out = rows
     write_recipe(tmp_path)
@@ -175,7 +179,8 @@ def test_a_spool_is_waited_for_and_gone_on_with(tmp_path, rows):
     assert sorted(path.name for path in (spool / "taken").iterdir()) == ["a.jsonl", "b.jsonl"]
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
 def test_a_topic_is_waited_for_and_gone_on_with(tmp_path, rows, broker, size):
     train, held_out = rows
     write_recipe(tmp_path)
@@ -225,7 +230,8 @@ def provided(world, folder: str, source: str, steps: int = 5, **given: Any) -> l
         return trainer.train(steps)
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
 def test_a_provider_is_what_a_program_trains_on(tmp_path, size):
     train_tokenizer(["0123456789+="], path=tmp_path / "tokenizer.model", vocab_size=32)
     of_list = run_ranks(provided, size, str(tmp_path), "list")

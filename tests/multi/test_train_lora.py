@@ -73,6 +73,7 @@ def test_a_run_saves_its_base_once_and_moves_adapters_alone(whole: Path) -> None
     assert size < sum(path.stat().st_size for path in (kept / "base").glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_what_was_trained_goes_to_peft_and_transformers_and_comes_back(whole: Path, folder: Path) -> None:
     actor = whole / "checkpoints/step_000002/actor"
     convert(actor, folder / "peft", "--to", "peft")

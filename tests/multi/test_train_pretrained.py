@@ -181,6 +181,7 @@ def test_the_trained_actor_is_exported_and_trained_on(folder):
     assert json.loads((folder / "next/checkpoints/step_000002/actor/manifest.json").read_text())["family"] == "qwen2"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_needs_no_weights_where_it_began(folder):
     """Its settings and small files are enough, also for what it saves."""
     values = recipe(folder, "grpo")
@@ -194,6 +195,7 @@ def test_a_resumed_run_needs_no_weights_where_it_began(folder):
         assert (one / "assets" / name).read_bytes() == (two / "assets" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_ppo_with_critic_and_reward_of_their_own(folder):
     ranks = run_ranks(first_and_train, 2, recipe(folder, "ppo"))
     found, summary = ranks[1]  # the last stage of both
@@ -206,6 +208,7 @@ def test_ppo_with_critic_and_reward_of_their_own(folder):
     assert ranks[0][1]["score_before_rl"] == summary["score_before_rl"] != 0
 
 
+@pytest.mark.slow
 def test_an_actor_with_more_rows_than_its_reader_samples_none_of_them(folder):
     """No rank's model is given an id that it lacks: nor are log-probabilities those of a vocabulary with them."""
     write_model(folder / "wide", "Qwen2", seed=1, vocab_size=400)

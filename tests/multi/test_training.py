@@ -278,6 +278,7 @@ def fused_differences(world):
     return found
 
 
+@pytest.mark.slow
 def test_layers_that_add_weight_gradients_to_the_sums_add_those_of_autograd():
     for each in run_ranks(fused_differences, 2):
         assert len(each) == 24

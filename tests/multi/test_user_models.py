@@ -91,6 +91,7 @@ def ppo(world: World, folder: Path) -> Any:
         return run(trainer, 3)
 
 
+@pytest.mark.slow
 def test_a_critic_of_ones_own_learns_the_same_on_two_ranks(folder):
     (alone,) = run_ranks(ppo, 1, folder)
     for metrics in run_ranks(ppo, 2, folder):
@@ -116,6 +117,7 @@ def go_on(world: World, folder: Path) -> Any:
         return run(trainer, 2)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_gone_on_from_on_another_number_of_ranks(folder):
     (expected,) = run_ranks(begin_and_save, 1, folder)
     for found in run_ranks(go_on, 2, folder):

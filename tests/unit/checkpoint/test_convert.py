@@ -149,7 +149,7 @@ def test_single_file(source, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.bin", "source.safetensors"]
 
 
-@pytest.mark.parametrize("can_go_on", [True, False])
+@pytest.mark.parametrize("can_go_on", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_killed_at_any_moment_nothing_complete_is_redone(source, tmp_path, monkeypatch, can_go_on, num_ranks):
     monkeypatch.setattr(convert_write, "_COMMIT_BYTES", 4096)

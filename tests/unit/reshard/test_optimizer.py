@@ -246,6 +246,7 @@ def test_parts_are_the_regions_of_those_who_hold_them(layout: ParallelLayout) ->
 PAIRS = mesh_pairs(LAYOUTS, (2, 4, 12))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(PAIRS, models, st.tuples(*[st.sampled_from([None, 1, 100])] * 2))
 def test_there_and_back(

@@ -88,7 +88,7 @@ def command_lines():
 
 WHO = [pytest.param(Ours(), id="ours")]
 if os.geteuid() == 0 and os.path.exists(SYSTEM_PYTHON):
-    WHO.append(pytest.param(Theirs(), id="nobody"))
+    WHO.append(pytest.param(Theirs(), id="nobody", marks=pytest.mark.slow))
 
 
 def run_by_all(test):

@@ -314,14 +314,8 @@ def _step_of(recipe: Recipe) -> Step:
 def _print_plan(recipe: Recipe, site_file: Path | None) -> None:
     from hybridflow.dataflow.render import plan_table
     from hybridflow.launch.site import load_site
-    from hybridflow.mapping.memory import (
-        job_memory,
-        memory_summary,
-        memory_table,
-        planned_gpu_bytes,
-        usable_bytes,
-        with_micro_batches,
-    )
+    from hybridflow.mapping.memory import job_memory, planned_gpu_bytes, usable_bytes, with_micro_batches
+    from hybridflow.mapping.memory_table import memory_summary, memory_table
     from hybridflow.trainer.plan import placement_warnings, plan_job, transformers_note
     from hybridflow.trainer.warnings import recipe_warnings
 
@@ -426,8 +420,8 @@ def _model_shape(name: str) -> ModelShape:
     except ConfigError as error:
         raise ConfigError(f"--model {name}: not one of {', '.join(shapes)}; and as a {error}") from None
     recipe = load_recipe(path)
-    vocab_size = recipe.tokenizer.vocab_size if recipe.model.vocab_size is None else recipe.model.vocab_size
-    return shape_of(recipe.model, vocab_size)
+    model = recipe.sized_model_of("actor")
+    return shape_of(model, model.vocab_size or 0)
 
 
 def _reshard_header(name: str, model: ModelSpec, source: DeviceMesh, target: DeviceMesh) -> str:

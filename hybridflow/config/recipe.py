@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hybridflow.config.algorithm import AlgorithmTraits
@@ -29,6 +29,11 @@ from hybridflow.config.trainer import ProfileConfig, TrainerConfig
 from hybridflow.config.types import Name
 from hybridflow.families.model import ModelConfig
 from hybridflow.sections import FILLED_IN, MAY_CHANGE, NOT_A_KEY, Seed, may_change_below
+
+CRITICS = ("critic", "cost_critic")
+REWARDS = ("reward", "cost")
+FROZEN = ("reference", *REWARDS, "teacher")
+"""Roles by what their models do. Frozen ones never learn."""
 
 _SOME_STEPS, _SOME_PROMPTS = 100, 2
 """What is archived where the recipe does not say."""
@@ -182,3 +187,17 @@ class Recipe:
         """Return the settings of the model of a role or mesh."""
         own: ModelConfig | None = getattr(getattr(self, name, None), "model", None)
         return self.model if own is None else own
+
+    def sized_model_of(self, name: str) -> ModelConfig:
+        """Return the settings of the model of a role or mesh with its vocabulary size.
+
+        For a tokenizer yet to be trained it is the largest.
+        """
+        model = self.model_of(name)
+        return replace(model, vocab_size=self.tokenizer.vocab_size) if model.vocab_size is None else model
+
+    def has_value_head(self, name: str) -> bool:
+        """Return whether the model of a role or mesh gives one number for each token in the place of logits."""
+        if name.partition(".")[0] == "actor":
+            return self.traits.is_scorer and name != "actor.rollout"
+        return name in (*CRITICS, *REWARDS)

@@ -17,17 +17,10 @@ from hybridflow.families.cut import check_cut
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.mapping.activations import activation_bytes, decoding_bytes
 from hybridflow.mapping.estimate import Size, kept_bytes
 from hybridflow.mapping.hardware import Hardware
-from hybridflow.mapping.memory import (
-    MeshMemory,
-    activation_bytes,
-    cache_room,
-    decoding_bytes,
-    vllm_bytes,
-    vllm_tokens,
-    with_vocabulary,
-)
+from hybridflow.mapping.memory import MeshMemory, cache_room, vllm_bytes, vllm_tokens
 from hybridflow.mapping.rl_step import (
     Texts,
     Work,
@@ -208,7 +201,7 @@ class Choices:
 
     def _generating(self, num_ranks: int) -> Iterator[Choice]:
         ((node, _),), size = self._nodes["actor.rollout"], self._sizes["actor.rollout"]
-        model = with_vocabulary(self._recipe, "actor.rollout")
+        model = self._recipe.sized_model_of("actor.rollout")
         tokens, responses = self._texts.mean, len(self._texts.responses)
         for layout in _rollout_layouts(model, num_ranks, self._per_node):
             if not self._allows("actor.rollout", layout):
@@ -251,7 +244,7 @@ class Choices:
     def _computing(self, mesh: str, num_ranks: int, micro_batch_tokens: int) -> Iterator[Choice]:
         size, calls = self._sizes[mesh], self._nodes[mesh]
         role, learns = mesh.partition(".")[0], mesh in LEARNERS
-        model = with_vocabulary(self._recipe, role)
+        model = self._recipe.sized_model_of(role)
         for recompute in ("none", "full") if learns else ("none",):
             recipe = _changed(self._recipe, role, micro_batch_tokens, recompute)
             for layout in self._layouts(role, model, num_ranks, recompute):

@@ -12,22 +12,19 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from hybridflow.config.recipe import Recipe
+from hybridflow.config.recipe import CRITICS, FROZEN, REWARDS, Recipe
 from hybridflow.config.roles import LoRAConfig, OptimizerConfig
-from hybridflow.config.types import Recompute
 from hybridflow.errors import ConfigError
 from hybridflow.families.fp8 import LAYERS
 from hybridflow.families.model import ModelConfig
-from hybridflow.layout.mesh import DeviceMesh, format_ranks
-from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.mapping.activations import activation_bytes, decoding_bytes, vocab_size_of
 from hybridflow.mapping.hardware import Hardware, hardware
 from hybridflow.models.adapters import adapter_spec
 from hybridflow.models.shapes import model_spec, shape_of
-from hybridflow.observe.table import format_table
 from hybridflow.recipe.meshes import reference_is_base
 from hybridflow.reshard.fsdp import weight_holdings
 from hybridflow.reshard.holdings import Holdings, WeightHoldings, tensors_alike
@@ -36,7 +33,6 @@ from hybridflow.reshard.plan import aliases, held_bytes, shares_storage
 from hybridflow.reshard.report import format_bytes
 from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec, TensorSpec
 from hybridflow.rollout.blocks import BLOCK_TOKENS
-from hybridflow.sections import changed_keys
 
 USABLE = 0.9
 """Share of a GPU's memory that a job may need by our estimate, which leaves out contexts, buffers and fragmentation."""
@@ -45,21 +41,10 @@ _MICRO_BATCHES = (16384, 8192, 4096, 2048, 1024)
 _STAGED_MICRO_BATCH = 4096
 """Most tokens where there are pipeline stages: fewer micro-batches leave stages idle."""
 
-STEP_TOKENS = 2048
-"""As ``rollout.engine`` has it, which a login node cannot import."""
-
-CHUNK_TOKENS = 1024
-"""As ``models.log_probs`` has it."""
-
-ALIGNED_ROWS = 8
-"""As ``models.grouped`` has it."""
-
 PANEL = 32
 """As ``rollout.cpu.transformer`` has it."""
 
 _FP32_BYTES = ITEM_BYTES["fp32"]
-_LARGEST_GROUPS = 12
-_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +127,7 @@ def job_memory(
         cached: Tokens that the cache of the rollout has room for on a rank; None: as the recipe says.
         gpu_bytes: Memory of a GPU, of which vLLM takes a share; None: not known.
     """
-    functions = [name for name in _SCORERS if name in meshes and _section(recipe, name).model is None]
+    functions = [name for name in REWARDS if name in meshes and getattr(recipe, name).model is None]
     # What a server generates takes nothing here.
     silent = [] if recipe.traits.generates and not recipe.rollout.engine.is_server else ["actor.rollout"]
     names = [name for name in _HOSTED if name in meshes and name not in (*functions, *silent)]
@@ -157,21 +142,13 @@ def job_memory(
             found[rank].append(needed[key])
     is_open = "actor.rollout" in names and cached is None and recipe.rollout.engine.kind == "megatron"
     spare = _spare_bytes(recipe, meshes["actor.rollout"]) if is_open else 0
-    away = frozenset(name for name in (*_FROZEN, *_CRITICS) if name in meshes and _section(recipe, name).offload)
+    away = frozenset(name for name in (*FROZEN, *CRITICS) if name in meshes and getattr(recipe, name).offload)
     is_offloaded = bool(recipe.actor.offload)
     return tuple(rank_memory(tuple(parts), away, spare, is_offloaded=is_offloaded) for parts in found.values())
 
 
-_SCORERS = ("reward", "cost")
-_CRITICS = ("critic", "cost_critic")
-_FROZEN = ("reference", *_SCORERS, "teacher")
-_HOSTED = ("actor.update", "actor.rollout", *_CRITICS, *_FROZEN)
+_HOSTED = ("actor.update", "actor.rollout", *CRITICS, *FROZEN)
 """Meshes that may have a model, in the order of the table."""
-
-
-def _section(recipe: Recipe, name: str) -> Any:
-    """Return a role's section of the recipe."""
-    return getattr(recipe, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,8 +261,7 @@ class _Placed:
 
 
 def _place(recipe: Recipe, meshes: Mapping[str, DeviceMesh], name: str) -> _Placed:
-    model, has_value_head = with_vocabulary(recipe, name), name in (*_CRITICS, *_SCORERS)
-    has_value_head |= name == "actor.update" and recipe.traits.is_scorer
+    model, has_value_head = recipe.sized_model_of(name), recipe.has_value_head(name)
     lora = recipe.actor.lora if name.startswith("actor.") else None
     return _placed(model, lora, meshes[name], meshes["actor.update"], has_value_head)
 
@@ -298,7 +274,7 @@ def _placed(
     return _Placed(
         model=model,
         spec=_specs(model, has_value_head),
-        adapters=None if lora is None else adapter_spec(shape_of(model, _vocab_size(model)), lora),
+        adapters=None if lora is None else adapter_spec(shape_of(model, vocab_size_of(model)), lora),
         mesh=mesh,
         update=update,
         has_value_head=has_value_head,
@@ -307,21 +283,7 @@ def _placed(
 
 @functools.lru_cache(maxsize=16)
 def _specs(model: ModelConfig, has_value_head: bool) -> ModelSpec:
-    return model_spec(shape_of(model, _vocab_size(model)), has_value_head=has_value_head)
-
-
-def with_vocabulary(recipe: Recipe, name: str) -> ModelConfig:
-    """Return the settings of a role's model with its vocabulary size.
-
-    For a tokenizer yet to be trained it is the largest.
-    """
-    model = recipe.model_of(name)
-    return replace(model, vocab_size=recipe.tokenizer.vocab_size) if model.vocab_size is None else model
-
-
-def _vocab_size(model: ModelConfig) -> int:
-    assert model.vocab_size is not None, "put in by with_vocabulary"
-    return model.vocab_size
+    return model_spec(shape_of(model, vocab_size_of(model)), has_value_head=has_value_head)
 
 
 def _mesh_memory(
@@ -330,14 +292,14 @@ def _mesh_memory(
     model, name = placed.model, mesh.name
     if name == "actor.rollout":
         return _rollout_memory(recipe, placed, rank, cached, gpu_bytes)
-    stage, section = mesh.coordinate(rank).pp, _section(recipe, name.partition(".")[0])
+    stage, section = mesh.coordinate(rank).pp, getattr(recipe, name.partition(".")[0])
     # What is always in host memory takes none of the accelerator but for what is gathered.
     share = 0 if section.offload == "always" else 1
     weights = share * placed.stage_bytes[stage]
     if name == "actor.update" and recipe.actor.fp8 != "none":
         weights += fp8_bytes(placed.spec, mesh, rank)
     activations = activation_bytes(recipe, model, mesh, rank, has_value_head=placed.has_value_head)
-    if name in _FROZEN:
+    if name in FROZEN:
         is_base = name == "reference" and reference_is_base(recipe, {name: mesh, "actor.update": placed.update})
         return MeshMemory(
             mesh=name,
@@ -383,49 +345,6 @@ def _rollout_memory(
     )
 
 
-def activation_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh, rank: int, *, has_value_head: bool) -> int:
-    """Return the most that passes of a model which does not generate keep at one time, logits included.
-
-    Args:
-        recipe: The recipe, for its micro-batches, recomputation and adapters.
-        model: The model, with its vocabulary size.
-        mesh: Where it is.
-        rank: Whose stage.
-        has_value_head: Whether it gives one number in the place of logits.
-    """
-    name, whole = mesh.name, max(recipe.trainer.micro_batch_tokens, recipe.model.max_context)
-    tokens = -(-whole // mesh.layout.cp)
-    output = functools.partial(_output_bytes, model, mesh, rank, tokens, has_value_head=has_value_head)
-    if name in _FROZEN:
-        passing = _passing_bytes(model, mesh, tokens, slices=_slices(mesh.layout))
-        # What FSDP gathers does not lie side by side.
-        passing += _stacked_bytes(model, mesh) if mesh.layout.fsdp > 1 else 0
-        return passing + _exchanged_bytes(model, mesh, whole, copies=2) + output(copies=1)
-    section, lora = _section(recipe, name.partition(".")[0]), recipe.actor.lora if name == "actor.update" else None
-    passing = training_bytes(
-        model, mesh, rank, tokens, lora, recompute=section.recompute, recompute_layers=section.recompute_layers
-    )
-    passing += _stacked_bytes(model, mesh) + _sent_bytes(model, mesh.layout, tokens)
-    # The logits are done with before the first layer has gradients. Where all are computed anew, ``passing`` has them.
-    is_all_anew = section.recompute == "full" and section.recompute_layers is None
-    gradients = 0 if is_all_anew else tokens * _gradient_bytes(model, mesh.layout.tp)
-    return passing + _exchanged_bytes(model, mesh, whole, copies=4) + max(output(copies=2), gradients)
-
-
-def decoding_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh, rank: int, concurrent: int) -> int:
-    """Return the most that a step of generation keeps beside weights and cache.
-
-    That includes logits of all texts and, where the recipe has penalties or a least length, what these depend on.
-    """
-    logits, edits = _output_bytes(model, mesh, rank, concurrent, has_value_head=False, copies=1), 0
-    if recipe.rollout.min_new_tokens > 1 or changed_keys(recipe.rollout, _PENALTIES):
-        # How often each token was seen, the edited logits in fp32, and the tokens of each text.
-        columns = -(-_vocab_size(model) // mesh.layout.tp)
-        edits = concurrent * (2 * columns + model.max_context) * _FP32_BYTES
-    # Experts of which some lie with the weights that learn are copied.
-    return _passing_bytes(model, mesh, STEP_TOKENS) + _stacked_bytes(model, mesh) + logits + edits
-
-
 def rank_memory(parts: tuple[MeshMemory, ...], away: Collection[str], spare: int, *, is_offloaded: bool) -> RankMemory:
     """Add up models on one rank, which compute one after the other.
 
@@ -438,7 +357,7 @@ def rank_memory(parts: tuple[MeshMemory, ...], away: Collection[str], spare: int
     idle = sum(part.gradients + part.optimizer for part in parts if part.mesh == "actor.update" and is_offloaded)
     rollout_weights = sum(part.weights for part in parts if part.mesh == "actor.rollout")
     passing = {part.mesh: part.passing + used.get(part.mesh, 0) for part in parts}
-    sampling, *scoring = [passing.pop(mesh, 0) for mesh in ("actor.rollout", *_SCORERS)]
+    sampling, *scoring = [passing.pop(mesh, 0) for mesh in ("actor.rollout", *REWARDS)]
     # What generates on ranks of its own stays there, and what adapters are added to.
     hosts_update = any(part.mesh == "actor.update" for part in parts)
     staying = sum(part.lasting for part in parts) if hosts_update else rollout_weights
@@ -454,7 +373,7 @@ def rank_memory(parts: tuple[MeshMemory, ...], away: Collection[str], spare: int
 
 def _passing_kept(part: MeshMemory) -> int:
     """Return the bytes of a model that are in host memory while it is not in use."""
-    return part.gradients + part.optimizer if part.mesh in _CRITICS else part.kept
+    return part.gradients + part.optimizer if part.mesh in CRITICS else part.kept
 
 
 def fp8_bytes(spec: ModelSpec, mesh: DeviceMesh, rank: int) -> int:
@@ -545,7 +464,7 @@ def cached_tokens(recipe: Recipe, meshes: Mapping[str, DeviceMesh], machine: Har
     if room < 1:
         memory = job_memory(recipe, meshes, cached=0)
         room *= machine.memory_bytes - max(memory[rank].resident for rank in mesh.ranks)
-    return max(0, int(room)) // _token_bytes(with_vocabulary(recipe, mesh.name), mesh)
+    return max(0, int(room)) // _token_bytes(recipe.sized_model_of(mesh.name), mesh)
 
 
 def vllm_bytes(recipe: Recipe, gpu_bytes: float) -> int:
@@ -555,7 +474,7 @@ def vllm_bytes(recipe: Recipe, gpu_bytes: float) -> int:
 
 def vllm_tokens(recipe: Recipe, mesh: DeviceMesh, gpu_bytes: float) -> int:
     """Return how many tokens' keys and values vLLM has room for in its share of a GPU, beside the whole model."""
-    model = with_vocabulary(recipe, mesh.name)
+    model = recipe.sized_model_of(mesh.name)
     weights = sum(tensor.num_bytes for tensor in _specs(model, False).tensors)
     return max(0, vllm_bytes(recipe, gpu_bytes) - weights) // _token_bytes(model, mesh)
 
@@ -576,236 +495,6 @@ def _token_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:
     """Return keys and values of a token on the longest stage."""
     layers = max(mesh.layout.num_layers_of(stage, model.num_layers) for stage in range(mesh.layout.pp))
     return layers * model.cached_size(mesh.layout.tp) * ITEM_BYTES[model.dtype]
-
-
-def training_bytes(
-    model: ModelConfig,
-    mesh: DeviceMesh,
-    rank: int,
-    tokens: int,
-    lora: LoRAConfig | None = None,
-    *,
-    recompute: Recompute = "none",
-    recompute_layers: int | None = None,
-) -> int:
-    """Return what a stage's layers keep for the backward pass, of micro-batches of ``tokens`` tokens.
-
-    The activations between the layers are cut over the tensor-parallel ranks with sequence parallelism alone. Weights
-    below adapters are frozen, and need no input for a gradient; that is not taken off. What is recomputed, one layer at
-    a time has, with the gradients of its feed-forward block; the layers behind it that were kept are done with by then.
-    ``selective`` counts as ``none``: the formula has of the attention what a fused kernel keeps, and
-    recomputing keeps it too.
-
-    Args:
-        model: The model.
-        mesh: Where it is.
-        rank: Whose stage.
-        tokens: Of each micro-batch, this rank's: a share of them under context parallelism.
-        lora: Its adapters.
-        recompute: With ``full`` a layer keeps its input alone.
-        recompute_layers: With ``full`` so many of the stage's layers, from the first; None: all.
-    """
-    layout, stage = mesh.layout, mesh.coordinate(rank).pp
-    slices = _slices(layout)
-    layer_bytes = _layer_bytes(model, layout, slices, tokens)
-    layer_bytes += 0 if lora is None else tokens * _adapter_bytes(model, layout.tp, slices, lora)
-    input_bytes = tokens * -(-model.hidden_size // slices) * ITEM_BYTES[model.dtype]
-    left = 0
-    if recompute == "full":
-        left = model.num_layers if recompute_layers is None else recompute_layers
-    at_once, chunks = 0, []
-    for layers in layout.layer_counts(model.num_layers, f"layout {layout}")[stage :: layout.pp]:
-        anew = min(layers, left)
-        left -= anew
-        kept = (layers - anew) * layer_bytes
-        chunks.append(anew * input_bytes + kept)
-        if anew:
-            at_once = max(at_once, layer_bytes + tokens * _gradient_bytes(model, layout.tp) - kept)
-    return _most_under_way(chunks, stage, layout.pp) + at_once
-
-
-def _most_under_way(chunks: Sequence[int], stage: int, pp: int) -> int:
-    """Return the largest sum over the forward passes of a stage whose backward pass is yet to come.
-
-    In 1F1B stage ``s`` of ``pp`` has ``pp - s`` micro-batches under way. Interleaved it begins with
-    ``2 (pp - s - 1) + (vpp - 1) pp`` passes, then goes one forward and one back: with equal chunks the first stage
-    keeps ``1 + (pp - 1) / (pp vpp)`` times what all its layers keep of ``pp`` micro-batches.
-
-    Args:
-        chunks: What a pass through each virtual chunk keeps.
-        stage: The stage.
-        pp: Stages.
-    """
-    vpp = len(chunks)
-    if vpp == 1:
-        return (pp - stage) * chunks[0]
-    begun = 2 * (pp - stage - 1) + (vpp - 1) * pp
-    kept = sum(chunks[index // pp % vpp] for index in range(begun))
-    most = 0
-    for index in range(2 * pp * vpp):
-        kept += chunks[(begun + index) // pp % vpp]
-        most = max(most, kept)
-        kept -= chunks[vpp - 1 - index // pp % vpp]
-    return most
-
-
-def _slices(layout: ParallelLayout) -> int:
-    """Return the parts into which activations between tensor-parallel matrices are cut outside of decoding."""
-    return layout.tp if layout.splits_sequences else 1
-
-
-def _exchanged_bytes(model: ModelConfig, mesh: DeviceMesh, tokens: int, *, copies: int) -> int:
-    """Return keys and values of all context-parallel ranks' tokens in one layer, of which nothing is kept.
-
-    They are there as they were gathered, and as the kernel takes them, and in the backward pass so are their gradients.
-    """
-    if mesh.layout.cp == 1:
-        return 0
-    groups = max(1, model.query_groups // mesh.layout.tp)
-    return copies * tokens * 2 * groups * model.head_size * ITEM_BYTES[model.dtype]
-
-
-def _adapter_bytes(model: ModelConfig, tp: int, slices: int, lora: LoRAConfig) -> int:
-    """Return what a layer's adapters keep per token: A's output; with dropout a mask of the inputs too."""
-    inputs = -(-2 * model.hidden_size // slices) - (
-        -(model.num_attention_heads * model.head_size + model.ffn_hidden_size) // tp
-    )
-    masks = inputs if lora.dropout > 0 else 0
-    return (lora.rank * len(lora.targets) + masks) * ITEM_BYTES[model.dtype]
-
-
-def _gradient_bytes(model: ModelConfig, tp: int) -> int:
-    """Return what a layer's feed-forward block has of each token in its backward pass, as by operators of torch.
-
-    That is the gradient of the product, the gate activated again, and gradients of gate and up, twice. A kernel needs
-    half of it.
-    """
-    return 6 * -(-_inner_width(model) // tp) * ITEM_BYTES[model.dtype]
-
-
-def _inner_width(model: ModelConfig) -> int:
-    """Return the columns of a token inside a feed-forward block: of all its experts, or of a wider dense layer."""
-    experts = 1 if model.num_experts is None else model.experts_per_token
-    width = experts * model.ffn_hidden_size + (model.shared_ffn_hidden_size or 0)
-    return max(width, model.dense_ffn_hidden_size or 0)
-
-
-def _layer_bytes(model: ModelConfig, layout: ParallelLayout, slices: int, tokens: int) -> int:
-    """Return what a layer keeps of so many tokens.
-
-    In elements of a token: of the two blocks and their norms what ``_norm_columns`` says, over ``slices``; sine and
-    cosine of the rotation, ``4 d``; of the attention, with ``q`` and ``kv`` columns of query and key, what the kernel
-    takes and gives, and the context: ``3 (q + kv) / tp``, in latent attention also what these are put together of,
-    ``5 (q + kv) / tp``, and what norms of queries and keys keep; of the feed-forward block gate and up, and the
-    product, ``3 f / tp``. Experts in grouped products keep the weighted product too, ``4 f / tp``; one after the other
-    they keep ``6 f / tp``, or ``8 f / tp`` with biases or another gate. A shared expert keeps ``5 f / tp``, by
-    megatron-core's gate. In a mixture these are there for each expert that a token goes to, or those of a dense layer,
-    where it is wider. Latent attention keeps the compressed vectors too.
-
-    An expert is cut in ``etp`` parts, and tokens go to ranks of their experts. With even loads a rank has ``etp / tp``
-    inputs of an expert, ``h`` each, for each choice of a token of its own. Of these it has ``f / etp`` columns: ``f /
-    tp`` for each choice, whatever ``etp`` is. Each expert has up to ``ALIGNED_ROWS`` such inputs more.
-    """
-    queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
-    whole = -(-_norm_columns(model) // slices) + 4 * model.rotary_size
-    whole += -(-2 * ((model.q_lora_rank or 0) + (model.kv_lora_rank or 0)) // slices)
-    whole += _input_columns(model, layout)
-    cut = (3 if model.kv_lora_rank is None else 5) * (queries + keys) + _head_norm_columns(model, queries, keys)
-    cut += _block_columns(model)
-    columns = tokens * (whole - (-cut // layout.tp))
-    if model.num_experts is not None and _is_grouped(model):
-        inner = -(-4 * model.ffn_hidden_size // layout.expert_tp)
-        columns += model.num_experts // layout.ep * ALIGNED_ROWS * (model.hidden_size + inner)
-    return columns * ITEM_BYTES[model.dtype]
-
-
-def _block_columns(model: ModelConfig) -> int:
-    """Return what the feed-forward block keeps of a token inside, in elements; in a mixture that of the wider layer."""
-    if model.num_experts is None:
-        return 3 * model.ffn_hidden_size
-    of_each = 4 if _is_grouped(model) else 6 if _has_plain_gate(model) else 8
-    experts = of_each * model.experts_per_token * model.ffn_hidden_size + 5 * (model.shared_ffn_hidden_size or 0)
-    return max(experts, 3 * (model.dense_ffn_hidden_size or 0))
-
-
-def _has_plain_gate(model: ModelConfig) -> bool:
-    return not (model.linear_bias or model.glu_clamp is not None or model.glu_offset)
-
-
-def _is_grouped(model: ModelConfig) -> bool:
-    """Return whether a GPU computes experts by grouped products, as ``models.grouped`` decides for whole experts."""
-    widths = model.hidden_size, model.ffn_hidden_size
-    return model.dtype == "bf16" and _has_plain_gate(model) and not any(width % 8 for width in widths)
-
-
-def _norm_columns(model: ModelConfig) -> int:
-    """Return what a layer's norms keep of a token, in elements, where a kernel fuses them as on a GPU.
-
-    Inputs of the two blocks and of the norms before the blocks and behind them, ``2 h`` each. Norms around 1 compute in
-    fp32: each keeps its input so, and the blocks their inputs.
-    """
-    before, behind = 2 * model.pre_norms, 2 * model.post_norms
-    if model.zero_centered_norms and model.dtype != "fp32":
-        return (2 * (before + behind) + before) * model.hidden_size
-    return (2 + before + behind) * model.hidden_size
-
-
-def _head_norm_columns(model: ModelConfig, queries: int, keys: int) -> int:
-    """Return what norms of queries and keys keep of a token, in elements, beside what is kept without them.
-
-    Norms of heads: the queries as the kernel takes them, since the projection has them among keys and values; around 1
-    queries and keys in fp32. Norms over the projection: both in fp32, as they are and scaled.
-    """
-    if not model.qk_norm or model.kv_lora_rank is not None:
-        return 0
-    of_fp32 = _FP32_BYTES // ITEM_BYTES[model.dtype]
-    if model.qk_norm_over == "projection":
-        return 2 * of_fp32 * (queries + keys)
-    return of_fp32 * (queries + keys) if model.zero_centered_norms else queries
-
-
-def _input_columns(model: ModelConfig, layout: ParallelLayout) -> int:
-    """Return the columns of the inputs of a rank's experts, for each of its tokens, with even loads."""
-    if model.num_experts is None:
-        return 0
-    return -(-model.experts_per_token * model.hidden_size * layout.expert_tp // layout.tp)
-
-
-def _sent_bytes(model: ModelConfig, layout: ParallelLayout, tokens: int) -> int:
-    """Return what a layer has beside what it keeps, where ranks send each other the inputs of experts.
-
-    The inputs as they are sent and as they come, and the outputs as they are made, ordered and filled in.
-    """
-    if layout.ep * layout.expert_tp == 1 or (layout.ep == 1 and not layout.splits_sequences):
-        return 0
-    return 5 * tokens * _input_columns(model, layout) * ITEM_BYTES[model.dtype]
-
-
-def _passing_bytes(model: ModelConfig, mesh: DeviceMesh, tokens: int, *, slices: int = 1) -> int:
-    """Return the peak of a forward pass of which nothing is kept: what one layer makes."""
-    return _layer_bytes(model, mesh.layout, slices, tokens) + _sent_bytes(model, mesh.layout, tokens)
-
-
-def _stacked_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:
-    """Return the gradients of gate and up of a layer's experts, which ``models.grouped`` makes at once.
-
-    Weights that do not lie at equal distances are copied for a product, which takes as much, at another time.
-    """
-    if model.num_experts is None or not _is_grouped(model):
-        return 0
-    rows = model.num_experts // mesh.layout.ep * 2 * model.ffn_hidden_size // mesh.layout.expert_tp
-    return rows * model.hidden_size * ITEM_BYTES[model.dtype]
-
-
-def _output_bytes(
-    model: ModelConfig, mesh: DeviceMesh, rank: int, tokens: int, *, has_value_head: bool, copies: int
-) -> int:
-    """Return the logits on the last stage, all copies at one time, and four fp32 chunks of them."""
-    if mesh.coordinate(rank).pp != mesh.layout.pp - 1:
-        return 0
-    columns = 1 if has_value_head else -(-_vocab_size(model) // mesh.layout.tp)
-    logits = copies * tokens * columns * ITEM_BYTES[model.dtype]
-    return logits + 4 * min(tokens, CHUNK_TOKENS) * columns * _FP32_BYTES
 
 
 def usable_bytes(recipe: Recipe, gpu_bytes: float | None) -> float | None:
@@ -883,48 +572,3 @@ def check_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> None:
                 "reference.offload), lower trainer.micro_batch_tokens, or raise the budget; `hybridflow plan job` "
                 "shows what needs it"
             )
-
-
-def memory_table(memory: Sequence[RankMemory]) -> str:
-    """Return a table of ranks × models × bytes.
-
-    Ranks with the same figures share a row; those that need the most come first.
-    """
-    groups: dict[tuple[tuple[str, ...], ...], list[int]] = {}
-    for rank, needed in enumerate(memory):
-        groups.setdefault(_rows(needed), []).append(rank)
-    order = sorted(groups, key=lambda rows: -max(memory[rank].peak for rank in groups[rows]))
-    shown = order if len(order) <= _LARGEST_GROUPS else [*order[: _LARGEST_GROUPS - 1], order[-1]]
-    lines: list[tuple[str, ...]] = [
-        ("ranks", "mesh", "weights", "gradients", "optimizer", "cache", "activations", "rollout", "update")
-    ]
-    for rows in shown:
-        named = format_ranks(groups[rows])
-        if len(named) > 40:
-            named = f"{named[:30].rpartition(',')[0]},… ({len(groups[rows])})"
-        lines += [(named if index == 0 else "", *row) for index, row in enumerate(rows)]
-    table = format_table(lines, num_left=2)
-    if len(order) > len(shown):
-        table.insert(-len(order[-1]), f"… {len(order) - len(shown)} more groups of ranks, each between these")
-    return "\n".join(table)
-
-
-def _rows(needed: RankMemory) -> tuple[tuple[str, ...], ...]:
-    rows = []
-    for index, part in enumerate(needed.meshes):
-        figures = part.weights, part.gradients, part.optimizer, part.cache, part.activations
-        totals = ("", "") if index else (format_bytes(needed.rollout), format_bytes(needed.update))
-        rows.append((part.mesh, *(format_bytes(number) if number else "–" for number in figures), *totals))
-    return tuple(rows) or (("none", *[""] * 7),)
-
-
-def memory_summary(memory: Sequence[RankMemory]) -> str:
-    """Describe the ranks that need the most and the least, and what the estimate leaves out."""
-    order = sorted(range(len(memory)), key=lambda rank: memory[rank].peak)
-    least, most = order[0], max(order, key=lambda rank: (memory[rank].peak, -rank))
-    return (
-        f"most on rank {most}: {format_bytes(memory[most].peak)}; least on rank {least}: "
-        f"{format_bytes(memory[least].peak)}\n"
-        "rollout, update: all models of the rank in that phase; without the CUDA context, NCCL and fragmentation"
-        + ("; of the cache no more is taken than rollout.cache_memory of what is free" if memory[most].spare else "")
-    )

@@ -10,7 +10,6 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.estimate import Size, kept_bytes, most_bytes
 from hybridflow.mapping.hardware import Hardware
-from hybridflow.mapping.memory import with_vocabulary
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.overlap import max_overlap
@@ -23,8 +22,8 @@ def reshard_seconds(recipe: Recipe, source: DeviceMesh, target: DeviceMesh, hard
     """Return the seconds in which the actor's weights reach the rollout's layout, for each step."""
     if shares_storage(source, target):
         return 0.0
-    model = with_vocabulary(recipe, "actor.update")
-    assert model.vocab_size is not None, "with_vocabulary puts it in"
+    model = recipe.sized_model_of("actor.update")
+    assert model.vocab_size is not None, "sized_model_of puts it in"
     spec = model_spec(shape_of(model, model.vocab_size))
     bandwidth = Bandwidth(
         node=hardware.node_bandwidth * hardware.node_share / 1e9,

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
-from hybridflow.config.recipe import Recipe
+from hybridflow.config.recipe import FROZEN, REWARDS, Recipe
 from hybridflow.config.types import Recompute
 from hybridflow.dataflow.graph import Flow, Node, Repeat
 from hybridflow.errors import ConfigError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.mapping.activations import STEP_TOKENS
 from hybridflow.mapping.estimate import (
     Size,
     TrainStep,
@@ -29,7 +30,7 @@ from hybridflow.mapping.estimate import (
     train_seconds,
 )
 from hybridflow.mapping.hardware import Hardware
-from hybridflow.mapping.memory import STEP_TOKENS, cached_tokens, with_vocabulary
+from hybridflow.mapping.memory import cached_tokens
 from hybridflow.mapping.reshard_time import reshard_seconds
 from hybridflow.mapping.sizes import size_of
 from hybridflow.models.shapes import shape_of
@@ -351,12 +352,11 @@ def nodes(flow: Flow, *, is_update: bool = False) -> Iterable[tuple[Node, bool]]
 def role_size(recipe: Recipe, node: Node) -> Size | None:
     """Return the sizes of the model that makes a call; None: no model does."""
     section: Any = getattr(recipe, node.role, None)
-    if section is None or node.role == "advantage" or (node.role in ("reward", "cost") and section.model is None):
+    if section is None or node.role == "advantage" or (node.role in REWARDS and section.model is None):
         return None
-    size = size_of(shape_of(model := with_vocabulary(recipe, node.role), model.vocab_size or 0))
-    is_scorer = node.role in _SCORERS or (node.role == "actor" and recipe.traits.is_scorer)
+    size = size_of(shape_of(model := recipe.sized_model_of(node.role), model.vocab_size or 0))
     size = replace(size, item_bytes=ITEM_BYTES[model.dtype])
-    return replace(size, columns=1, tied=False) if is_scorer else size
+    return replace(size, columns=1, tied=False) if recipe.has_value_head(node.role) else size
 
 
 def work_of(recipe: Recipe, mesh: DeviceMesh) -> Work:
@@ -421,7 +421,7 @@ def moving_seconds(node: Node, size: Size, work: Work, hardware: Hardware, *, is
     """
     if is_update and node.role != "actor":
         return offload_seconds(size, work, hardware)
-    return weight_seconds(size, work, hardware) if node.role in _FROZEN else 0.0
+    return weight_seconds(size, work, hardware) if node.role in FROZEN else 0.0
 
 
 def update_seconds(size: Size, hardware: Hardware, work: Work, texts: Texts, samples: int) -> float:
@@ -438,10 +438,6 @@ def scoring_seconds(size: Size, hardware: Hardware, work: Work, texts: Texts, sa
 
 def _pass_share(size: Size, hardware: Hardware) -> float:
     return hardware.sample_share * (1.0 if size.experts is None else hardware.mixture_share)
-
-
-_SCORERS = ("critic", "cost_critic", "reward", "cost")
-_FROZEN = ("reference", "reward", "cost", "teacher")
 
 
 def offload_seconds(size: Size, work: Work, hardware: Hardware) -> float:

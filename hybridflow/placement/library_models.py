@@ -12,6 +12,7 @@ from torch import nn
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.manifest import NAME
 from hybridflow.checkpoint.model_info import read_model_info
+from hybridflow.config.recipe import FROZEN
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.hf_adapters import add_adapters
@@ -42,9 +43,6 @@ _MESHES = {
 }
 """Role -> the meshes whose ranks need its module."""
 
-_FROZEN = ("reward", "cost", "teacher")
-"""Roles that no checkpoint holds."""
-
 
 def with_library_models(job: Job) -> Job:
     """Return the job with the modules of its models that run in ``transformers``; one that has none as it is.
@@ -60,12 +58,11 @@ def with_library_models(job: Job) -> Job:
     recipe, modules = job.recipe, dict[str, nn.Module]()
     for role, names in _MESHES.items():
         section = getattr(recipe, role)
-        if section is None or (role in _FROZEN and section.model is None):
+        if section is None or (role in FROZEN and section.model is None):
             continue
         if recipe.model_of(role).implementation == "transformers":
-            has_value_head = role not in ("actor", "teacher") or (role == "actor" and recipe.traits.is_scorer)
             given, filling = object_of(job, role), _filling(job, role, names)
-            how: dict[str, Any] = {"has_value_head": has_value_head, "seed": recipe.seed}
+            how: dict[str, Any] = {"has_value_head": recipe.has_value_head(role), "seed": recipe.seed}
             if given is None:
                 module = _make(job.model_of(role), filling, **how)
             else:
@@ -83,7 +80,7 @@ def _filling(job: Job, role: str, names: tuple[str, ...]) -> Filling:
     if not any(rank in mesh for mesh in meshes):
         return "never"
     if job.is_resumed:
-        return "read" if role in _FROZEN else "later"
+        return "read" if role in FROZEN else "later"
     return "read" if rank == meshes[0].ranks[0] else "later"
 
 

@@ -22,8 +22,6 @@ _LAYOUTS = {
 }
 """Section -> its keys that are layouts."""
 
-_SCORERS = ("critic", "cost_critic", "reward", "cost")
-
 
 def with_layers(recipe: Recipe) -> Recipe:
     """Return the recipe with the layers of each stage in the place of ``auto``; ``defaults`` has them too."""
@@ -54,17 +52,15 @@ def stage_layers(recipe: Recipe, role: str, layout: ParallelLayout) -> tuple[int
     Returns:
         None where equally many are best, or there are more stages than layers, which is refused later.
     """
-    model, num_stages = recipe.model_of(role), layout.pp * layout.vpp
+    model, num_stages = recipe.sized_model_of(role), layout.pp * layout.vpp
     if not 1 < num_stages <= model.num_layers:
         return None
-    vocab_size = recipe.tokenizer.vocab_size if model.vocab_size is None else model.vocab_size
-    has_value_head = role in _SCORERS or (role == "actor" and recipe.traits.is_scorer)
     tokens = model.max_context
     outputs = min(recipe.rollout.max_new_tokens, tokens) if recipe.traits.generates else tokens
     is_recomputed = getattr(getattr(recipe, role), "recompute", "none") == "full"
 
     def cost(part: ModelConfig, outputs: int) -> float:
-        flops = model_flops(part, vocab_size=vocab_size, has_value_head=has_value_head)
+        flops = model_flops(part, vocab_size=model.vocab_size or 0, has_value_head=recipe.has_value_head(role))
         again = flops.forward(tokens, sequence_pairs(tokens), 0) if is_recomputed else 0.0
         return flops.training(tokens, sequence_pairs(tokens), outputs) + again
 

@@ -10,7 +10,7 @@ import torch
 from hybridflow.config.roles import LoRAConfig, OptimizerConfig
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.mapping import memory
+from hybridflow.mapping import activations, memory
 from hybridflow.models import grouped, log_probs
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.layers import recompute_activations
@@ -125,7 +125,7 @@ def kept_by_layers(
         return sum(kept.values())
 
     tokens = -(-sum(LENGTHS) // mesh.layout.cp)
-    estimated = memory.training_bytes(
+    estimated = activations.training_bytes(
         model, mesh, world.rank, tokens, lora, recompute=recompute, recompute_layers=recompute_layers
     )
     return all_kept(torch.tensor([0])), estimated
@@ -208,8 +208,8 @@ def test_adapters_keep_no_more_than_is_estimated():
 
 
 def test_constants_of_modules_that_need_torch():
-    assert (memory.STEP_TOKENS, memory.CHUNK_TOKENS) == (engine.STEP_TOKENS, log_probs.CHUNK_TOKENS)
-    assert (memory.PANEL, memory.ALIGNED_ROWS) == (transformer.PANEL, grouped.ALIGNED_ROWS)
+    assert (activations.STEP_TOKENS, activations.CHUNK_TOKENS) == (engine.STEP_TOKENS, log_probs.CHUNK_TOKENS)
+    assert (memory.PANEL, activations.ALIGNED_ROWS) == (transformer.PANEL, grouped.ALIGNED_ROWS)
 
 
 PACKED = [replace(WIDE, num_layers=4), replace(WIDE, num_layers=4, tied_embeddings=True)]

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from hybridflow.mapping.memory import job_memory, with_vocabulary
+from hybridflow.mapping.memory import job_memory
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.parallel.megatron import collection, rank_sets
@@ -34,7 +34,7 @@ def planned(rank: int):
 
 def build(world, name: str):
     recipe, meshes, _ = job()
-    mesh, model = meshes[name], with_vocabulary(recipe, name)
+    mesh, model = meshes[name], recipe.sized_model_of(name)
     world.make_groups(rank_sets([mesh], world.size))
     groups = collection(world, mesh)
     has_value_head = name == "critic"

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.mapping import memory
+from hybridflow.mapping import activations
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.grouped import _GroupedLinear, _side_by_side
 from hybridflow.placement.rollout_weights import _lay_apart
@@ -78,9 +78,9 @@ def test_a_layer_takes_the_memory_that_is_planned(monkeypatch, name, tokens, is_
         with Peak() as peak:
             output, _ = layer(hidden)
     assert output.requires_grad == is_training
-    planned = memory._passing_bytes(model, mesh, tokens)
+    planned = activations._passing_bytes(model, mesh, tokens)
     # Of what is planned attention has a part. What is kept for gradients a plan counts apart.
-    kept = is_training * memory._stacked_bytes(model, mesh)
+    kept = is_training * activations._stacked_bytes(model, mesh)
     assert 0.5 * planned <= peak.most_bytes <= planned + kept
 
 

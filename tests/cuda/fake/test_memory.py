@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.mapping import memory
+from hybridflow.mapping import activations
 from hybridflow.models.gpt import build_transformer
 from tests.cuda.fake.batches import shared_prompts
 from tests.cuda.fake.machine import DEVICE, Peak, fake_cuda, place
@@ -32,5 +32,5 @@ def test_a_layer_keeps_what_is_planned(monkeypatch, name):
             kept.append(peak.held_bytes)
             del output
     tokens = len(batch.tokens)
-    planned = [memory.training_bytes(replace(model, num_layers=each), mesh, 0, tokens) for each in (1, 3)]
+    planned = [activations.training_bytes(replace(model, num_layers=each), mesh, 0, tokens) for each in (1, 3)]
     assert 0.95 * (planned[1] - planned[0]) <= kept[1] - kept[0] <= planned[1] - planned[0]

@@ -7,14 +7,8 @@ from dataclasses import replace
 import pytest
 
 from hybridflow import cli
-from hybridflow.mapping.memory import (
-    MeshMemory,
-    RankMemory,
-    job_memory,
-    memory_summary,
-    memory_table,
-    with_micro_batches,
-)
+from hybridflow.mapping.memory import MeshMemory, RankMemory, job_memory, with_micro_batches
+from hybridflow.mapping.memory_table import memory_summary, memory_table
 from hybridflow.recipe.load import load_recipe
 from hybridflow.recipe.meshes import role_meshes
 from tests.support.recipes import POLICY, SCORER, write_config

@@ -24,7 +24,7 @@ def model_size(text: str) -> Size:
     """
     if "=" in text:
         return _given_size(text)
-    return size_of(_shape(text))
+    return size_of(model_shape(text))
 
 
 def size_of(shape: ModelShape) -> Size:
@@ -59,7 +59,13 @@ def size_of(shape: ModelShape) -> Size:
     )
 
 
-def _shape(text: str) -> ModelShape:
+def model_shape(text: str) -> ModelShape:
+    """Return the shape of a known model, or of one in a directory.
+
+    Raises:
+        ConfigError: The name is not known.
+        CheckpointError: The directory has no model that is known.
+    """
     path, shapes = Path(text), named_shapes()
     if text in shapes:
         return shapes[text]

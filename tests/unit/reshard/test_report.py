@@ -16,6 +16,7 @@ import pytest
 from hybridflow import cli
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.mapping import reshard_command
 from hybridflow.models.shapes import model_spec, shape
 from hybridflow.reshard.diagram import Nearby, held_regions
 from hybridflow.reshard.holdings import WeightHoldings
@@ -227,7 +228,7 @@ def test_table_has_limit_and_ratio_beside_what_is_received(capsys):
     assert row.split()[-1] == "1.000"
 
 
-@pytest.mark.parametrize("line", [line for line in cli._RESHARD_EXAMPLES.splitlines() if line.startswith("  ")])
+@pytest.mark.parametrize("line", [line for line in reshard_command._EXAMPLES.splitlines() if line.startswith("  ")])
 def test_examples_run(line, capsys):
     assert cli.main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
 

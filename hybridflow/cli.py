@@ -57,7 +57,13 @@ if TYPE_CHECKING:
 
 _AFTER_RANK_0_S = 3.0
 
-_EXAMPLES = """examples:
+_EXIT_STATUS = """\
+exit status: 0 done; 1 a rank was lost or hybridflow itself failed: starting again may help; 2 an error in the request;
+  3 a checkpoint is damaged, or belongs to another recipe; 4 a file cannot be written;
+  75 saved, more to do: start again with --resume; 128 + n ended by signal n
+"""
+
+_EXAMPLES = f"""examples:
   hybridflow init --algorithm grpo --model models/Qwen2.5-0.5B-Instruct --data data/train.jsonl
   hybridflow train quickstart
   hybridflow train launch/recipes/grpo.yaml trainer.steps=20 run_dir=runs/try
@@ -76,10 +82,15 @@ _EXAMPLES = """examples:
   hybridflow plan estimate --phase train --model llama3-8b --layout tp2 --nodes 2 --batch 64
   hybridflow plan auto ppo-70b --nodes 64 --out ppo-70b-64.yaml
 
-exit status: 0 done; 1 a rank was lost or hybridflow itself failed: starting again may help; 2 an error in the request;
-  3 a checkpoint is damaged; 4 a file cannot be written; 75 saved, more to do: start again with --resume;
-  128 + n ended by signal n
-"""
+{_EXIT_STATUS}"""
+
+_TRAIN_EXAMPLES = f"""examples:
+  hybridflow train quickstart
+  hybridflow train launch/recipes/grpo.yaml trainer.steps=20 run_dir=runs/try
+  hybridflow train grpo model=models/llama data=data/train.jsonl reward=rewards:score --dry-run
+  srun --ntasks 4 hybridflow train quickstart --resume
+
+{_EXIT_STATUS}"""
 
 _JOB_EXAMPLES = """examples:
   hybridflow plan job quickstart
@@ -169,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
         help="run a recipe",
         description="Run a recipe. Without a launcher, start the recipe's ranks on this machine; under torchrun, "
         "mpirun or srun, join the ranks that are there.",
-        epilog=_EXAMPLES,
+        epilog=_TRAIN_EXAMPLES,
     )
     add_recipe(train)
     train.add_argument("--resume", action="store_true", help="resume from the run's latest checkpoint, if there is one")

@@ -157,10 +157,10 @@ def finish_recipe(
         values: From ``recipe_values``.
         num_prompts: Prompts of a step, where the program has given no size of its batch. One prompt is sampled for the
             whole batch, unless the program says how often.
-        in_memory: As for ``config.recipe_from_dict``.
+        in_memory: As for ``recipe.load.recipe_from_dict``.
 
     Raises:
-        ConfigError: As for ``config.recipe_from_dict``.
+        ConfigError: As for ``recipe.load.recipe_from_dict``.
     """
     algorithm = str(values["algorithm"])
     values.setdefault("name", "program")

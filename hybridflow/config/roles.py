@@ -174,7 +174,7 @@ class ActorConfig:
     recompute_layers: Count | None = field(default=None, metadata=MAY_CHANGE)
     fp8: Fp8 = "none"
     lora: LoRAConfig | None = None
-    moe: MoEConfig = field(default_factory=MoEConfig)
+    moe: MoEConfig = MoEConfig()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -191,10 +191,10 @@ def shape_of(recipe: Recipe, tokenizer: Tokenizer | None) -> Shape:
     Raises:
         DataError: The file of the chat template cannot be read.
     """
-    preset = recipe.traits
+    traits = recipe.traits
     return Shape(
         data=recipe.data,
-        kind=("pairs" if preset.is_paired else "preferences") if preset.has_preferences else "problems",
+        kind=("pairs" if traits.is_paired else "preferences") if traits.has_preferences else "problems",
         is_imitating=recipe.warm_start is not None or recipe.algorithm == "sft",
         needs_answer=False,
         template=template_of(recipe.data, tokenizer),

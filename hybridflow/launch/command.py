@@ -39,8 +39,8 @@ EXAMPLES = """examples:
   hybridflow launch local quickstart --resume
   hybridflow launch mpi quickstart --hostfile hosts.txt
 
-exit status: 0 submitted, or done; 2 the request is wrong, or Slurm refuses it; 4 the run directory cannot be written;
-  with --follow, local and mpi: the exit status of the job
+exit status: 0 submitted, or done; 2 the request is wrong, or Slurm refuses it; 3 the run's latest checkpoint belongs to
+  another recipe; 4 the run directory cannot be written; with --follow, local and mpi: the exit status of the job
 """
 
 

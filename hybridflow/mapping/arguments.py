@@ -20,7 +20,7 @@ def add_like(parser: argparse.ArgumentParser) -> None:
         "--like",
         type=Path,
         metavar="RUN",
-        help="fit the hardware's figures to what the phases of this run took, and take its lengths of texts",
+        help="fit the hardware's figures to what the phases of this run took, and take its response lengths",
     )
 
 

@@ -26,9 +26,9 @@ def add_auto(plans: Any, step_of: Callable[[Recipe], Step]) -> None:
         "auto",
         help="find the placement and layouts with which a step takes the least time",
         description="Search which models share which GPUs, the layout of each model in each phase, recomputation, "
-        "offloading, micro-batches and texts at a time. Print the best of the best ways to share GPUs, and with --out "
-        "write the fastest as a recipe. Times are those of `hybridflow plan estimate`. The command starts no process "
-        "and imports no torch.",
+        "offloading, micro-batches and the number of samples decoded together. Print the best of the best ways to "
+        "share GPUs, and with --out write the fastest as a recipe. Times are those of `hybridflow plan estimate`. The "
+        "command starts no process and imports no torch.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

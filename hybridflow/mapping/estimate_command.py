@@ -118,7 +118,9 @@ def add_estimate(plans: Any, step_of: Callable[[Recipe], Step]) -> None:
         help="tokens; of RECIPE the mean, and lengths are spread around it (default: 512; half of "
         "rollout.max_new_tokens)",
     )
-    generating.add_argument("--concurrent", type=count, metavar="N", help="generate: texts at a time (default: 32)")
+    generating.add_argument(
+        "--concurrent", type=count, metavar="N", help="generate: samples decoded together (default: 32)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
     parser.set_defaults(run=functools.partial(run, step_of=step_of))
 

@@ -123,7 +123,7 @@ def job_memory(
 
     Args:
         recipe: The recipe.
-        meshes: Of its models, as ``config.role_meshes`` gives them; others are passed over.
+        meshes: Of its models, as ``recipe.meshes.role_meshes`` gives them; others are passed over.
         cached: Tokens that the cache of the rollout has room for on a rank; None: as the recipe says.
         gpu_bytes: Memory of a GPU, of which vLLM takes a share; None: not known.
     """

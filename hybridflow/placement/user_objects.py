@@ -44,7 +44,8 @@ def weights_of(job: Job, role: str) -> Source | None:
     for name in differing(found.section, model):
         raise ConfigError(
             f"{role}: the model that was given has {name}={getattr(found.section, name)!r}, the recipe "
-            f"{getattr(model, name)!r}; give it to config.recipe_from_dict too (given=), or leave the key out"
+            f"{getattr(model, name)!r}; give "
+            "hybridflow.recipe.load.recipe_from_dict its settings too (in_memory=), or leave the key out"
         )
     return found.source
 

@@ -137,17 +137,17 @@ def check_recipe(recipe: Recipe, in_memory: Mapping[str, ModelInfo] | None = Non
 
 
 def _check_algorithm(recipe: Recipe) -> None:
-    preset, name = recipe.traits, recipe.algorithm
-    for key in preset.needs:
+    traits, name = recipe.traits, recipe.algorithm
+    for key in traits.needs:
         if getattr(recipe, key) is None:
             raise ConfigError(f"{key}: missing; algorithm={name} needs this section, docs/algorithms.md shows one")
-    for key in changed_keys(recipe, sorted(CHOSEN - preset.reads)):
+    for key in changed_keys(recipe, sorted(CHOSEN - traits.reads)):
         users = ", ".join(other for other in ALGORITHMS if key in ALGORITHMS[other].traits.reads)
         raise ConfigError(
             f"{key}: algorithm={name} would ignore this section; remove it, or choose one that reads it: {users}"
         )
     _check_kl(recipe.kl)
-    if preset.group_size > 1 and recipe.rollout.group_size == 1:
+    if traits.group_size > 1 and recipe.rollout.group_size == 1:
         raise ConfigError(
             f"rollout.group_size=1: algorithm={name} compares the responses to a prompt; set it to 2 or more, 8 say"
         )
@@ -308,15 +308,15 @@ def _check_validation(recipe: Recipe) -> None:
 
 def _check_offline(recipe: Recipe) -> None:
     """Refuse sampling keys for offline algorithms, which have keys of their own."""
-    preset, name = recipe.traits, recipe.algorithm
+    traits, name = recipe.traits, recipe.algorithm
     rollout, made = recipe.rollout, recipe.data.arithmetic
     if name == "sft" and rollout.group_size > 1:
         raise ConfigError(f"rollout.group_size={rollout.group_size}: a row has one solution to imitate; remove the key")
     for key in changed_keys(recipe.preference):
-        if key not in preset.preference_keys:
+        if key not in traits.preference_keys:
             users = ", ".join(other for other in ALGORITHMS if key in ALGORITHMS[other].traits.preference_keys)
             raise ConfigError(f"preference.{key}: algorithm={name} would ignore it; remove it, or choose {users}")
-    if not preset.has_preferences:
+    if not traits.has_preferences:
         for key in changed_keys(recipe.data, _PREFERENCE_FIELDS):
             raise ConfigError(f"data.{key}: algorithm={name} reads no preferences; remove the key")
         return
@@ -327,7 +327,7 @@ def _check_offline(recipe: Recipe) -> None:
         )
     _check_mini_batches_of_preferences(recipe)
     _check_silent(recipe)
-    if preset.is_scorer and recipe.warm_start is not None:
+    if traits.is_scorer and recipe.warm_start is not None:
         raise ConfigError(f"warm_start: algorithm={name} trains a scorer, which writes no text; remove the section")
 
 

@@ -185,8 +185,8 @@ class Actor(Role):
     def sample_validation(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Sample one greedy and ``trainer.validation_samples`` random responses to each held-out problem.
 
-        Their ``prompt_indices`` are places in the held-out file, their ids those of ``judging.validation_id``.
-        A source, as ``sample``. Collective: the rollout mesh.
+        Their ``prompt_indices`` are places in the held-out file, their ids are those of
+        ``sampling.validation.validation_id``. A source, as ``sample``. Collective: the rollout mesh.
         """
         assert self.rollouts is not None, "called outside the rollout mesh"
         limit = self._job.recipe.trainer.num_validation

@@ -159,10 +159,10 @@ class OfflineActor(Actor):
         return torch.stack([row.sum() for row in micro_batch.by_response(log_probs)])
 
     def _micro_batches(self, part: Batch) -> list[MicroBatch]:
-        preset = self._job.recipe.traits
+        traits = self._job.recipe.traits
         is_single = "wanted" in part.columns
         parts = self._placed.micro_batches(part, 1 if is_single else 2)
-        return [last_tokens(each, self._pad_id) for each in parts] if preset.is_scorer else parts
+        return [last_tokens(each, self._pad_id) for each in parts] if traits.is_scorer else parts
 
     @property
     def _scale(self) -> float:

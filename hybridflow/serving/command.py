@@ -86,9 +86,9 @@ _SERVER: _Options = (
     ("--port", int, None, 8000, "0 for a free one (default: 8000)"),
     ("--token-env", str, "VARIABLE", None, "environment variable with the token that clients must send"),
     ("--seed", int, "N", None, "of the noise (default: another at each start)"),
-    ("--max-waiting", int, "N", 1024, "samples taken up at a time (default: 1024)"),
-    ("--request-s", float, "S", 600.0, "a request may take so long (default: 600)"),
-    ("--grace-s", float, "S", 30.0, "for what runs, when asked to end (default: 30)"),
+    ("--max-waiting", int, "N", 1024, "most samples open at one time; more are refused with 429 (default: 1024)"),
+    ("--request-s", float, "S", 600.0, "longest time of a request, in seconds (default: 600)"),
+    ("--grace-s", float, "S", 30.0, "time for open requests after SIGTERM, in seconds (default: 30)"),
 )
 
 

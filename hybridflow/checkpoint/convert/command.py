@@ -65,7 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what a conversion is told."""
     parser.add_argument("source", type=Path, metavar="SOURCE", help="checkpoint, or one role of a run's checkpoint")
     parser.add_argument("out", type=Path, metavar="OUT", help="path of the result, which must not exist yet")
-    parser.add_argument("--to", required=True, choices=TARGETS, help="format to write")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=TARGETS,
+        help="format to write: megatron is hybridflow's model directory, megatron-dist is what Megatron loads",
+    )
     parser.add_argument("--from", dest="source_format", choices=SOURCES, help="format of SOURCE (default: detected)")
     parser.add_argument(
         "--layout",

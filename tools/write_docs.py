@@ -37,7 +37,7 @@ def main() -> int:
     stale = []
     try:
         for name, part in (
-            ("recipes", ("keys", keys_of(Recipe, resume_rules(Recipe)))),
+            ("keys", ("keys", keys_of(Recipe, resume_rules(Recipe)))),
             ("slurm", ("keys", keys_of(Site, {}))),
             ("architecture", plan()),
             ("architecture", picture()),
@@ -124,7 +124,7 @@ def keys_of(whole: type, rules: Mapping[str, bool]) -> str:
 def row(kind: type, field: Any) -> tuple[str, str]:
     """Return what a key takes, and its default."""
     hint = typing.get_type_hints(kind, include_extras=True)[field.name]
-    missing = "[filled in](#what-may-be-left-out)" if field.metadata.get("filled_in") else "required"
+    missing = "[filled in](recipes.md#what-may-be-left-out)" if field.metadata.get("filled_in") else "required"
     inner = section_of(hint)
     if inner is not None:
         is_list = typing.get_origin(hint) is tuple

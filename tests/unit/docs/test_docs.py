@@ -186,8 +186,8 @@ def test_table_of_metrics_is_what_the_trainer_writes():
 
 
 def recipe_keys():
-    """Dotted keys of every recipe section, as docs/recipes.md lists them."""
-    for part in re.split(r"^### ", PAGES["docs/recipes.md"], flags=re.M)[1:]:
+    """Dotted keys of every recipe section, as docs/keys.md lists them."""
+    for part in re.split(r"^### ", PAGES["docs/keys.md"], flags=re.M)[1:]:
         heading, _, table = part.partition("\n")
         for name in re.findall(r"^\| `(\w+)` \|", table, flags=re.M):
             yield from (f"{section}.{name}" for section in re.findall(r"`([\w.]+)`", heading) or [""])

@@ -51,7 +51,7 @@ def test_the_reference_has_every_public_name(site):
 
 @pytest.mark.slow
 def test_links_out_of_docs_lead_to_pages_of_the_site(site):
-    assert 'href="source/hybridflow/parallel/start.py.html"' in page(site, "start.html")
+    assert 'href="source/hybridflow/parallel/start.py.html"' in page(site, "launchers.html")
     assert "rendezvous" in page(site, "source/hybridflow/parallel/start.py.html")
     assert 'href="index.html#install"' in page(site, "slurm.html") and 'id="install"' in page(site, "index.html")
     assert 'href="contributing.html"' in page(site, "index.html") and 'href="source/LICENSE.html"' in page(

@@ -182,7 +182,7 @@ def main() -> None:
         phases = [f"{value:.0f} s" for value in estimated_phases(one)]
         if one.phases is not None:
             phases = [f"{value:.0f} s, {mine}" for value, mine in zip(one.phases, phases, strict=True)]
-        name = f"{one.model}, {'one step ahead, ' * one.is_ahead}{one.source}{', fitted' * one.is_fitted}"
+        name = f"{one.model}, {'asynchronous, ' * one.is_ahead}{one.source}{', fitted' * one.is_fitted}"
         cells = (name, str(one.gpus), *phases, f"{one.seconds:g} s", f"{estimated_seconds(one):.0f} s")
         print(f"| {' | '.join(cells)} | {difference(one):+.0%} |")
     for words, is_fitted in (("fitted", True), ("held back", False)):

@@ -58,8 +58,8 @@ def add_auto(plans: Any, step_of: Callable[[Recipe], Step]) -> None:
     parser.add_argument(
         "--ahead",
         action="store_true",
-        help="try trainer.max_staleness=1 too, if the algorithm has it: samples are made while others are learned "
-        "from, and are one update old",
+        help="try asynchronous rollout too (trainer.max_staleness=1), if the algorithm has it: rollout and update run "
+        "at the same time, and samples are one update old",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the fastest as a recipe")
     parser.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")

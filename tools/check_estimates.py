@@ -49,7 +49,7 @@ CONFIGURATIONS = {
     "actor tp4": _of(TP4, DP, DP, DP),
     "small micro-batches": _of(DP, DP, DP, DP, "trainer.micro_batch_tokens=256"),
     "recompute": _of(DP, DP, DP, DP, "actor.recompute=full", "critic.recompute=full"),
-    "16 texts at a time": _of(DP, DP, DP, DP, "rollout.max_concurrent=16"),
+    "16 samples decoded together": _of(DP, DP, DP, DP, "rollout.max_concurrent=16"),
     "split": _of(
         *("{dp: 2}",) * 4,
         *("actor.ranks=[0, 1]", "reward.ranks=[0, 1]", "critic.ranks=[2, 3]", "reference.ranks=[2, 3]"),

@@ -142,7 +142,7 @@ STEPS = (
     ),
     Published(**{"source": V05, **_HUGE, "response": 738, "seconds": 64.9, "is_ahead": True}),
 )
-"""512 samples make an update, and a replica generates up to 256 texts at a time, as vLLM does."""
+"""512 samples make an update, and a replica generates up to 256 samples at a time, as vLLM does."""
 
 
 def estimated_phases(one: Published) -> tuple[float, float, float]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import glob
 import gzip
+import hashlib
 import io
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -25,7 +27,8 @@ class File(NamedTuple):
     Attributes:
         path: Path or address.
         num_bytes: Its size.
-        version: Changes when the content does: the time of the last change, or what an object store goes by.
+        version: Changes when the content does: the time of the last change, or what an object store goes by. Of a
+            directory it is a hash over its files.
     """
 
     path: str
@@ -90,20 +93,36 @@ def _near(path: str) -> tuple[File, ...]:
     for name in names:
         try:
             found = os.stat(name)
+            version = _version_in(name) if os.path.isdir(name) else str(found.st_mtime_ns)
         except OSError as error:
             raise DataError(f"{name}: cannot be read: {error.strerror}; set data.train and data.held_out") from error
-        files.append(File(name, found.st_size, str(found.st_mtime_ns)))
+        files.append(File(name, found.st_size, version))
     return tuple(files)
+
+
+def _version_in(folder: str) -> str:
+    """Return the version of a directory. Its own time does not change when files in it are written anew."""
+    with os.scandir(folder) as entries:
+        found = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries)
+    return _hash(found)
+
+
+def _hash(found: object) -> str:
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
 def _far(address: str) -> tuple[File, ...]:
     system, root = _system(address)
     with _told(address):
         names = sorted(system.glob(root)) if _PATTERN.search(root) else [root]
-        return tuple(
-            File(system.unstrip_protocol(name), int(system.info(name)["size"] or 0), system.ukey(name))
-            for name in names
-        )
+        return tuple(_far_file(system, name) for name in names)
+
+
+def _far_file(system: Any, name: str) -> File:
+    found, version = system.info(name), system.ukey(name)
+    if found["type"] == "directory":
+        version = _hash(sorted(system.ukey(inner) for inner in system.find(name)))
+    return File(system.unstrip_protocol(name), int(found["size"] or 0), version)
 
 
 def _system(address: str) -> tuple[Any, str]:

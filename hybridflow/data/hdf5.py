@@ -23,6 +23,7 @@ import h5py
 
 from hybridflow.data.files import is_address, open_file
 from hybridflow.data.limited import LimitedProcess
+from hybridflow.data.rows import check_num_rows
 from hybridflow.errors import DataError
 from hybridflow.foreign import limit_cpu, limit_process, open_regular
 
@@ -226,9 +227,7 @@ def _check_chunks(name: str, dataset: Any) -> None:
 
 def rows_at_once(columns: Mapping[str, Any], num_bytes: int, max_row_bytes: int) -> int:
     """Return how many rows to read at once, in memory that follows from the size of the file."""
-    num_rows = len(next(iter(columns.values())))
-    if num_rows > num_bytes:
-        raise ValueError(f"it has {num_rows} rows in {num_bytes} bytes; a row takes a byte at least")
+    check_num_rows(len(next(iter(columns.values()))), num_bytes)
     row_bytes: int = sum(math.prod(column.shape[1:]) * column.dtype.itemsize for column in columns.values())
     if row_bytes > max_row_bytes:
         raise ValueError(f"its rows have {row_bytes} bytes, more than data.max_row_bytes={max_row_bytes}")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybridflow.data.files import open_file
-from hybridflow.data.rows import HERE, too_long
+from hybridflow.data.rows import HERE, check_num_rows, too_long
 from hybridflow.errors import DataError
 
 _LEAST_ROWS, _MOST_ROWS = 8, 1024
@@ -25,8 +25,9 @@ def count_rows_of_groups(path: str, max_row_bytes: int) -> list[int]:
     """
     with _opened(path) as (table, num_bytes):
         counts = [table.metadata.row_group(index).num_rows for index in range(table.num_row_groups)]
-        if any(count < 0 for count in counts) or sum(counts) > num_bytes:
-            raise ValueError(f"it has {sum(counts)} rows in {num_bytes} bytes; a row takes a byte at least")
+        if any(count < 0 for count in counts):
+            raise ValueError(f"it has row groups of {min(counts)} rows")
+        check_num_rows(sum(counts), num_bytes)
         for index in range(table.num_row_groups):
             _rows_at_once(table.metadata.row_group(index), num_bytes, max_row_bytes)
         return counts

@@ -13,6 +13,7 @@ from hybridflow.data.prompts import (
     Example,
     Judged,
     check_length,
+    check_no_messages,
     prompt_of,
     prompt_tokens,
     response_field,
@@ -105,13 +106,15 @@ def pairs_of(encoded: Sequence[tuple[Response, ...]], path: str | Path) -> tuple
 
 
 def check_imitable(example: Example, data: DataConfig) -> None:
-    """Refuse a warm start on a response that is not wanted, or on nothing.
+    """Refuse a warm start on a response that is not wanted, on messages, or on nothing.
 
     Raises:
-        DataError: There is such a response alone, or no answer, and no solution; names the row.
+        DataError: There is such a response alone, an answer of messages, or no answer, and no solution; names the row.
     """
     # A problem's answer that is there and empty is a response that ends at once.
     name = None if example.responses else data.answer_field
+    if name is not None and example.solution is None:
+        check_no_messages(example.row, name, example.place, data)
     is_there = example.answer != "" or (name is not None and value_of(example.row, name) == "")
     has_text = is_there or any(each.is_wanted for each in example.responses)
     if example.solution is None and not has_text:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from hybridflow.config.data import DataConfig
 from hybridflow.data.order import permuted
-from hybridflow.data.rows import Row
+from hybridflow.data.rows import Row, are_messages
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 
@@ -263,12 +263,22 @@ def solution_of(row: Row, place: str, data: DataConfig) -> str | tuple[str, ...]
         return None
     if not isinstance(texts, list):
         return text_of(row, name, place)
+    check_no_messages(row, name, place, data)
     if len(texts) % 2 == 0:
         raise DataError(
             f"{place}: field {name!r}: a list of {len(texts)} texts; a conversation is written, observed, …, written, "
             "so give an odd number"
         )
     return tuple(text_of({f"{name}[{index}]": text}, f"{name}[{index}]", place) for index, text in enumerate(texts))
+
+
+def check_no_messages(row: Mapping[str, Any], name: str, place: str, data: DataConfig) -> None:
+    """Refuse messages in a field whose text is imitated. Raises DataError."""
+    if are_messages(value_of(row, name)):
+        raise DataError(
+            f"{place}: field {name!r}: found messages, expected text; give them as {data.completion_field!r}, or set "
+            f"data.completion_field={name}"
+        )
 
 
 def value_of(row: Mapping[str, Any], name: str, default: Any = None) -> Any:

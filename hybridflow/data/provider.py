@@ -16,7 +16,7 @@ from hybridflow.config.data import DataConfig, DataSourceConfig, FileFormat, che
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.prepare import Everyone, Given
 from hybridflow.data.problems import FOLDER, StoredProblems, Stores, open_problems, open_stores, shape_of, template_of
-from hybridflow.data.prompts import Example, prompt_tokens
+from hybridflow.data.prompts import Example, prompt_tokens, value_of
 from hybridflow.data.shaping import Shape
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.errors import ConfigError, DataError
@@ -232,9 +232,9 @@ class _Rows:
 
     def __getitem__(self, prompt_index: int) -> dict[str, Any]:
         stored = self._stores.stored(self._stores.place(prompt_index))
-        if self._tokenizer is None or not isinstance(stored.row.get(self._shape.data.prompt_field), str):
+        prompt = value_of(stored.row, self._shape.data.prompt_field)
+        if self._tokenizer is None or not isinstance(prompt, str):
             return stored.row
-        prompt = stored.row[self._shape.data.prompt_field]
         example = Example(prompt=prompt, answer="", begins=stored.begins, place=stored.place)
         return {**stored.row, "prompt_ids": list(prompt_tokens(example, self._tokenizer))}
 

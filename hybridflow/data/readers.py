@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 import os
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 from hybridflow.config.data import FileFormat
 from hybridflow.data.files import File, is_address, is_gzip, opened_text
-from hybridflow.data.rows import HERE, Row, num_bytes_of, object_of, plain_row, too_long
+from hybridflow.data.rows import HERE, Row, num_bytes_of, object_of, plain_row, too_long, with_messages
 from hybridflow.errors import DataError
 
 _ENDINGS: dict[str, FileFormat] = {".parquet": "parquet", ".pq": "parquet", ".h5": "hdf5", ".hdf5": "hdf5"}
@@ -90,7 +91,9 @@ def read(piece: Piece, *, max_row_bytes: int) -> Iterator[Row | DataError | None
     _, read_rows = _reader(piece.format)
     for row in read_rows(piece.path, piece.start, piece.stop, max_row_bytes):
         found = row if isinstance(row, DataError) else plain_row(row)
-        yield too_long(max_row_bytes) if num_bytes_of(found) > max_row_bytes else found
+        if num_bytes_of(found) > max_row_bytes:
+            found = too_long(max_row_bytes)
+        yield with_messages(found) if piece.format == "hdf5" and not isinstance(found, DataError) else found
 
 
 def _reader(
@@ -146,12 +149,13 @@ def _lines(file: BinaryIO, start: int, stop: int | None, most: int) -> Iterator[
         line = file.readline(most + 1)
         if not line:
             return
+        mark = BOM_UTF8 if at == 0 else b""
         at += len(line)
         if len(line) > most and not line.endswith(b"\n"):
             at += _skip_line(file)
             yield None
         else:
-            yield line.rstrip(b"\n")
+            yield line.rstrip(b"\n").removeprefix(mark)
 
 
 def _skip_line(file: BinaryIO) -> int:

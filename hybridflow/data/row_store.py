@@ -25,7 +25,9 @@ from hybridflow.errors import DataError
 from hybridflow.observe.files import plain_name
 
 MANIFEST = "manifest.json"
-FORMAT = "hybridflow-rows-2"
+FORMAT = "hybridflow-rows-3"
+"""Also another one where rows are shaped otherwise, so that no older store is used for the same files."""
+
 _PLACE = struct.Struct("<Q")
 _FLUSH_ROWS = 1024
 

@@ -10,12 +10,14 @@ from hybridflow.errors import DataError
 
 Row = dict[str, Any]
 
+_FREE_ROWS, _MAX_ROWS_PER_BYTE = 1 << 20, 50
+
 HERE = "<here>"
 """Stands in messages for the place of a row, which is looked up when somebody is to read it."""
 
 
 def object_of(line: bytes) -> Row | DataError:
-    """Return the row of a line of JSON, or what is wrong with it."""
+    """Return the row of a line of JSON, or what is wrong with it; a field that is null is absent."""
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -24,7 +26,7 @@ def object_of(line: bytes) -> Row | DataError:
         return DataError(f"{HERE}: not valid JSON: {error}; expected one object on each line")
     if not isinstance(row, dict):
         return DataError(f"{HERE}: expected a JSON object, found {type(row).__name__} {row!r:.60}")
-    return row
+    return {name: value for name, value in row.items() if value is not None}
 
 
 def plain_row(row: object) -> Row | DataError:
@@ -39,9 +41,32 @@ def plain_row(row: object) -> Row | DataError:
         return DataError(f"{HERE}: has what cannot be written as JSON: {error}; convert or remove that column")
 
 
+def are_messages(value: Any) -> bool:
+    """Return whether a value is a list of messages, at least one."""
+    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) and "role" in each for each in value)
+
+
+def with_messages(row: Row) -> Row:
+    """Return a row of a format without lists of objects: texts that are messages as JSON become messages."""
+    return {name: _messages_in(value) for name, value in row.items()}
+
+
 def too_long(max_row_bytes: int) -> DataError:
     """Return what is wrong with a row of more than so many bytes."""
     return DataError(f"{HERE}: longer than data.max_row_bytes={max_row_bytes}; shorten it, or raise the key")
+
+
+def check_num_rows(num_rows: int, num_bytes: int) -> None:
+    """Refuse more rows than a file of so many bytes can have. Raises ValueError.
+
+    Equal rows take much less than a byte each where a format or its compression writes them once.
+    """
+    most = _FREE_ROWS + _MAX_ROWS_PER_BYTE * num_bytes
+    if num_rows > most:
+        raise ValueError(
+            f"it has {num_rows} rows in {num_bytes} bytes, where {most} may be; write equal rows once, or rows to "
+            "several files"
+        )
 
 
 def num_bytes_of(value: Any) -> int:
@@ -53,6 +78,16 @@ def num_bytes_of(value: Any) -> int:
     if isinstance(value, dict):
         return 8 + sum(len(name) + num_bytes_of(inner) for name, inner in value.items())
     return 8
+
+
+def _messages_in(value: Any) -> Any:
+    if not isinstance(value, str) or not value.lstrip().startswith("[") or '"role"' not in value:
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return found if are_messages(found) else value
 
 
 def _plain(value: Any) -> Any:

@@ -22,7 +22,7 @@ from hybridflow.data.prompts import (
     value_of,
 )
 from hybridflow.data.readers import cut, format_of, place_of, read
-from hybridflow.data.rows import HERE, Row
+from hybridflow.data.rows import HERE, Row, are_messages
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.errors import DataError
 
@@ -197,16 +197,10 @@ class Shaper:
         data = self.shape.data
         said = _messages_said(row, data)
         leading = [name for name in _responses_read(self.shape) if name in said]
-        found = _conversation(row, place, data, {name: said[name] for name in leading})
-        if found is None:
+        messages, given = self._asked(row, place, is_said=bool(leading))
+        messages = _continued(messages, {name: said[name] for name in leading}, place)
+        if not messages:
             return row, False
-        messages = read_messages(*found)
-        given: dict[str, str] = {}
-        if messages[-1]["role"] == "assistant":
-            *messages, last = messages
-            if not messages:
-                raise DataError(f"{found[1]}: the assistant's message is the only one; put what it answers before it")
-            given = self._given(row, last, found[1])
         if self._chat is None:
             raise DataError(
                 f"{place}: holds messages, and the tokenizer has no chat template; set data.chat_template to a file "
@@ -221,6 +215,17 @@ class Shaper:
             raise DataError(f"{place}: {error}") from error
         answers = {name: _last_said(value, f"{place}: field {name!r}") for name, value in said.items()}
         return {**given, **row, data.prompt_field: text, **answers}, True
+
+    def _asked(self, row: Row, place: str, *, is_said: bool) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """Return the messages of a row's own conversation, and the fields that it has from the last of them."""
+        found = _conversation(row, place, self.shape.data, is_said=is_said)
+        messages = [] if found is None else read_messages(*found)
+        if found is None or messages[-1]["role"] != "assistant":
+            return messages, {}
+        *messages, last = messages
+        if not messages:
+            raise DataError(f"{found[1]}: the assistant's message is the only one; put what it answers before it")
+        return messages, self._given(row, last, found[1])
 
     def _given(self, row: Row, last: Mapping[str, Any], where: str) -> dict[str, str]:
         """Return the fields that a row has from the assistant's last message."""
@@ -258,45 +263,76 @@ def _responses_read(shape: Shape) -> tuple[str, ...]:
     data = shape.data
     if shape.kind == "rows" or (shape.kind == "problems" and not shape.is_imitating):
         return ()
-    single = (data.completion_field, RESPONSE)
-    return single if shape.kind == "problems" else (data.chosen_field, data.rejected_field, *single)
+    single, paired = (data.completion_field, RESPONSE), (data.chosen_field, data.rejected_field)
+    return {"problems": single, "pairs": paired, "preferences": (*paired, *single)}[shape.kind]
 
 
 def _messages_said(row: Row, data: DataConfig) -> dict[str, Any]:
     """Return the fields of a row's responses that hold messages."""
     names = (data.chosen_field, data.rejected_field, data.completion_field, RESPONSE)
     found = {name: value_of(row, name) for name in names}
-    return {name: value for name, value in found.items() if _are_messages(value)}
+    return {name: value for name, value in found.items() if are_messages(value)}
 
 
-def _are_messages(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) and "role" in each for each in value)
-
-
-def _conversation(row: Row, place: str, data: DataConfig, said: Mapping[str, Any]) -> tuple[Any, str] | None:
+def _conversation(row: Row, place: str, data: DataConfig, *, is_said: bool) -> tuple[Any, str] | None:
     """Return a row's messages, with the errors' name for them; None: its prompt is text, or missing.
 
-    Responses of messages may begin with the prompt's, as TRL writes them.
+    Beside responses of messages (``is_said``) the text of a prompt is the user's message.
     """
     prompt = value_of(row, data.prompt_field)
     if isinstance(prompt, list):
         return prompt, f"{place}: field {data.prompt_field!r}"
-    begun = {name: value[:-1] for name, value in said.items() if len(value) > 1}
-    if prompt is None and data.messages_field in row:
+    messages = value_of(row, data.messages_field)
+    if prompt is None and messages is not None:
         where = f"{place}: field {data.messages_field!r}"
-        return _listed(row[data.messages_field], where), where
-    if begun:
-        (name, messages), *others = begun.items()
-        for other, differing in others:
-            if differing != messages:
-                raise DataError(
-                    f"{place}: fields {name!r} and {other!r} begin with different messages; give responses to one "
-                    "prompt"
-                )
-        return messages, f"{place}: field {name!r}"
-    if isinstance(prompt, str) and (data.prompt_as_message or said):
+        return _listed(messages, where), where
+    if isinstance(prompt, str) and (data.prompt_as_message or is_said):
         return [{"role": "user", "content": prompt}], f"{place}: prompt"
     return None
+
+
+def _continued(prompt: list[dict[str, Any]], said: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+    """Return the prompt's messages, and those before the last of each response, which is what the model is to write.
+
+    A response may repeat the prompt, as TRL writes it, or go on from it with messages of the assistant and of tools.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, value in said.items():
+        where = f"{place}: field {name!r}"
+        *begun, _ = read_messages(value, where)
+        joined = _joined(prompt, begun)
+        if joined is None:
+            raise DataError(
+                f"{where}: begins with a message of {begun[0]['role']!r}, and does not have the prompt's messages; "
+                "give the conversation in one of the two, or begin the response with the assistant's message"
+            )
+        if joined:
+            found[name] = joined
+    if not found:
+        return prompt
+    (name, messages), *others = found.items()
+    for other, differing in others:
+        if differing != messages:
+            raise DataError(
+                f"{place}: fields {name!r} and {other!r} begin with different messages; give responses to one prompt"
+            )
+    return messages
+
+
+def _joined(prompt: list[dict[str, Any]], begun: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return a prompt and the messages that a response begins with as one conversation; None: they do not fit."""
+    if not begun or not prompt:
+        return begun or prompt
+    goes_on = begun[0]["role"] == "assistant"
+    # Other messages, such as instructions, may stand before the prompt where the response repeats it.
+    starts = range(1 if goes_on else len(begun))
+    if any(_texts(begun[start : start + len(prompt)]) == _texts(prompt) for start in starts):
+        return begun
+    return [*prompt, *begun] if goes_on else None
+
+
+def _texts(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(each["role"], each["content"]) for each in messages]
 
 
 def _listed(value: Any, where: str) -> Any:

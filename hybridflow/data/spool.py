@@ -73,7 +73,8 @@ class SpoolTaker(Taker):
             OSError: The file system refuses.
         """
         count = 0
-        for path in sorted(self._spool.glob("*.jsonl")):
+        # A hidden file is one that another program still writes.
+        for path in sorted(self._spool.glob("[!.]*.jsonl")):
             if self._is_over.is_set():
                 break
             found = path.stat()

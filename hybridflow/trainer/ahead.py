@@ -12,12 +12,13 @@ Each rank keeps what concerns it, so the last two run at the same time, and meet
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
 from hybridflow.dataflow.compiler import compile_stages
 from hybridflow.dataflow.graph import Flow, Node, Step
-from hybridflow.dataflow.schedule import Branch, Loop, Program
+from hybridflow.dataflow.schedule import Branch, Loop, Phase, Program
 from hybridflow.flows.nodes import each_node
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -61,7 +62,11 @@ def compile_ahead(step: Step, meshes: Mapping[str, DeviceMesh]) -> tuple[Program
         (taken, step.experience, step.update), meshes, hands_over=True, elsewhere=(step.sample, step.score)
     )
     fill = Loop("fill_buffer", "job", (*sample.whole, Branch("go_on", "job", score.whole)))
-    later = Branch("sample_ahead", "job", (*sample.whole, Branch("keep_samples", WORKING_AHEAD, score.whole)))
+    # All ranks change the phase. Those that learn do not wait for prompts.
+    phases = tuple(itertools.takewhile(lambda each: isinstance(each, Phase), sample.whole))
+    keep = Branch("keep_samples", WORKING_AHEAD, score.whole)
+    have = Branch("have_prompts", WORKING_AHEAD, (*sample.whole[len(phases) :], keep))
+    later = Branch("sample_ahead", "job", (*phases, have))
     return (fill,), (*hand_over.whole, later, *(instruction for stage in learn for instruction in stage.whole))
 
 

@@ -14,6 +14,7 @@ from hybridflow.dataflow.run import Replicated
 from hybridflow.errors import DataError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.observe.rank_log import say
+from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.placement.job import Job
 from hybridflow.sampling.groups import Scores, Turn
 from hybridflow.trainer.ahead import WORKING_AHEAD
@@ -66,7 +67,10 @@ class Decisions:
             "train_step": self.next_step,
             "fill": self._rollout_turns().__next__,
             "fill_buffer": self._fill_steps().__next__,
-            "sample_ahead": lambda: self._sampling_of(self._progress.step + 1 + self._recipe.trainer.max_staleness),
+            "sample_ahead": self._sampling_ahead,
+            "have_prompts": lambda: self._have_come(
+                self._sampling_ahead(), coordinator(self._meshes[WORKING_AHEAD].ranks)
+            ),
             "keep_samples": lambda: not stopping.agree(coordinator(self._meshes[WORKING_AHEAD].ranks)),
             "go_on": lambda: not stopping.agree(everyone),
             "go_on_to_update": lambda: not stopping.agree(everyone, before_update=True),
@@ -96,17 +100,26 @@ class Decisions:
     def next_step(self) -> dict[str, int] | None:
         """Return what the next step samples, once its prompts are there; None: there is no next step."""
         found = self._sampling_of(self._progress.step + 1)
-        return found if found is None or self._have_come(found) else None
+        return found if self._have_come(found, self._everyone) else None
 
-    def _have_come(self, sampled: Mapping[str, int]) -> bool:
-        """Wait for the prompts of a step, where they come while the job runs, unless it is to stop."""
+    def _have_come(self, sampled: Mapping[str, int] | None, ranks: Coordinator) -> bool:
+        """Wait for the prompts of a step, where they come while the job runs, unless it is to stop. Collective: ranks.
+
+        What is sampled ahead is waited for by some ranks alone. The others learn here of a shortage.
+        """
         problems, since_s = self._job.train, time.monotonic()
-        if not isinstance(problems, StoredProblems) or problems.num_rows is not None:
-            return True
-        last = sampled["first_prompt_index"] + sampled["num_prompts"] - 1
+        if sampled is None or not isinstance(problems, StoredProblems) or problems.num_rows is not None:
+            return sampled is not None
+        shortages = ranks.gather(self.shortage, "whether prompts are short")
+        self.shortage = next((each for each in shortages if each is not None), None)
+        if self.shortage is not None:
+            return False
+        # Partial rollouts begin the next step too.
+        begins_next = self._recipe.rollout.partial_rollouts and sampled["step"] < self._recipe.trainer.steps
+        last = sampled["first_prompt_index"] + sampled["num_prompts"] * (1 + begins_next) - 1
         try:
-            while not self._everyone.on_lead("prompts", lambda: problems.look(last, since_s, _PROMPTS_S)):
-                if self._stopping.agree(self._everyone):
+            while not ranks.on_lead("prompts", lambda: problems.look(last, since_s, _PROMPTS_S)):
+                if self._stopping.agree(ranks):
                     return False
         except DataError as error:
             self.shortage = str(error)
@@ -127,10 +140,15 @@ class Decisions:
             "version": progress.step,
         }
 
+    def _sampling_ahead(self) -> dict[str, int] | None:
+        """Return what is sampled while the next step is learned from."""
+        return self._sampling_of(self._progress.step + 1 + self._recipe.trainer.max_staleness)
+
     def _fill_steps(self) -> Iterator[dict[str, int] | None]:
         """Yield what is sampled before the first step, then the end of the loop."""
         for ahead in range(1, 1 + self._recipe.trainer.max_staleness):
-            yield self._sampling_of(self._progress.step + ahead)
+            found = self._sampling_of(self._progress.step + ahead)
+            yield found if self._have_come(found, self._everyone) else None
         yield None
 
     def _rollout_turns(self) -> Iterator[Turn | None]:

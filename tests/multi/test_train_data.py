@@ -136,12 +136,17 @@ def test_a_reward_that_teaches_nothing_and_data_that_comes_too_often_are_told_on
     assert "step 1: every sample scored 0.5, so that the reward teaches nothing" in warnings[1]
 
 
-def asking_while_waiting(rank):
+def asking_while_ahead(rank):
+    """A hook: as ``asking_while_waiting``, of rank 1."""
+    asking_while_waiting(rank, 1)
+
+
+def asking_while_waiting(rank, asked=0):
     """A hook: rank 0 is sent a signal when it waits for the third step's prompts."""
     look = StoredProblems.look
 
     def looked(self, prompt_index, since_s, within_s):
-        if rank == 0 and prompt_index == 11:
+        if rank == asked and prompt_index == 11:
             os.kill(os.getpid(), signal.SIGTERM)
         return look(self, prompt_index, since_s, 0.5)
 
@@ -177,6 +182,34 @@ def test_a_spool_is_waited_for_and_gone_on_with(tmp_path, rows):
     run_well([*command, "--resume"], tmp_path)
     assert len(lasting_metrics(tmp_path / "run")) == 3
     assert sorted(path.name for path in (spool / "taken").iterdir()) == ["a.jsonl", "b.jsonl"]
+
+
+@pytest.mark.slow
+def test_a_job_that_works_ahead_stops_while_it_waits_and_saves_where_nothing_comes(tmp_path, rows):
+    """The rank that samples waits for the third step's prompts, the other one learns the second step meanwhile."""
+    train, held_out = rows
+    ahead = "  rollout_ranks: [1]\n  optimizer: {lr"
+    recipe = (
+        RECIPE.replace("{tp: 2}", "{}").replace("rollout: {dp: 2}", "rollout: {}").replace("  optimizer: {lr", ahead)
+    )
+    write_recipe(tmp_path, recipe)
+    write_rows(tmp_path / "held_out", held_out, "jsonl")
+    texts = [row["prompt"] + row["answer"] for row in train]
+    train_tokenizer(texts, path=tmp_path / "tokenizer.model", vocab_size=64)
+    (tmp_path / "spool").mkdir()
+    write_rows(tmp_path / "a", train[:8], "jsonl").rename(tmp_path / "spool" / "a.jsonl")
+    command = ["train", "tiny.yaml", *SETTINGS, "data.train=null", "data.held_out=held_out.jsonl", "trainer.steps=3"]
+    command += ["tokenizer.path=tokenizer.model", "warm_start=null", "trainer.save_every=9", "trainer.max_staleness=1"]
+
+    stopped = fork_ranks([*command, "data.spool={path: spool, deadline_s: 20}"], tmp_path, hook=asking_while_ahead)
+
+    assert set(stopped.codes) == {REQUEUE} and latest_step(tmp_path / "run") == 2, stopped.err
+    shutil.rmtree(tmp_path / "run/checkpoints")
+
+    done = fork_ranks([*command, "data.spool={path: spool, deadline_s: 2}"], tmp_path)
+
+    done.complains_once("did not come within data.spool.deadline_s=2; 8 rows were taken so far")
+    assert len(lasting_metrics(tmp_path / "run")) == latest_step(tmp_path / "run") == 2
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ def test_what_a_row_of_messages_asks_and_answers():
     (one,) = shaped({"prompt": asked, "answer": "b", "solution": "c"})
     assert (one.prompt, one.solution) == ("[system]s[user]q[me]", "c")
     (one,) = shaped({"messages": '[{"role": "user", "content": "q"}]', "answer": "b"})
-    assert one.prompt == "[user]q[me]", "columns of HDF5 hold the list as JSON text"
+    assert one.prompt == "[user]q[me]", "the list may be JSON text"
     (one,) = shaped({"prompt": "q", "messages": asked, "answer": "b"})
     assert (one.prompt, one.begins) == ("q", False), "a prompt that is text is taken as it is"
     (one,) = shaped({"prompt": "q", "answer": "b"}, prompt_as_message=True)

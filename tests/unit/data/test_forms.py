@@ -22,6 +22,11 @@ def said(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
+CALLED = [*said("call"), {"role": "tool", "content": "3"}]
+CALLED_PROMPT = "[user]q[assistant]call[tool]3[me]"
+TOLD = [{"role": "system", "content": "s"}]
+
+
 def shaped(row: dict[str, Any], *, of: str, **data: Any) -> tuple[Example, ...]:
     """What a row gives to SFT (``sft``), to an algorithm that samples, with or without answers, or of preferences."""
     kind = {"sft": "problems", "samples": "problems", "compares": "problems"}.get(of, of)
@@ -53,6 +58,7 @@ def shaped(row: dict[str, Any], *, of: str, **data: Any) -> tuple[Example, ...]:
         ({"prompt": ASKED, "completion": said("a")}, "[user]q[me]"),
         ({"prompt": "q", "completion": said("a")}, "[user]q[me]"),
         ({"prompt": ASKED, "response": "a"}, "[user]q[me]"),
+        ({"prompt": "q", "completion": [*CALLED, *said("a")]}, CALLED_PROMPT),
     ],
 )
 def test_sft_imitates_what_the_row_calls_its_response(row, prompt):
@@ -86,10 +92,18 @@ def test_an_answer_is_any_json_and_may_be_missing(row, answer):
     assert one.answer == answer and one.prompt in ("q", "[user]q[me]")
 
 
+@pytest.mark.parametrize("name", ["answer", "solution"])
+def test_sft_imitates_messages_of_the_field_that_is_named(name):
+    (one,) = shaped({"prompt": "q", name: said("a")}, of="sft", completion_field=name)
+    assert (one.prompt, one.turns) == ("[user]q[me]", ("a",))
+
+
 def test_fields_of_fields_have_dotted_names():
     row = {"data": {"question": ASKED}, "reward_model": {"ground_truth": [1, 2]}, "extra": {"index": 3}}
     (one,) = shaped(row, of="compares", prompt_field="data.question", answer_field="reward_model.ground_truth")
     assert (one.prompt, one.answer, one.row["extra"]) == ("[user]q[me]", [1, 2], {"index": 3})
+    (one,) = shaped({"chat": {"turns": [*ASKED, *said("a")]}}, of="compares", messages_field="chat.turns")
+    assert (one.prompt, one.answer) == ("[user]q[me]", "a")
     (one,) = shaped({"a.b": "q", "a": {"b": "no"}}, of="samples", prompt_field="a.b")
     assert one.prompt == "q", "a field of that very name comes first"
     with pytest.raises(DataError, match=r"f:1: no field 'reward_model.truth'; found \['prompt', 'reward_model'\]"):
@@ -117,6 +131,19 @@ PAIRED = [
     ({"prompt": "q", "chosen": [*ASKED, *said("a")], "rejected": [*ASKED, *said("b")]}, "[user]q[me]"),
     ({"prompt": ASKED, "chosen": [*ASKED, *said("a")], "rejected": [*ASKED, *said("b")]}, "[user]q[me]"),
     ({"messages": ASKED, "chosen": "a", "rejected": "b"}, "[user]q[me]"),
+    # Messages before the last one go on from the prompt, or repeat it.
+    ({"prompt": "q", "chosen": [*CALLED, *said("a")], "rejected": [*CALLED, *said("b")]}, CALLED_PROMPT),
+    ({"prompt": ASKED, "chosen": [*CALLED, *said("a")], "rejected": [*CALLED, *said("b")]}, CALLED_PROMPT),
+    ({"messages": ASKED, "chosen": [*CALLED, *said("a")], "rejected": [*CALLED, *said("b")]}, CALLED_PROMPT),
+    (
+        {"prompt": "q", "chosen": [*ASKED, *CALLED, *said("a")], "rejected": [*ASKED, *CALLED, *said("b")]},
+        CALLED_PROMPT,
+    ),
+    (
+        {"prompt": "q", "chosen": [*TOLD, *ASKED, *said("a")], "rejected": [*TOLD, *ASKED, *said("b")]},
+        "[system]s[user]q[me]",
+    ),
+    ({"messages": [*ASKED, *said("a")], "chosen": [*ASKED, *said("a")], "rejected": said("b")}, "[user]q[me]"),
 ]
 
 
@@ -146,6 +173,12 @@ def test_single_responses_have_either_name(name, label):
             "f:1: there is nothing to imitate: the answer is empty, and there is no field 'solution'",
         ),
         (
+            {"prompt": "q", "answer": said("a")},
+            "sft",
+            "f:1: field 'answer': found messages, expected text; give them as 'completion', or set data.completion_fie",
+        ),
+        ({"prompt": "q", "solution": said("a")}, "samples", "f:1: field 'solution': found messages, expected text; gi"),
+        (
             {"prompt": "q", "text": "a"},
             "sft",
             "'completion'; found ['prompt', 'text']; add it, set data.solution_field",
@@ -159,6 +192,16 @@ def test_single_responses_have_either_name(name, label):
             {"chosen": [*ASKED, *said("a")], "rejected": [{"role": "user", "content": "r"}, *said("b")]},
             "pairs",
             "f:1: fields 'chosen' and 'rejected' begin with different messages; give responses to one prompt",
+        ),
+        (
+            {"prompt": "q", "chosen": [*CALLED, *said("a")], "rejected": said("b")},
+            "pairs",
+            "f:1: fields 'chosen' and 'rejected' begin with different messages; give responses to one prompt",
+        ),
+        (
+            {"prompt": "other", "completion": [*ASKED, *said("a")]},
+            "sft",
+            "f:1: field 'completion': begins with a message of 'user', and does not have the prompt's messages; give",
         ),
         ({"chosen": "qa", "rejected": "qb"}, "pairs", "f:1: no field 'prompt'; found ['chosen', 'rejected']"),
     ],

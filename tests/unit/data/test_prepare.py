@@ -187,14 +187,16 @@ def test_long_prompts_are_bad_rows_or_left_out_if_asked(tmp_path):
         store_of(path, tmp_path / "stores", replace(limits, data=replace(DATA, max_prompt_tokens=2)))
 
 
-def test_a_store_is_found_again_until_something_changes(tmp_path):
-    path = write_rows(tmp_path / "rows", ROWS, "jsonl")
+@pytest.mark.parametrize("file_format", ["jsonl", "datasets"])
+def test_a_store_is_found_again_until_something_changes(tmp_path, file_format):
+    path = write_rows(tmp_path / "rows", ROWS, file_format)
     first, _ = store_of(path, tmp_path / "stores")
     before = (first.folder / "manifest.json").stat().st_mtime_ns
     again, _ = store_of(path, tmp_path / "stores")
     assert again.folder == first.folder and (first.folder / "manifest.json").stat().st_mtime_ns == before
     assert store_of(path, tmp_path / "stores", replace(SHAPE, template="x"))[0].folder != first.folder
-    path.write_text(path.read_text() + path.read_text())
+    # In a directory the same files are written anew.
+    write_rows(tmp_path / "rows", ROWS + ROWS, file_format)
     changed, _ = store_of(path, tmp_path / "stores")
     assert changed.folder != first.folder and len(changed) == 120
 

@@ -184,7 +184,7 @@ GOOD = b'{"prompt": "1+1=", "answer": "2"}\n'
     [
         (b"\n\n", "rows.jsonl: holds no rows"),
         (GOOD + b'{"prompt": "1", "answer": "\\udc00"}', "rows.jsonl:2: field 'answer': half of a surrogate pair"),
-        (GOOD + b'{"prompt": "1", "answer": "2", "solution": null}', "rows.jsonl:2: field 'solution': expected text"),
+        (GOOD + b'{"prompt": "1", "answer": "2", "solution": 7}', "rows.jsonl:2: field 'solution': expected text"),
         (GOOD + b'{"prompt": "1", "answer": "2", "solution": ["1", "2"]}', "'solution': a list of 2 texts; a conv"),
         (GOOD + b'{"prompt": "1", "answer": "2", "solution": []}', "'solution': a list of 0 texts; a conversation"),
         (GOOD + b'{"prompt": "1", "answer": "2", "solution": [7]}', "field 'solution[0]': expected text, found 7"),

@@ -121,6 +121,10 @@ def test_rows_in_memory_and_their_tokens(tmp_path):
         rows = [row for batch in one for row in batch]
         assert sorted(row["prompt"] for row in rows) == sorted(f"{number}+1=" for number in range(10)), "of 5 tokens"
         assert all(row["prompt_ids"] == [tokenizer.bos_id, *tokenizer.encode(row["prompt"])] for row in rows)
+    nested = [{"data": {"question": row["prompt"]}} for row in ROWS]
+    with DataProvider(nested, tokenizer=tokenizer, prompt_field="data.question") as one:
+        (row,) = next(iter(one))
+        assert row["prompt_ids"] == [tokenizer.bos_id, *tokenizer.encode(row["data"]["question"])]
 
 
 def test_a_data_set_of_datasets(tmp_path):

@@ -1,5 +1,6 @@
 """Rows of every format are the same rows, in any cut of a file; what is malformed is named by file and line or row."""
 
+import codecs
 import datetime
 import gzip
 import itertools
@@ -24,6 +25,7 @@ from tests.support.row_files import ENDINGS, examples_of_file, read_file, write_
 pytest.importorskip("pyarrow")
 pytest.importorskip("datasets")
 
+import datasets  # noqa: E402
 import fsspec  # noqa: E402
 import h5py  # noqa: E402
 import pyarrow  # noqa: E402
@@ -99,12 +101,18 @@ def test_compressed_lines_and_addresses(tmp_path):
     assert [row for _, row in read_file(tmp_path / "rows.jsonl.gz")] == ROWS
     table = write_rows(tmp_path / "rows", ROWS, "parquet").read_bytes()
     columns = write_rows(tmp_path / "rows", ROWS, "hdf5").read_bytes()
+    (tmp_path / "marked.jsonl").write_bytes(codecs.BOM_UTF8 + content)
+    assert [row for _, row in read_file(tmp_path / "marked.jsonl")] == ROWS
     memory = fsspec.filesystem("memory")
     for name, data in (("b.jsonl", content), ("a.jsonl", content[:0]), ("r.parquet", table), ("r.h5", columns)):
         memory.pipe(f"/rows/{name}", data)
     assert read_file("memory://rows/*.jsonl")[3] == ("memory:///rows/b.jsonl:4", ROWS[3])
     for name in ("r.parquet", "r.h5"):
         assert [row for _, row in read_file(f"memory://rows/{name}")] == ROWS
+    datasets.Dataset.from_list(ROWS[:5]).save_to_disk("memory://rows/saved")
+    before = find_files("memory://rows/saved")
+    datasets.Dataset.from_list(ROWS).save_to_disk("memory://rows/saved")
+    assert find_files("memory://rows/saved") != before, "the same files were written anew"
     for address, says in (
         ("memory://rows/none.jsonl", "none.jsonl: cannot be read: FileNotFoundError"),
         ("nothing://rows", "nothing://rows: cannot be read: ValueError: Protocol not known"),
@@ -119,9 +127,18 @@ def test_nested_columns_become_json(tmp_path):
         {"messages": [], "at": None, "no": 7},
     ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    (_, first), (_, second) = read_file(tmp_path / "rows.parquet")
-    assert first == {"messages": [{"role": "user", "content": "hi", "name": None}], "at": "2026-01-02"}
-    assert second == {"messages": [], "no": 7}, "a column that is null is absent"
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
+    for name in ("rows.parquet", "rows.jsonl"):
+        (_, first), (_, second) = read_file(tmp_path / name)
+        assert first == {"messages": [{"role": "user", "content": "hi", "name": None}], "at": "2026-01-02"}
+        assert second == {"messages": [], "no": 7}, "a field that is null is absent"
+
+
+def test_columns_of_hdf5_hold_messages_as_json_text(tmp_path):
+    messages = [{"role": "user", "content": "hi"}]
+    rows = [{"chosen": json.dumps(messages, indent=1), "answer": '["role"]'}, {"chosen": '[{"role"', "answer": "a"}]
+    found = [row for _, row in read_file(write_rows(tmp_path / "rows", rows, "hdf5"))]
+    assert found == [{**rows[0], "chosen": messages}, rows[1]], "no other text is changed"
 
 
 LINE = json.dumps(GOOD).encode() + b"\n"
@@ -286,8 +303,6 @@ def test_malformed_directories_of_datasets(tmp_path, rows, spoil, says):
 
 
 def test_splits_are_named(tmp_path):
-    import datasets
-
     one = datasets.Dataset.from_dict({"prompt": ["1"], "answer": ["2"]})
     datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "saved")
     with pytest.raises(DataError, match=r"holds the splits train, test; name one of them: .*saved/SPLIT"):
@@ -397,6 +412,16 @@ def test_parquet_takes_no_more_memory_than_its_size_allows(tmp_path):
     ):
         parquet.write_table(columns(prompt=texts), path, compression="zstd", use_dictionary=False)
         complains_apart(lambda: read_file(path), ["rows.parquet: cannot be read as Parquet", says])
+
+
+def test_equal_rows_take_less_than_a_byte(tmp_path):
+    prompts = ["1+1="] * 50_000
+    parquet.write_table(columns(prompt=prompts), tmp_path / "rows.parquet")
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file.create_dataset("prompt", data=[each.encode() for each in prompts], dtype="S4", compression="gzip")
+    for name in ("rows.parquet", "rows.h5"):
+        assert (tmp_path / name).stat().st_size < len(prompts)
+        assert [row for _, row in read_file(tmp_path / name)] == [{"prompt": each} for each in prompts]
 
 
 def test_pipes_are_no_files_of_rows(tmp_path):

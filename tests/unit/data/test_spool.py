@@ -47,7 +47,8 @@ def test_files_are_taken_in_the_order_of_their_names_with_their_places(tmp_path)
     spool.mkdir()
     put(spool, "b.jsonl", 3, 4)
     put(spool, "a.jsonl", 1, 2)
-    (spool / "c.jsonl.part").write_text("{")
+    for name in ("c.jsonl.part", ".c.jsonl"):
+        (spool / name).write_text("{")
     one = taker(spool, folder)
     assert one.take() == 2 and one.take() == 0
     put(spool, "a.jsonl", 5)

@@ -278,11 +278,12 @@ def check_moe(recipe: Recipe) -> None:
 
 
 def _check_router_replay(recipe: Recipe) -> None:
-    """Refuse samplers that do not tell which experts they chose. Raises ConfigError."""
+    """Refuse sources of samples that do not tell which experts were chosen. Raises ConfigError."""
     chosen = recipe.actor.moe.router_replay
     others = {
         f"rollout.engine.kind={recipe.rollout.engine.kind}": recipe.rollout.engine.kind != "megatron",
         "rollout.environment": recipe.rollout.environment is not None,
+        "rollout.replay": recipe.rollout.replay is not None,
         f"algorithm={recipe.algorithm}": not recipe.traits.generates,
     }
     for what, is_there in others.items():

@@ -7,6 +7,7 @@ from hybridflow.config.rewards import check_urls
 from hybridflow.config.rollout import RolloutConfig
 from hybridflow.data.tokenizer import Tokenizer, split_stop
 from hybridflow.errors import ConfigError
+from hybridflow.rollout.request import VLLM_RANGES
 from hybridflow.sections import changed_keys
 
 
@@ -43,6 +44,8 @@ def check_engine(recipe: Recipe) -> None:
             f"actor.ranks={list(recipe.actor.ranks or ())}: with rollout.engine.kind=vllm all ranks of the job must be "
             "the actor's, in their order, since vLLM starts on all of them together; leave the key out"
         )
+    if engine.kind in ("vllm", "openai"):
+        _check_range(recipe.rollout)
     if engine.kind != "megatron" and recipe.trainer.steps > 0:
         _check_known_log_probs(recipe.rollout)
     if not engine.is_server:
@@ -92,6 +95,16 @@ _CUTS = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 """What makes the distribution sampled from another than the tempered one; their defaults do not."""
+
+
+def _check_range(rollout: RolloutConfig) -> None:
+    """Refuse numbers that vLLM would change, and those that each request would be refused for."""
+    for name, (low, high) in VLLM_RANGES.items():
+        if not low <= getattr(rollout, name) <= high:
+            raise ConfigError(
+                f"rollout.{name}={getattr(rollout, name):g}: rollout.engine.kind={rollout.engine.kind} takes {low:g} "
+                f"to {high:g}; set such a number, or kind to megatron"
+            )
 
 
 def _check_known_log_probs(rollout: RolloutConfig) -> None:

@@ -188,12 +188,29 @@ def read_rows(folder: Path, name: SegmentName, places: Mapping[str, Any], rows: 
     Raises:
         CheckpointError: It is damaged.
     """
+    if not rows:
+        return []
     parts = _parts(places, rows)
-    wanted = {kind: (dtype, parts[kind]) for kind, dtype in _OF_TOKENS.items()}
-    tokens = read_slices(folder / _SEGMENTS / str(name), wanted, FORMAT)
+    # Neighbors are read together: each read checks a whole chunk, which has the tokens of many samples.
+    wanted = {kind: (dtype, _joined(parts[kind])) for kind, dtype in _OF_TOKENS.items()}
+    tokens = {}
+    for kind, found in read_slices(folder / _SEGMENTS / str(name), wanted, FORMAT).items():
+        ends = np.cumsum([part.stop - part.start for part in parts[kind]])
+        tokens[kind] = np.split(np.concatenate(found), ends[:-1])
     return [
         _archived(places, row, {kind: tokens[kind][place] for kind in _OF_TOKENS}) for place, row in enumerate(rows)
     ]
+
+
+def _joined(parts: Sequence[slice]) -> list[slice]:
+    """Return the same stretch of numbers in fewer parts."""
+    joined: list[slice] = []
+    for part in parts:
+        if joined and joined[-1].stop == part.start:
+            joined[-1] = slice(joined[-1].start, part.stop)
+        else:
+            joined.append(part)
+    return joined
 
 
 def _parts(places: Mapping[str, Any], rows: Sequence[int]) -> dict[str, list[slice]]:

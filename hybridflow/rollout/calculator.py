@@ -6,6 +6,7 @@ No torch. Expressions are parsed here, exactly and within limits, so that no tex
 from __future__ import annotations
 
 import re
+from decimal import Context
 from fractions import Fraction
 
 MAX_CHARACTERS = 200
@@ -20,7 +21,8 @@ _LARGEST = 10**MAX_DIGITS
 def calculate(expression: str) -> str:
     """Return the value of an expression of numbers, ``+ - * /`` and brackets.
 
-    The value is exact, or has 12 digits if its decimals do not end.
+    The value is exact if its decimals end, else it has 12 significant digits. It has no exponent, which an expression
+    may not have either.
 
     Raises:
         ValueError: It is not such an expression, divides by 0, or exceeds a limit.
@@ -39,7 +41,19 @@ def calculate(expression: str) -> str:
     value = parser.sum(0)
     if parser.tokens:
         raise ValueError(f"expression {text!r}: found {parser.tokens[-1]!r} where it should end")
-    return str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"
+    return _as_text(value)
+
+
+def _as_text(value: Fraction) -> str:
+    rest = value.denominator
+    for prime in (2, 5):
+        while rest % prime == 0:
+            rest //= prime
+    # Where only 2 and 5 divide it, the decimals end, within as many places as the denominator has bits.
+    digits = value.denominator.bit_length() + MAX_DIGITS if rest == 1 else 12
+    quotient = Context(prec=digits).divide(value.numerator, value.denominator)
+    text = f"{quotient:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 class _Parser:

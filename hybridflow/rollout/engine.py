@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -227,7 +227,7 @@ class MegatronEngine:
             block, asked = block_bytes(self.model), self._cache_memory
             return (
                 f"its {num_prompt} tokens and max_new_tokens={most} take {blocks_for(num_prompt + most) * block} bytes "
-                f"of the key-value cache, and rollout.cache_memory={asked:g} "
+                f"of the key-value cache, and cache_memory={asked:g} "
                 f"{'of what is free ' if asked < 1 else ''}gives {self._most_blocks * block}; raise it, shorten the "
                 "prompt, or ask for fewer tokens"
             )
@@ -248,14 +248,22 @@ class MegatronEngine:
         return self._named_token(request.params)
 
     def _named_token(self, params: SamplingParams) -> str | None:
-        """Return which stop text is a special token's name, with which no response would end; None if none is."""
-        for name in params.stop:
+        """Return which stop or bad text is a special token's name, which no response's text has; None if none is."""
+        instead = {"stop": "stop_ids=({},)", "bad": "bad_ids=(({},),)"}
+        for kind, name in [*(("stop", name) for name in params.stop), *(("bad", name) for name in params.bad)]:
             assert self._tokenizer is not None, "refused before"
             if (index := self._tokenizer.special_id(name)) is not None:
                 return (
-                    f"its stop text {name!r} is a special token, which is left out of texts; give stop_ids=({index},)"
+                    f"its {kind} text {name!r} is a special token, which is left out of texts; give "
+                    f"{instead[kind].format(index)}"
                 )
         return None
+
+    @property
+    def most_tokens(self) -> int:
+        """Return the longest sequence for which there is room, as ``open`` has found: in the context and the cache."""
+        context: int = self.model.max_sequence_length
+        return min(context, self._most_blocks * BLOCK_TOKENS)
 
     def texts(self) -> Texts:
         """Return the tokenizer for requests with texts; such requests are refused without one."""
@@ -567,14 +575,21 @@ class Session:
             self._watches.pop(number, None)
         self._ready = [pair for pair in self._ready if not any(pair[0] is each for each in requests)]
 
-    def running(self) -> list[tuple[Request, list[int]]]:
-        """Return the requests that have a slot, each with the tokens sampled so far."""
+    def new_tokens(self, num_known: Mapping[int, int]) -> list[tuple[Request, list[int]]]:
+        """Return running requests that have sampled more tokens than are known, each with the new ones.
+
+        Args:
+            num_known: ``id`` of a request -> its tokens that are known; the others are not looked at.
+        """
         found = []
         for lane in self._lanes:
             for slot in lane.scheduler.running:
                 request = self._requests[lane.scheduler.job(slot).number]
-                known = lane.scheduler.tokens[slot, len(request.prompt) : lane.scheduler.lengths[slot]]
-                found.append((request, known.tolist()))
+                if id(request) not in num_known:
+                    continue
+                first = len(request.prompt) + num_known[id(request)]
+                if first < lane.scheduler.lengths[slot]:
+                    found.append((request, lane.scheduler.tokens[slot, first : lane.scheduler.lengths[slot]].tolist()))
         return found
 
     def _catch_up(self) -> list[tuple[Request, Response]]:

@@ -148,7 +148,7 @@ class Environments:
             DataError: A prompt leaves no room for a response, in the model's context or in the cache.
             RolloutStopped: ``is_stopping`` said so, on all ranks; conversations that had begun are dropped.
         """
-        talks = [_Talk(request) for request in requests]
+        talks = [_Talk(request, engine.version) for request in requests]
         session = engine.open(requests, purpose)
         for request in requests:
             if reason := engine.refusal(request):
@@ -279,12 +279,12 @@ class _Talk:
         error: Text of an error; None: there was none.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, version: int) -> None:
         self.environment: Environment | None = None
         self.reward, self.num_turns = 0.0, 0
         self.error: str | None = None
         self._began_s, self._latency_s = time.perf_counter(), math.nan
-        self._asked = request
+        self._asked, self._version = request, version
         self._parts: list[Response] = []
         self._masks: list[Tensor] = []
 
@@ -310,7 +310,8 @@ class _Talk:
                 tokens=torch.tensor(tokens, dtype=torch.int64),
                 log_probs=none,
                 sampled_log_probs=none,
-                versions=none.int(),
+                # A sample is as old as its oldest token, so an observation is not older than what is sampled behind it.
+                versions=torch.full((len(tokens),), self._version, dtype=torch.int32),
                 finish="paused",
             )
         )

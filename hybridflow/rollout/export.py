@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.errors import ConfigError, DataError
+from hybridflow.rollout.texts import text_before_stop
 
 if TYPE_CHECKING:
     from hybridflow.data.tokenizer import Tokenizer
@@ -20,13 +21,15 @@ Row = dict[str, Any]
 class Export:
     """Makes rows of samples, and counts what it leaves out.
 
-    A row's text ends with an end of sequence when it is learned from, so responses that were cut are left out.
+    A row's text ends with an end of sequence when it is learned from. So responses that were cut are left out, and the
+    token or text that ended a response is no part of its row.
 
     Args:
         kind: ``sft``: of each prompt the response with the highest score; ``dpo``: of each group the responses with the
             highest and the lowest, where these differ; ``kto``: every response, which is wanted from ``min_score`` on.
         tokenizer: Tokenizer of the run.
         min_score: Lowest score of a solution, or of the better response of a pair; None: any. ``kto`` needs it.
+        stop: ``rollout.stop`` of the run.
 
     Attributes:
         left_out: Reason -> how many samples, or groups.
@@ -35,11 +38,13 @@ class Export:
         ConfigError: ``kto`` without ``min_score``.
     """
 
-    def __init__(self, kind: str, tokenizer: Tokenizer, min_score: float | None = None) -> None:
+    def __init__(
+        self, kind: str, tokenizer: Tokenizer, min_score: float | None = None, stop: Sequence[str] = ()
+    ) -> None:
         if kind == "kto" and min_score is None:
             raise ConfigError("--as kto: which responses are wanted? give the lowest score of one with --min-score")
         self.left_out: Counter[str] = Counter()
-        self._kind, self._tokenizer, self._min_score = kind, tokenizer, min_score
+        self._kind, self._tokenizer, self._min_score, self._stop = kind, tokenizer, min_score, stop
 
     def rows(self, samples: Iterable[Archived]) -> list[Row]:
         """Return the rows, in the order of the samples.
@@ -117,7 +122,9 @@ class Export:
         return text
 
     def _text(self, sample: Archived) -> str:
-        return self._tokenizer.decode(sample.response)
+        if sample.response and sample.response[-1] in self._tokenizer.stop_ids:
+            return self._tokenizer.decode(sample.response[:-1])
+        return text_before_stop(sample.response, self._stop, self._tokenizer)
 
 
 def _origin(sample: Archived) -> Row:

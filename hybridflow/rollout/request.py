@@ -24,6 +24,10 @@ MOST_ENTRIES, MOST_IDS, MOST_CHARACTERS = 1024, 64, 1024
 """Most entries of a list, tokens of a forbidden sequence, and characters of a stop or forbidden text."""
 
 
+VLLM_RANGES = {"temperature": (0.01, MOST), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0)}
+"""Values that vLLM and servers of its interface take. vLLM raises a lower temperature silently."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How a response is sampled: penalties, biases, what is forbidden, temperature, then cuts, in this order.
@@ -45,7 +49,8 @@ class SamplingParams:
         stop_ids: Tokens that end a response, and are part of it.
         stop: Texts that end a response, which then ends with the token that completes one of them. The name of a
             special token is in no text: ``texts.with_stop_tokens`` makes it one of ``stop_ids``.
-        bad: Texts that no token of a response completes: one that would is forbidden there, and another sampled.
+        bad: Texts that no token of a response completes: one that would is forbidden there, and another sampled. A
+            special token is in no text, and is forbidden by ``bad_ids``.
         greedy: Take the most likely token, without noise.
         seed: Replaces the engine's own seed; None: that.
         with_prompt_log_probs: Whether log-probabilities of the prompt's tokens are wanted.

@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.errors import ConfigError, DataError, WriteError
+from hybridflow.observe.rank_log import LOGS_DIR
+from hybridflow.observe.starts import RECIPE_FILE
 from hybridflow.rollout.export import KINDS, Export, as_lines
+from hybridflow.sections import read_yaml
 
 if TYPE_CHECKING:
     from hybridflow.data.tokenizer import Tokenizer
@@ -93,6 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     from hybridflow.rollout.archive import list_segments
 
     _check_export(arguments)
+    _check_numbers(arguments)
     steps, pattern = _steps(arguments.steps), _pattern(arguments.grep)
     folder = arguments.run_dir / "rollouts"
     if not list_segments(folder):
@@ -121,11 +125,18 @@ def _check_export(arguments: argparse.Namespace) -> None:
     """Refuse options of which one would be ignored."""
     if (arguments.export is None) != (arguments.kind is None):
         raise ConfigError(f"--export FILE and --as {'|'.join(KINDS)}: one was given without the other; give both")
-    shown = [name for name in ("best", "worst", "number", "json") if getattr(arguments, name)]
+    shown = [name for name in ("best", "worst", "number", "json") if getattr(arguments, name) not in (None, False)]
     if arguments.export is not None and shown:
         raise ConfigError(f"--{shown[0]}: says what is shown, and with --export nothing is; leave it out")
     if arguments.export is None and arguments.min_score is not None:
         raise ConfigError("--min-score: is for --export; to see the best samples give --best")
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    if arguments.number is not None and arguments.number < 1:
+        raise ConfigError(f"--number {arguments.number}: expected at least 1")
+    if arguments.min_score is not None and math.isnan(arguments.min_score):
+        raise ConfigError("--min-score nan: expected a number; no score reaches it")
 
 
 def _export(
@@ -138,7 +149,7 @@ def _export(
     """Write rows, all of them or none."""
     from hybridflow.observe.files import replace_by_pieces
 
-    export = Export(arguments.kind, tokenizer, arguments.min_score)
+    export = Export(arguments.kind, tokenizer, arguments.min_score, _stop_texts(arguments.run_dir))
     rows = export.rows(_matching(folder, steps, pattern, tokenizer))
     try:
         replace_by_pieces(arguments.export, as_lines(rows))
@@ -147,6 +158,22 @@ def _export(
     left_out = f"; left out: {export.told()}" if export.left_out else ""
     print(f"hybridflow: wrote {len(rows)} rows to {arguments.export}{left_out}", file=sys.stderr, flush=True)
     return 0
+
+
+def _stop_texts(run_dir: Path) -> list[str]:
+    """Return the texts that ended responses of a run, from the recipe of its last start; a resumed run has the same.
+
+    Raises:
+        ConfigError: It kept no recipe.
+    """
+    recipes = sorted(run_dir.glob(f"{LOGS_DIR}/*/{RECIPE_FILE}"))
+    recipe = read_yaml(recipes[-1]) if recipes else None
+    if not isinstance(recipe, dict) or not isinstance(recipe.get("rollout"), dict):
+        raise ConfigError(
+            f"{run_dir}: {LOGS_DIR}/*/{RECIPE_FILE} is missing or no recipe, so the texts that ended responses "
+            "(rollout.stop) are not known; copy the run's logs too"
+        )
+    return list(recipe["rollout"].get("stop", ()))
 
 
 def _matching(
@@ -164,7 +191,10 @@ def _steps(text: str | None) -> range | None:
     match = re.fullmatch(r"([0-9]{1,15})(?:-([0-9]{1,15}))?", text)
     if match is None:
         raise ConfigError(f"--steps {text}: expected a step, or the first and the last, such as 10-20")
-    return range(int(match[1]), int(match[2] or match[1]) + 1)
+    first, last = int(match[1]), int(match[2] or match[1])
+    if last < first:
+        raise ConfigError(f"--steps {text}: the last step is before the first; give {last}-{first}")
+    return range(first, last + 1)
 
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:
@@ -242,5 +272,12 @@ def _as_text(sample: Archived, tokenizer: Tokenizer) -> str:
 def _as_json(sample: Archived, tokenizer: Tokenizer) -> str:
     texts = {"prompt": tokenizer.decode(sample.prompt), "response": tokenizer.decode(sample.response)}
     tokens = {"prompt_tokens": sample.prompt, "response_tokens": sample.response}
-    score = None if math.isnan(sample.score) else sample.score
-    return json.dumps({**sample._asdict(), **tokens, **texts, "score": score}, ensure_ascii=False, allow_nan=False)
+    # JSON has no NaN: a score, or what an engine does not tell of a token, is null.
+    known = {name: _known(getattr(sample, name)) for name in ("log_probs", "sampled_log_probs")}
+    score = _known([sample.score])[0]
+    row = {**sample._asdict(), **tokens, **texts, **known, "score": score}
+    return json.dumps(row, ensure_ascii=False, allow_nan=False)
+
+
+def _known(numbers: list[float]) -> list[float | None]:
+    return [None if math.isnan(number) else number for number in numbers]

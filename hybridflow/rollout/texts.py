@@ -43,6 +43,35 @@ class Texts:
         return None if not text or _UNKNOWN in text else text
 
 
+class GrowingText:
+    """The text of one response while it grows: as the tokenizer's of all its tokens, in a time that does not grow.
+
+    The last token that is text in itself is decoded again with each token behind it, see ``Watch``.
+
+    Args:
+        texts: Texts of the tokenizer.
+    """
+
+    def __init__(self, texts: Texts) -> None:
+        self._texts = texts
+        self._settled = ""
+        self._open: list[int] = []
+        self._num_anchor = 0
+
+    def add(self, tokens: Iterable[int]) -> str:
+        """Add the response's next tokens; return its text."""
+        for token in tokens:
+            self._open.append(token)
+            anchor = self._texts.alone(token)
+            if anchor is not None:
+                self._settled += self._text()
+                self._open, self._num_anchor = [token], len(anchor)
+        return self._settled + self._text()
+
+    def _text(self) -> str:
+        return self._texts.decode(self._open)[self._num_anchor :]
+
+
 class Watch:
     """Looks for strings in one response.
 
@@ -112,12 +141,12 @@ def text_before_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: Toke
     return text[: first_new(before, text, stop)]
 
 
-def settled_text(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> str:
-    """Return the text of an unfinished response that no further token can change.
+def settled_text(text: str, stop: Sequence[str]) -> str:
+    """Return what no further token can change of the text of an unfinished response.
 
     It holds back letters that lack bytes, and an end that may begin a stop string.
     """
-    text = tokenizer.decode(list(tokens)).rstrip(_UNKNOWN)
+    text = text.rstrip(_UNKNOWN)
     for length in range(min(len(text), max(map(len, stop), default=0)), 0, -1):
         if any(each.startswith(text[-length:]) for each in stop):
             return text[:-length]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from hybridflow.errors import DataError
-from hybridflow.rollout.archive import Archived, list_segments, read_segment
+from hybridflow.rollout.archive import Archived, SegmentName, list_segments, read_places, read_rows
 from hybridflow.rollout.request import FinishReason, Request, Response
+
+Key = tuple[int, int]
+"""Prompt index and index of a sample."""
 
 
 class Replay:
@@ -29,7 +32,9 @@ class Replay:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self._folder = run_dir, run_dir / "rollouts"
         self._unread = deque(list_segments(self._folder))
-        self._known: dict[tuple[int, int], Archived] = {}
+        # Where each sample lies; its tokens are read when they are asked for.
+        self._found: dict[Key, tuple[SegmentName, int]] = {}
+        self._places: dict[SegmentName, dict[str, Any]] = {}
         if not self._unread:
             raise DataError(
                 f"rollout.replay: {self._folder} holds no archive; name the directory of a run that was made with "
@@ -43,22 +48,37 @@ class Replay:
             DataError: One is not there, was sampled for another prompt, or is longer than it may be.
             CheckpointError: The archive is damaged.
         """
-        found = {(ask.prompt_index, ask.index): ask for ask in requests}
-        while self._unread and not found.keys() <= self._known.keys():
-            samples = read_segment(self._folder, self._unread.popleft())
-            self._known |= {(each.prompt_index, each.index): each for each in samples}
-        responses = {key: self._response(ask) for key, ask in found.items()}
-        first = min((prompt_index for prompt_index, _ in found), default=0)
-        self._known = {key: sample for key, sample in self._known.items() if key[0] >= first}
-        return responses
+        wanted = {(ask.prompt_index, ask.index): ask for ask in requests}
+        self._look(wanted)
+        rows: dict[SegmentName, list[int]] = {}
+        for name, row in sorted(self._found[key] for key in wanted if key in self._found):
+            rows.setdefault(name, []).append(row)
+        samples = {
+            (each.prompt_index, each.index): each
+            for name in rows
+            for each in read_rows(self._folder, name, self._places[name], rows[name])
+        }
+        return {key: self._response(ask, samples.get(key)) for key, ask in wanted.items()}
 
-    def _response(self, ask: Request) -> Response:
+    def _look(self, wanted: Collection[Key]) -> None:
+        """Find where the wanted samples lie, in as few segments as it takes, and forget what comes before them."""
+        first = min((prompt_index for prompt_index, _ in wanted), default=0)
+        self._found = {key: place for key, place in self._found.items() if key[0] >= first}
+        while self._unread and not all(key in self._found for key in wanted):
+            name = self._unread.popleft()
+            places = self._places[name] = read_places(self._folder, name)
+            keys = zip(places["prompt_index"].tolist(), places["index"].tolist(), strict=True)
+            self._found |= {key: (name, row) for row, key in enumerate(keys) if key[0] >= first}
+        held = {name for name, _ in self._found.values()}
+        self._places = {name: places for name, places in self._places.items() if name in held}
+
+    def _response(self, ask: Request, sample: Archived | None) -> Response:
         place = f"rollout.replay={self._run_dir}: prompt {ask.prompt_index}, sample {ask.index}"
-        sample = self._known.get((ask.prompt_index, ask.index))
         if sample is None:
             raise DataError(
-                f"{place}: is not in the archive; train for no more steps than that run made, on batches and groups no "
-                "larger than its own"
+                f"{place}: is not in the archive; replay a run that was made with rollout.archive=true (another one "
+                "keeps two prompts of a step), for no more steps than it made, on batches and groups no larger than "
+                "its own"
             )
         if sample.prompt != ask.prompt.tolist():
             raise DataError(

@@ -6,6 +6,7 @@ What is asked for and not computed is refused rather than passed over, but for n
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ _SAMPLING: dict[str, tuple[str, ...]] = {
         )
     },
 }
+_THEIRS = {name: theirs[0] for name, theirs in _SAMPLING.items()}
 _COMMON = frozenset({"model", "stream", "stream_options", "logprobs", "ignore_eos"})
 _COMPLETION = frozenset({"prompt", "echo", "best_of", "suffix"})
 _CHAT = frozenset({"messages", "top_logprobs"})
@@ -99,7 +101,7 @@ class Served:
         name: What clients call it.
         tokenizer: None: it takes and gives token ids alone.
         vocab_size: True vocabulary.
-        max_context: Longest sequence.
+        max_context: Longest sequence, in the model's context and the key-value cache.
     """
 
     name: str
@@ -124,7 +126,12 @@ def read_ask(body: bytes, served: Served, *, is_chat: bool) -> Ask:
     try:
         return _ask(fields, served, is_chat=is_chat)
     except DataError as error:
-        raise ApiError(400, str(error)) from None
+        raise ApiError(400, _renamed(str(error))) from None
+
+
+def _renamed(message: str) -> str:
+    """Return what is wrong with a sampling parameter, with the interface's names in the place of the engine's."""
+    return re.sub(r"(?<=^request: )\w+|max_new_tokens(?==)", lambda name: _THEIRS.get(name[0], name[0]), message)
 
 
 def _ask(fields: Mapping[str, Any], served: Served, *, is_chat: bool) -> Ask:
@@ -198,9 +205,15 @@ def _sampling(fields: Mapping[str, Any], served: Served) -> Options:
             sampling[name] = values[0]
     options = read_options(sampling, "request")
     ends = () if served.tokenizer is None or _flag(fields, "ignore_eos") else served.tokenizer.stop_ids
+    # A special token is in no text, so a text that names it stands for the token.
     texts, named = split_stop(options.get("stop", ()), served.tokenizer)
     options["stop_ids"] = tuple(dict.fromkeys((*ends, *options.get("stop_ids", ()), *named)))
-    return {**options, "stop": texts} if named else options
+    if named:
+        options["stop"] = texts
+    texts, named = split_stop(options.get("bad", ()), served.tokenizer)
+    if named:
+        options |= {"bad": texts, "bad_ids": tuple((token,) for token in named)}
+    return options
 
 
 def _prompts(fields: Mapping[str, Any], served: Served, *, is_chat: bool) -> list[list[int]]:

@@ -7,16 +7,16 @@ import math
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 from hybridflow.exit_status import DONE, FAILURE, REQUEUE
+from hybridflow.families.cut import check_cut
 from hybridflow.observe.activity import current_activity
 from hybridflow.observe.console import print_out
 from hybridflow.observe.rank_log import tell
@@ -70,9 +70,12 @@ class Task:
 
 
 def dry_run(arguments: argparse.Namespace) -> int:
-    """Check model, prompts and layout, and print what would be done."""
+    """Check model, layout, prompts and the parts of earlier starts, and print what would be done."""
     model, layout = model_settings(arguments), layout_of(arguments, arguments.ranks)
-    prompts, _ = read_prompts(arguments.prompts)
+    check_cut(model, layout, f"--layout {layout}")
+    prompts, sha256 = read_prompts(arguments.prompts)
+    run = identity(arguments, sha256, model.dtype, model.max_context)
+    Results(arguments.out).check(run, is_forced=arguments.force)
     tasks, bad = _tasks(prompts, find_tokenizer(arguments), sampling_of(arguments), vocab_of(model), model.max_context)
     if arguments.strict and bad:
         raise _strict(prompts, bad)
@@ -112,8 +115,9 @@ def generate(arguments: argparse.Namespace, world: World) -> int:
         if world.rank == 0:
             run = identity(arguments, sha256, placed.model.dtype, placed.model.max_context)
             results.prepare(run, is_forced=arguments.force)
-    placed.everyone.barrier("the results of earlier starts")
-    there = results.find()
+    # One looks: the others might already see what the first of them writes, and deal the rest in another way.
+    found = placed.everyone.decide("the results of earlier starts", sorted(results.find()) if world.rank == 0 else None)
+    there = {(prompt_index, index) for prompt_index, index in found}
     start = placed.everyone.decide("the name of this start", f"{time.time_ns():020d}-{secrets.token_hex(4)}")
     log = ResultLog(results, start, world.rank) if placed.is_reporter or world.rank == 0 else None
     if world.rank == 0 and log is not None:
@@ -201,7 +205,7 @@ def _task(prompt: Prompt, ids: list[int], tokenizer: Tokenizer | None, options: 
     return Task(prompt=prompt, ids=ids, params=with_stop_tokens(SamplingParams(**merged), tokenizer), count=count)
 
 
-def _requests(tasks: Sequence[Task], there: dict[Key, Any], placed: Placed) -> list[Request]:
+def _requests(tasks: Sequence[Task], there: Set[Key], placed: Placed) -> list[Request]:
     """Return the requests of this rank's replica, without those that are answered already."""
     missing = [
         (task, index) for task in tasks for index in range(task.count) if (task.prompt.prompt_index, index) not in there

@@ -67,7 +67,7 @@ _SAMPLING_NUMBERS: _Options = (
 
 _MODEL: _Options = (
     ("--ranks", int, "N", 1, "ranks to start on this machine (default: 1)"),
-    ("--threads", int, "N", 1, "CPU threads of each rank (default: 1)"),
+    ("--threads", int, "N", None, "CPU threads of each rank (default: 1, or OMP_NUM_THREADS with one rank)"),
     ("--layout", str, "LAYOUT", None, "such as tp2.pp1.dp2 (default: each rank has the whole model)"),
     ("--max-context", int, "N", None, "longest sequence in tokens (default: the model's)"),
     ("--max-concurrent", int, "N", 64, "sequences decoded together (default: 64)"),
@@ -178,7 +178,6 @@ def _generate(arguments: argparse.Namespace) -> int:
         silence_libraries()
         from hybridflow.serving.batch import dry_run
 
-        check_free(arguments.out, is_forced=arguments.force)
         return dry_run(arguments)
 
     def load() -> Callable[[World], int]:
@@ -231,10 +230,12 @@ def _start(
             return run_local(
                 arguments.words,
                 num_ranks=arguments.ranks,
-                threads_per_rank=arguments.threads,
+                threads_per_rank=1 if arguments.threads is None else arguments.threads,
                 save_s=save_s,
             )
-        os.environ.setdefault("OMP_NUM_THREADS", str(arguments.threads))
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if arguments.threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     return run_rank(start, CaughtSignals() if signals is None else signals, load, ClusterConfig())
 
 

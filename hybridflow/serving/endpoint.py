@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, cast
 
 from hybridflow.errors import ConfigError
-from hybridflow.rollout.texts import settled_text
+from hybridflow.rollout.texts import GrowingText, Texts, settled_text
 from hybridflow.serving import api
 from hybridflow.serving.api import ApiError, Ask, Sample, Served
 from hybridflow.serving.desk import Desk, Event
@@ -101,6 +101,7 @@ class Endpoint:
         self, host: str, port: int, *, served: Served, desk: Desk, token: bytes | None, request_s: float
     ) -> None:
         self.served, self.desk, self.request_s = served, desk, request_s
+        self.texts = None if served.tokenizer is None else Texts(served.tokenizer)
         self._token, self._since_s = token, int(time.time())
         self._socket = _listen(host, port)
         self._address, self.port = self._socket.getsockname()[:2]
@@ -325,8 +326,9 @@ class _Completions:
     async def _stream(self, ask: Ask, events: AsyncIterator[Event], answer_id: str, send: Send) -> None:
         """Send server-sent events, up to ``data: [DONE]``."""
         served, sent, samples = self._endpoint.served, dict[int, str](), list[Sample]()
-        known: dict[int, list[int]] = {}
-        assert served.tokenizer is not None, "asked before"
+        growing: dict[int, GrowingText] = {}
+        texts = self._endpoint.texts
+        assert texts is not None, "asked before"
         # What is refused at once is an error of its own, as without a stream.
         event: Event | None = await anext(events)
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
@@ -334,9 +336,8 @@ class _Completions:
         try:
             while event is not None:
                 if event.sample is None:
-                    tokens = known.setdefault(event.place, [])
-                    tokens += event.tokens
-                    text, finish = settled_text(tokens, ask.stop, served.tokenizer), None
+                    whole = growing.setdefault(event.place, GrowingText(texts)).add(event.tokens)
+                    text, finish = settled_text(whole, ask.stop), None
                 else:
                     text, finish = api.text_of(ask, served, event.sample.tokens), event.sample.finish
                     samples.append(event.sample)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -135,13 +136,18 @@ def encode_chat(messages: Any, tokenizer: Tokenizer, max_context: int, tools: Se
 
 def _encoded(text: str, tokenizer: Tokenizer, max_context: int) -> list[int]:
     if len(text) > max_context:
-        most = max_context * max(map(len, tokenizer.pieces().values()))
+        most = max_context * _longest_piece(tokenizer)  # type: ignore[arg-type]  # each is hashed as itself
         if len(text) > most:
             raise DataError(
                 f"the prompt has {len(text)} characters, the context {max_context} tokens, which have at most {most}; "
                 "shorten the prompt"
             )
     return tokenizer.encode(text)
+
+
+@functools.lru_cache(maxsize=1)
+def _longest_piece(tokenizer: Tokenizer) -> int:
+    return max(map(len, tokenizer.pieces().values()))
 
 
 def _of_line(prompt_index: int, place: str, line: bytes) -> Prompt:

@@ -50,34 +50,46 @@ class Results:
         self.out = out
         self.folder = out.with_name(f"{out.name}.parts")
 
-    def prepare(self, run: Mapping[str, Any], *, is_forced: bool) -> None:
-        """Begin, or see that what is there belongs to the same. For one rank.
+    def check(self, run: Mapping[str, Any], *, is_forced: bool) -> None:
+        """See whether the output can be made, and whether what is there belongs to it. Writes nothing.
 
         Args:
             run: What is generated, from what and how, as JSON.
-            is_forced: What is there and does not fit is removed.
+            is_forced: What is there and does not fit is to be removed.
+
+        Raises:
+            WriteError: The output is there already, or its directory cannot be read.
+            ConfigError: The parts are of something else.
+        """
+        check_free(self.out, is_forced=is_forced)
+        if is_forced or not self.folder.is_dir():
+            return
+        with writing(self.folder, _REMEDY):
+            before = self._run_before()
+            if before is None and any(self.folder.iterdir()):
+                raise WriteError(
+                    f"{self.folder}: has files and no {_RUN} that can be read, so they are not known to be parts of "
+                    f"{self.out.name}; move them away, or give --force to remove them"
+                )
+        known = run if before is None else before
+        changed = [name for name in {**known, **run} if known.get(name) != run.get(name)]
+        if changed:
+            raise ConfigError(
+                f"{self.folder}: was begun with another {', '.join(sorted(changed))}; give what it was begun with "
+                "to go on, --force to begin anew, or another --out"
+            )
+
+    def prepare(self, run: Mapping[str, Any], *, is_forced: bool) -> None:
+        """Begin, or go on with what is there. For one rank. See ``check``.
 
         Raises:
             WriteError: The output is there already, or its directory cannot be written.
             ConfigError: The parts are of something else.
         """
-        check_free(self.out, is_forced=is_forced)
+        self.check(run, is_forced=is_forced)
         with writing(self.folder, _REMEDY):
             make_own_folder(self.folder)
-            before = self._run_before()
-            if before is None and not is_forced and any(self.folder.iterdir()):
-                raise WriteError(
-                    f"{self.folder}: has files and no {_RUN} that can be read, so they are not known to be parts of "
-                    f"{self.out.name}; move them away, or give --force to remove them"
-                )
-            known = run if before is None else before
-            changed = [name for name in {**known, **run} if known.get(name) != run.get(name)]
-            if changed and not is_forced:
-                raise ConfigError(
-                    f"{self.folder}: was begun with another {', '.join(sorted(changed))}; give what it was begun with "
-                    "to go on, --force to begin anew, or another --out"
-                )
-            if before is None or changed:
+            if self._run_before() != run:
                 shutil.rmtree(self.folder)
                 make_own_folder(self.folder)
                 replace_file(self.folder / _RUN, json.dumps(dict(run), indent=1).encode())
@@ -175,8 +187,8 @@ def check_free(out: Path, *, is_forced: bool) -> None:
         raise WriteError(f"--out {out}: there is no directory {out.parent}; make it")
 
 
-_OURS = ("sample", "text", "token_ids", "log_probs", "prompt_log_probs", "finish", "error", "place")
-"""Names of results."""
+_OURS = ("sample", "text", "token_ids", "log_probs", "prompt_log_probs", "finish", "error")
+"""Names of results. What a prompt's line has under one of them may be of an earlier response, and is not copied."""
 
 
 def merge_row(prompt: Prompt, row: Row) -> Row:

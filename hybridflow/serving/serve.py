@@ -40,7 +40,8 @@ def serve(arguments: argparse.Namespace, world: World) -> int:
     with current_activity("reading the model"):
         placed = place_model(arguments, world)
     replica = _Replica(placed)
-    front = _Front(arguments, placed, world) if world.rank == 0 else None
+    most_tokens = min(placed.everyone.gather(placed.engine.most_tokens, "the room of the caches"))
+    front = _Front(arguments, placed, world, most_tokens) if world.rank == 0 else None
     news: dict[str, Any] = {}
     with current_activity("serving"):
         while True:
@@ -69,7 +70,7 @@ class _Replica:
         self._session = placed.engine.open()
         self._ids: dict[int, int] = {}
         self._running: dict[int, Request] = {}
-        self._streamed: set[int] = set()
+        # Of streamed requests: id of the request -> tokens that were sent.
         self._num_sent: dict[int, int] = {}
 
     def step(self, commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -94,7 +95,7 @@ class _Replica:
         for sample_id, request in zip(command["ids"], requests, strict=True):
             self._ids[id(request)], self._running[sample_id] = sample_id, request
             if command["is_streamed"]:
-                self._streamed.add(sample_id)
+                self._num_sent[id(request)] = 0
         self._session.add(requests)
 
     def _cancel(self, ids: list[int]) -> None:
@@ -117,22 +118,16 @@ class _Replica:
 
     def _pieces(self) -> list[dict[str, Any]]:
         """Return the new output of streamed samples that have some."""
-        if not self._streamed:
-            return []
         found = []
-        for request, tokens in self._session.running():
-            sample_id = self._ids[id(request)]
-            num_sent = self._num_sent.get(sample_id, 0)
-            if sample_id in self._streamed and len(tokens) > num_sent:
-                self._num_sent[sample_id] = len(tokens)
-                found.append({"id": sample_id, "tokens": tokens[num_sent:]})
+        for request, tokens in self._session.new_tokens(self._num_sent) if self._num_sent else ():
+            self._num_sent[id(request)] += len(tokens)
+            found.append({"id": self._ids[id(request)], "tokens": tokens})
         return found
 
     def _forget(self, request: Request) -> int:
         sample_id = self._ids.pop(id(request))
         del self._running[sample_id]
-        self._streamed.discard(sample_id)
-        self._num_sent.pop(sample_id, None)
+        self._num_sent.pop(id(request), None)
         return sample_id
 
 
@@ -143,9 +138,10 @@ class _Front:
         arguments: Of the command.
         placed: The model.
         world: All ranks.
+        most_tokens: Longest sequence for which all replicas have room.
     """
 
-    def __init__(self, arguments: argparse.Namespace, placed: Placed, world: World) -> None:
+    def __init__(self, arguments: argparse.Namespace, placed: Placed, world: World, most_tokens: int) -> None:
         self._watch, self._grace_s = world.watch, arguments.grace_s
         self._desk = Desk(placed.mesh.layout.dp, arguments.max_waiting)
         self._end_s: float | None = None
@@ -153,7 +149,7 @@ class _Front:
             name=Path(arguments.model).resolve().name if arguments.name is None else arguments.name,
             tokenizer=placed.tokenizer,
             vocab_size=placed.vocab_size,
-            max_context=placed.model.max_context,
+            max_context=most_tokens,
         )
         self._endpoint = Endpoint(
             arguments.host,
@@ -165,6 +161,11 @@ class _Front:
         )
         signal.signal(signal.SIGINT, self._interrupt)
         self._endpoint.start()
+        if most_tokens < placed.model.max_context:
+            tell(
+                f"hybridflow: the key-value cache has room for {most_tokens} tokens of a sequence, so the context is "
+                f"no longer than that, instead of {placed.model.max_context}; raise --cache-memory"
+            )
         say(f"hybridflow: serving {served.name} at {self._endpoint.url}")
 
     def take(self) -> list[dict[str, Any]]:

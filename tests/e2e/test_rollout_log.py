@@ -311,6 +311,9 @@ def test_samples_are_shown_to_a_person(runs, capsys):
     "words, status, told",
     [
         (("--steps", "x"), 2, "--steps x"),
+        (("--steps", "60-50"), 2, "--steps 60-50: the last step is before the first; give 50-60"),
+        (("--number", "0"), 2, "--number 0: expected at least 1"),
+        (("--export", "a.jsonl", "--as", "kto", "--min-score", "nan"), 2, "--min-score nan: expected a number"),
         (("--grep", "("), 2, "--grep"),
         (("--tokenizer", "nowhere.model"), 2, "nowhere.model"),
         (("--grep", "no such text"), 0, "no sample matches"),

@@ -244,13 +244,18 @@ def test_asked_to_end_it_finishes_what_runs_and_refuses_what_comes(folder):
 def test_what_the_cache_has_no_room_for_is_the_clients_to_change(folder):
     def ask(client):
         long = {"prompt": "1+1=", "max_tokens": 400}
-        answers = [client.post(**long), client.post(**long, stream=True), client.post(prompt="1+1=", max_tokens=4)]
-        return [[status, str(answer)] for status, answer in answers]
+        chat = {"messages": [{"role": "user", "content": "7"}], "ignore_eos": True}
+        answers = [
+            *(client.post(**long), client.post(**long, stream=True), client.post(prompt="1+1=", max_tokens=4)),
+            client.post("/v1/chat/completions", **chat),
+        ]
+        return [[status, str(answer)] for status, answer in answers], answers[-1][1]["usage"]["total_tokens"]
 
-    (whole, streamed, short), _ = serve(folder, ask, "--cache-memory", "50000")
-    assert whole[0] == 400 and "rollout.cache_memory=50000" in whole[1]
-    assert streamed[0] == 400 and "rollout.cache_memory=50000" in streamed[1]
-    assert short[0] == 200
+    ((whole, streamed, short, chat), num_tokens), done = serve(folder, ask, "--cache-memory", "50000")
+    for status, answer in (whole, streamed):
+        assert status == 400 and f"max_tokens=400 exceeds the context of {num_tokens} tokens" in answer
+    assert short[0] == chat[0] == 200
+    assert f"has room for {num_tokens} tokens of a sequence" in done.err and "raise --cache-memory" in done.err
 
 
 def test_what_cannot_be_served_is_told_once(folder):

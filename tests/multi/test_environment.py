@@ -141,6 +141,7 @@ def conversations(world, layouts: list[ParallelLayout], max_concurrent: int):
     for layout in layouts:
         model, mesh, groups, _ = make_model(world, layout)
         engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=max_concurrent)
+        engine.version = 7
         requests, examples = (each[mesh.coordinate(world.rank).dp :: layout.dp] for each in problems())
         talks = environments(world, mesh).converse(engine, requests, examples)
         sequences = [torch.cat([ask.prompt, got.response.tokens]) for ask, got in zip(requests, talks, strict=True)]
@@ -167,7 +168,8 @@ def merged(size: int, max_concurrent: int = 256) -> dict:
 
 def plain(talk: Conversation) -> SimpleNamespace:
     """Without tensors, so that it can go from one process to another."""
-    numbers = {name: getattr(talk.response, name).tolist() for name in ("tokens", "log_probs", "sampled_log_probs")}
+    names = ("tokens", "log_probs", "sampled_log_probs", "versions")
+    numbers = {name: getattr(talk.response, name).tolist() for name in names}
     return SimpleNamespace(
         **numbers, mask=talk.mask.tolist(), reward=talk.reward, num_turns=talk.num_turns, error=talk.error
     )
@@ -211,6 +213,8 @@ def test_conversations_are_what_was_said_and_heard_in_turn(reference):
         is_at_end = "x" in spoken(said[-1]) or talk.num_turns == 4
         assert is_at_end or len(talk.mask) + len(heard(spoken(said[-1]))) >= 30
         assert not any("x" in spoken(each) for each in said[:-1]) and talk.error is None
+        # Of what was observed too: a sample's age is that of its oldest token.
+        assert set(talk.versions) == {7}
 
 
 # Few at a time, so that conversations wait for each other.

@@ -160,9 +160,11 @@ def ended(world: World, folder: Path) -> Any:
         worker = RolloutWorker(**given)
         pairs = [worker.generate(PROMPTS, stop=START, **how), worker.generate(PROMPTS, stop_ids=(0, 1), **how)]
         found.append([[(each.tokens.tolist(), each.text, each.finish) for each in part] for part in pairs])
-    params = SamplingParams(max_new_tokens=4, stop=("=", START))
-    request = Request(prompt=torch.tensor([3, 4]), params=params, prompt_index=0)
-    reason = RolloutWorker(path)._open_worker().engine.refusal(request)
+    engine = RolloutWorker(path)._open_worker().engine
+    reasons = []
+    for texts in ({"stop": ("=", START)}, {"bad": (START,)}):
+        params = SamplingParams(max_new_tokens=4, **texts)
+        reasons.append(engine.refusal(Request(prompt=torch.tensor([3, 4]), params=params, prompt_index=0)))
     config = {"group_size": 8, "max_new_tokens": 12, "rollout": {"stop": [START]}, "run_dir": str(folder / "ended")}
     drawn = []
     for place, actor in (("path", path), ("own", TinyActor(vocab_size=45, seed=1))):
@@ -171,16 +173,19 @@ def ended(world: World, folder: Path) -> Any:
             batch = trainer.rollout(PROMPTS + ["7="]).batch
         rows = zip(batch.ragged("tokens").to_list(), batch.dense("prompt_lengths").tolist(), strict=True)
         drawn.append([row[length:].tolist() for row, length in rows])
-    return found, reason, drawn
+    return found, reasons, drawn
 
 
 def test_the_name_of_a_special_token_ends_a_response_in_every_engine(folder):
-    ((found, reason, drawn),) = run_ranks(ended, 1, folder)
+    ((found, reasons, drawn),) = run_ranks(ended, 1, folder)
     for by_name, by_id in found:
         assert by_name == by_id
         stopped = [(tokens, text) for tokens, text, finish in by_name if tokens[-1] == 1 and finish == "stop"]
         assert stopped and all(START not in text for _, text in stopped)
-    assert reason == f"its stop text {START!r} is a special token, which is left out of texts; give stop_ids=(1,)"
+    assert reasons == [
+        f"its stop text {START!r} is a special token, which is left out of texts; give stop_ids=(1,)",
+        f"its bad text {START!r} is a special token, which is left out of texts; give bad_ids=((1,),)",
+    ]
     for responses in drawn:
         assert len(responses) == 32 and any(tokens[-1] == 1 for tokens in responses)
         assert all(1 not in tokens[:-1] for tokens in responses)

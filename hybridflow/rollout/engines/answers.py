@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from hybridflow.rollout.engines.wire import BadAnswer
-from hybridflow.rollout.request import Request, Response, SamplingParams
+from hybridflow.rollout.request import VLLM_RANGES, Request, Response, SamplingParams
 
 LogProbsKind = Literal["raw", "processed"]
 """Log-probabilities of the model's own distribution, or of the one sampled from, after temperature and cuts."""
@@ -199,7 +199,12 @@ def going_on_refusal(request: Request) -> str | None:
     return None
 
 
-def bias_refusal(params: SamplingParams) -> str | None:
-    """Return why an engine that takes biases up to ±100 cannot apply a bias, or None if it can."""
+def range_refusal(params: SamplingParams) -> str | None:
+    """Return why vLLM, or a server of its interface, cannot sample with such numbers, or None if it can."""
     far = [bias for _, bias in params.logit_bias if abs(bias) > 100]
-    return f"logit_bias={far[0]:g}: the engine takes -100 to 100" if far else None
+    if far:
+        return f"logit_bias={far[0]:g}: the engine takes -100 to 100"
+    for name, (low, high) in VLLM_RANGES.items():
+        if not low <= getattr(params, name) <= high and not (params.greedy and name == "temperature"):
+            return f"{name}={getattr(params, name):g}: the engine takes {low:g} to {high:g}"
+    return None

@@ -14,10 +14,10 @@ from hybridflow.errors import EngineError
 from hybridflow.rollout.engines.answers import (
     Answer,
     LogProbsKind,
-    bias_refusal,
     known_tokens,
     num_before_stop,
     num_left,
+    range_refusal,
 )
 from hybridflow.rollout.engines.http_engine import ask_once
 from hybridflow.rollout.engines.wire import BadAnswer, Lines, Refused
@@ -68,7 +68,7 @@ class OpenAi:
                     f"stop_ids: OpenAI's interface has no stop tokens, and this is not vLLM: found {others} beyond the "
                     "tokenizer's ends; remove their names from rollout.stop, or serve with vLLM"
                 )
-        return bias_refusal(params)
+        return range_refusal(params)
 
     def body(self, request: Request, seed: int) -> dict[str, Any]:
         """See ``Api``."""

@@ -21,12 +21,12 @@ from hybridflow.families.model import ModelConfig
 from hybridflow.rollout.engines.answers import (
     Answer,
     LogProbsKind,
-    bias_refusal,
     failed,
     going_on_refusal,
     known_tokens,
     num_before_stop,
     num_left,
+    range_refusal,
     request_seed,
     response_of,
     unfinished,
@@ -188,7 +188,7 @@ class VllmEngine:
             return reason
         if params.stop or params.bad or params.bad_ids:
             return "stop, bad, bad_ids: vLLM in this process works on tokens, and does not keep sequences of them out"
-        return going_on_refusal(request) or bias_refusal(params)
+        return going_on_refusal(request) or range_refusal(params)
 
     def generate(
         self, requests: list[Request], purpose: str = "rollout", progress: Progress | None = None

@@ -66,6 +66,11 @@ def test_what_is_corrected(load, overrides, expected):
         ([*SERVER, "rollout.engine.urls=['http://x:99999']"], "no address"),
         ([*SERVER, "rollout.engine.urls=['http://x/?key=1']"], "expected http://host:port"),
         ([*SERVER, "rollout.engine.auth_env='a b'"], "auth_env"),
+        (
+            ["rollout.engine.kind=vllm", "rollout.temperature=0.005"],
+            "temperature=0.005: .*takes 0.01 to 10000",
+        ),
+        ([*SERVER, "rollout.presence_penalty=3"], "presence_penalty=3: rollout.engine.kind=openai takes -2 to 2"),
         (["correction.kind=icepop", "correction.low=3"], "correction.low=3 is not below"),
     ],
 )

@@ -556,6 +556,10 @@ def test_validation_without_held_out_data_is_refused(tmp_path, key):
             ["actor.moe.router_replay=replay", "model.num_experts=4", "rollout.environment={name: calculator}"],
             ["actor.moe.router_replay=replay: with rollout.environment nobody tells"],
         ),
+        (
+            ["actor.moe.router_replay=measure", "model.num_experts=4", "rollout.replay=runs/other"],
+            ["actor.moe.router_replay=measure: with rollout.replay nobody tells"],
+        ),
         (["actor.moe_aux_loss_coeff=0.1"], ["Megatron's moe_aux_loss_coeff is actor.moe.aux_loss here"]),
     ],
 )

@@ -222,3 +222,19 @@ def test_the_command_shows_the_last_step_with_samples(tmp_path, capsys):
     (segments / "step-000001-000003-rank-00000.h5").rename(segments / "step-000001-000005-rank-00000.h5")
     assert cli.main(["rollouts", str(tmp_path)]) == 0
     assert re.findall(r"^step \d+", capsys.readouterr().out, flags=re.MULTILINE) == ["step 3", "step 3"]
+
+
+def test_log_probs_that_an_engine_does_not_tell_are_null(tmp_path, capsys):
+    write_archive(tmp_path, [1], num_groups=1, group_size=1, num_tokens=3)
+    unknown = Sampled(
+        prompt_index=7,
+        index=0,
+        tokens=np.array([4], np.int32),
+        log_probs=np.array([-0.5], np.float32),
+        sampled_log_probs=np.array([np.nan], np.float32),
+        versions=np.zeros(1, np.int32),
+    )
+    write_segment(tmp_path / "rollouts", SegmentName(2, 2, 0), [(2, unknown)], {7: [4]}, {})
+    assert cli.main(["rollouts", str(tmp_path), "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["log_probs"], row["sampled_log_probs"], row["score"]) == ([-0.5], [None], None)

@@ -98,6 +98,19 @@ def test_every_response_is_wanted_or_not():
         Export("kto", Letters())
 
 
+def test_what_ended_a_response_is_no_part_of_its_row():
+    samples = [sample(1, 0, 0, "4\nProblem:", 1.0), sample(1, 0, 1, "5. Problem: 1+1", 0.0)]
+    # The first ends with the token that completes the stop text, the second with an end that has a text of its own.
+    samples[0].response.pop()
+    samples[1].response[-1] = ord("E")
+    letters = Letters()
+    letters.stop_ids = (2, ord("E"))
+    for kind, texts in (("sft", ["4"]), ("dpo", ["4", "5. Problem: 1+1"]), ("kto", ["4", "5. Problem: 1+1"])):
+        rows = Export(kind, letters, 0.5, stop=["\nProblem:"]).rows(samples)
+        names = ("answer", "chosen", "rejected", "completion")
+        assert [row[name] for row in rows for name in names if name in row] == texts
+
+
 def test_training_reads_the_rows(tmp_path: Path):
     path, data = tmp_path / "rows.jsonl", DataConfig(train="a", held_out="b")
     for kind, read_as in (("sft", "problems"), ("dpo", "pairs"), ("kto", "preferences")):

@@ -198,6 +198,8 @@ def test_all_that_vllm_knows_is_passed(serve):
         ("vllm", {"bad": ("x",)}, "bad"),
         ("vllm", {"bad_ids": ((3, 4),)}, "bad_ids"),
         ("vllm", {"logit_bias": ((3, 1000.0),)}, "logit_bias=1000"),
+        ("vllm", {"temperature": 0.005}, "temperature=0.005: the engine takes 0.01 to 10000"),
+        ("someone", {"frequency_penalty": -3.0}, "frequency_penalty=-3: the engine takes -2 to 2"),
         ("someone", {"top_k": 3}, "top_k=3"),
         ("someone", {"min_p": 0.1}, "min_p=0.1"),
         ("someone", {"stop": ("x",)}, "stop"),

@@ -11,7 +11,7 @@ import pytest
 from hybridflow.data.pieces import PieceTokenizer
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.rollout.request import SamplingParams
-from hybridflow.rollout.texts import Texts, Watch, text_before_stop, with_stop_tokens
+from hybridflow.rollout.texts import GrowingText, Texts, Watch, text_before_stop, with_stop_tokens
 
 LINES = [f"{a}+{b}={a + b} naïve €{b} 日本 the end." for a in range(30) for b in range(5)]
 
@@ -150,6 +150,17 @@ def test_strings_are_found_at_the_token_that_completes_them(kind, tmp_path):
     assert num_found > 100 and num_across > 30
 
 
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_growing_text_is_that_of_all_tokens(kind, tmp_path):
+    tokenizer = TOKENIZERS[kind](tmp_path)
+    texts, rng = Texts(tokenizer), random.Random(4)
+    for _ in range(150):
+        tokens, growing, place = sequence(tokenizer, rng), GrowingText(texts), 0
+        while place < len(tokens):
+            before, place = place, place + rng.randint(1, 3)
+            assert growing.add(tokens[before:place]) == tokenizer.decode(tokens[:place]), (kind, tokens[:place])
+
+
 def test_text_before_the_stop_string(tmp_path):
     tokenizer = TOKENIZERS["bytes"](tmp_path)
     tokens = tokenizer.encode("the end. €5 the end")
@@ -195,8 +206,10 @@ class Counting:
 
 def test_looking_does_not_take_longer_as_a_response_grows(tmp_path):
     counting = Counting(TOKENIZERS["bytes"](tmp_path))
-    watch = Watch(Texts(counting), ["never"], [])
     tokens = counting.tokenizer.encode("the end. €5 日本" * 100)
-    for token in tokens:
-        watch.add(token)
-    assert len(tokens) > 500 and counting.num_decoded < 5 * len(tokens)
+    watch, growing = Watch(Texts(counting), ["never"], []), GrowingText(Texts(counting))
+    for add in (watch.add, lambda token: growing.add([token])):
+        counting.num_decoded = 0
+        for token in tokens:
+            add(token)
+        assert len(tokens) > 500 and counting.num_decoded < 8 * len(tokens)

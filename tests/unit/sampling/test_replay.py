@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridflow.data.rollout_log import Sampled
-from hybridflow.errors import ConfigError, DataError
+from hybridflow.errors import CheckpointError, ConfigError, DataError
 from hybridflow.recipe.load import load_recipe
 from hybridflow.rollout.archive import SegmentName, write_segment
 from hybridflow.rollout.request import Request, SamplingParams
@@ -61,8 +61,23 @@ def test_every_response_is_what_was_sampled(tmp_path: Path):
             assert response.sampled_log_probs.equal(-torch.full((1 + index,), 0.2 + prompt_index + index / 2))
             assert response.versions.tolist() == [prompt_index // 2 - 1] * (1 + index)
             assert response.finish == ("stop" if index else "length")
-    with pytest.raises(DataError, match="prompt 8, sample 0: is not in the archive"):
+    with pytest.raises(DataError, match="prompt 8, sample 0: is not in the archive; .*rollout.archive=true"):
         replay.find([ask(8, 0)])
+
+
+def test_a_resumed_run_reads_no_tokens_of_the_steps_before(tmp_path: Path):
+    write_archive(tmp_path)
+    for rank in (0, 1):
+        path = tmp_path / "rollouts/segments" / str(SegmentName(1, 2, rank))
+        prompts = (2 + rank, 4 + rank)
+        tokens = np.array([token for each in prompts for token in (10 * each, 10 * each, 10 * each + 1)], np.int32)
+        content = path.read_bytes()
+        assert content.count(tokens.tobytes()) == 1
+        path.write_bytes(content.replace(tokens.tobytes(), bytes(tokens.nbytes)))
+    (response,) = Replay(tmp_path).find([ask(7, 1)]).values()
+    assert response.tokens.tolist() == [70, 71]
+    with pytest.raises(CheckpointError, match="step-000001-000002-rank-00000.h5"):
+        Replay(tmp_path).find([ask(2, 0)])
 
 
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path):

@@ -1,5 +1,6 @@
 """Prompts, parameters and kept results of ``hybridflow generate``, and the form of requests, without a model."""
 
+import argparse
 import json
 import os
 from dataclasses import replace
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 
 from hybridflow.data.chat import chat_template, render_chat
 from hybridflow.errors import ConfigError, DataError, WriteError
-from hybridflow.rollout.texts import Texts, Watch, settled_text, text_before_stop
-from hybridflow.serving import batch
+from hybridflow.exit_status import DONE
+from hybridflow.rollout.texts import GrowingText, Texts, Watch, settled_text, text_before_stop
+from hybridflow.serving import batch, command
 from hybridflow.serving.api import ApiError, Sample, Served, completion, failure, read_ask
 from hybridflow.serving.options import check_together, read_options
-from hybridflow.serving.prompts import deal, read_prompts
+from hybridflow.serving.prompts import deal, encode_text, read_prompts
 from hybridflow.serving.results import ResultLog, Results
 
 
@@ -204,7 +206,9 @@ def test_parts_that_another_user_has_prepared_are_refused(tmp_path):
 
 
 def test_output_has_the_lines_in_order_with_their_own_fields(tmp_path):
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "id": 7, "text": "old", "error": 5}\nnonsense\n')
+    (tmp_path / "p.jsonl").write_text(
+        '{"prompt": "a", "id": 7, "place": "Bern", "text": "old", "error": 5}\nnonsense\n'
+    )
     prompts = {prompt.prompt_index: prompt for prompt in read_prompts(tmp_path / "p.jsonl")[0]}
     results = Results(tmp_path / "out.jsonl")
     results.prepare(RUN, is_forced=False)
@@ -214,8 +218,8 @@ def test_output_has_the_lines_in_order_with_their_own_fields(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     made = {"token_ids": [1], "finish": "stop"}
     assert lines[:2] == [
-        {"prompt": "a", "id": 7, "sample": 0, "text": "one", **made},
-        {"prompt": "a", "id": 7, "sample": 1, "text": "two \ud800", **made},
+        {"prompt": "a", "id": 7, "place": "Bern", "sample": 0, "text": "one", **made},
+        {"prompt": "a", "id": 7, "place": "Bern", "sample": 1, "text": "two \ud800", **made},
     ]
     assert lines[2]["place"].endswith("p.jsonl:2")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "p.jsonl"], "the parts are gone"
@@ -275,12 +279,12 @@ def test_a_template_that_fails_or_wants_more_is_an_error(template, found, tmp_pa
 def test_what_is_streamed_is_a_beginning_of_the_text_without_its_stop(text, stop, fewest):
     tokens, shown, num_sampled = Letters().encode(text), [""], 0
     assume(len(tokens) >= fewest)
-    watch = Watch(Texts(Letters()), stop, [])
+    watch, growing = Watch(Texts(Letters()), stop, []), GrowingText(Texts(Letters()))
     for token in tokens:
         num_sampled += 1
         if watch.add(token) and num_sampled >= fewest:
             break
-        shown.append(settled_text(tokens[:num_sampled], stop, Letters()))
+        shown.append(settled_text(growing.add([token]), stop))
     whole = text_before_stop(tokens[:num_sampled], stop, Letters())
     assert all(after.startswith(before) for before, after in zip(shown, [*shown[1:], whole], strict=True)), shown
     # By hand: the shortest beginning that is long enough and ends with a stop text, without the longest of those.
@@ -314,6 +318,8 @@ def test_a_request_becomes_prompts_and_parameters():
 def test_the_name_of_a_special_token_ends_a_sample_as_the_token_does(stop, texts, tmp_path):
     asked = ask(prompt="a", stop=stop, stop_token_ids=[7], ignore_eos=True)
     assert asked.params["stop_ids"] == (7, 256) and asked.params["stop"] == asked.stop == texts
+    assert ask(prompt="a", bad_words=stop).params["bad"] == texts
+    assert ask(prompt="a", bad_words=stop).params["bad_ids"] == ((256,),)
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a", "sampling": {"stop": stop}}))
     ((prompt,), _) = read_prompts(tmp_path / "p.jsonl")
     task = batch._task(prompt, [97], Letters(), {"max_new_tokens": 4, "stop_ids": (7,)}, 64)
@@ -345,7 +351,10 @@ def test_the_name_of_a_special_token_ends_a_sample_as_the_token_does(stop, texts
         ({"prompt": "a", "stream": True, "logprobs": 0}, "cannot be streamed"),
         ({"prompt": "a", "stream_options": []}, "include_usage"),
         ({"prompt": "a", "tools": []}, "unknown parameters tools"),
-        ({"prompt": "a", "min_tokens": 9, "max_tokens": 4}, "min_new_tokens: found 9"),
+        ({"prompt": "a", "min_tokens": 9, "max_tokens": 4}, "min_tokens: found 9, expected at most max_tokens=4"),
+        ({"prompt": "a", "max_completion_tokens": 0}, "request: max_tokens: found 0"),
+        ({"prompt": "a", "stop_token_ids": ["a"]}, "request: stop_token_ids: found"),
+        ({"prompt": "a", "bad_words": [""]}, "request: bad_words: found"),
     ],
 )
 def test_what_cannot_be_met_is_refused_with_400(body, found):
@@ -353,6 +362,36 @@ def test_what_cannot_be_met_is_refused_with_400(body, found):
         ask(**body)
     assert refused.value.status == 400
     assert refused.value.body()["error"]["type"] == "invalid_request_error"
+
+
+def test_the_longest_piece_is_looked_for_once():
+    class Counting(Letters):
+        num_calls = 0
+
+        def pieces(self):
+            self.num_calls += 1
+            return super().pieces()
+
+    tokenizer = Counting()
+    for _ in range(3):
+        assert len(encode_text("a" * 100, tokenizer, 64)) == 100
+    assert tokenizer.num_calls == 1
+
+
+@pytest.mark.parametrize(
+    ("exported", "words", "expected"),
+    [(None, (), "1"), (None, ("--threads", "2"), "2"), ("8", (), "8"), ("8", ("--threads", "2"), "2")],
+)
+def test_threads_are_those_that_were_asked_for(monkeypatch, exported, words, expected):
+    monkeypatch.setenv("OMP_NUM_THREADS", exported or "")
+    if exported is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    for name in ("run_rank", "CaughtSignals"):
+        monkeypatch.setattr(command, name, lambda *_: DONE)
+    parser = argparse.ArgumentParser()
+    command.add_serving(parser.add_subparsers())
+    arguments = parser.parse_args(["serve", "--model", "m", *words])
+    assert arguments.run(arguments) == DONE and os.environ["OMP_NUM_THREADS"] == expected
 
 
 def test_fewest_tokens_are_counted_without_the_one_that_stops():

@@ -315,8 +315,8 @@ def _mesh_memory(
         weights=weights,
         gradients=share * gradient_bytes(trained, model),
         optimizer=share * optimizer_bytes(placed.states if is_distributed else None, rank, model, trained),
-        # With its gradients before they are summed.
-        activations=activations + placed.gathered_bytes(copies=2),
+        # With its gradients, which are summed in fp32.
+        activations=activations + placed.gathered_bytes(copies=1 + 4 // ITEM_BYTES[model.dtype]),
     )
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hybridflow.config.roles import OptimizerConfig
@@ -45,7 +45,12 @@ def shard_model(
         in_host_memory: Shards, and the gradients of them, are in host memory, pinned where the device is a GPU. A layer
             comes to the device to compute.
     """
-    settings: dict[str, Any] = dict(mesh=_torch_mesh(world, mesh), reshard_after_forward=not mesh.layout.keeps_gathered)
+    settings: dict[str, Any] = dict(
+        mesh=_torch_mesh(world, mesh),
+        reshard_after_forward=not mesh.layout.keeps_gathered,
+        # Else gradients in bf16 are summed over the ranks in bf16.
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
+    )
     if in_host_memory:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for layer in layers:

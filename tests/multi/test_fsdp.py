@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hybridflow.checkpoint.store import load_latest, open_role
 from hybridflow.checkpoint.training_state import load_training
 from hybridflow.config.roles import LoRAConfig, OptimizerConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.models.fsdp import local_part, shard_model
 from hybridflow.models.weights import local_regions, regions_of
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
@@ -82,6 +84,19 @@ def test_a_rank_holds_a_quarter():
         whole, parts = ranks[0]["dp4"][kind], [rank["fsdp4"][kind] for rank in ranks]
         # Padding of the vocabulary is on the last rank alone, and no tensor here has rows that four ranks cannot share.
         assert max(parts) <= 1.01 * whole / 4 and abs(sum(parts) - whole) <= 0.01 * whole, (kind, parts, whole)
+
+
+def summed_gradients(world) -> set[float]:
+    """Sums over four ranks of 256, 1, -256 and 1 in every order. In bf16 256 + 1 is 256."""
+    _, plan = make_job(world, tiny_recipe(ParallelLayout.parse("fsdp4"), "grpo"))
+    module = torch.nn.Linear(24, 4, bias=False, dtype=torch.bfloat16)
+    shard_model(module, [], world, plan.meshes["actor.update"])
+    module(torch.tensor([*permutations([256.0, 1, -256, 1])], dtype=torch.bfloat16)[:, world.rank]).sum().backward()
+    return set(local_part(module.weight.grad).flatten().tolist())
+
+
+def test_gradients_in_bf16_are_summed_over_ranks_in_fp32():
+    assert run_ranks(summed_gradients, 4) == [{2.0}] * 4
 
 
 def rollout_weights(world, text: str) -> tuple[list[Any], list[Any], dict[str, float]]:

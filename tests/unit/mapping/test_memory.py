@@ -147,6 +147,18 @@ def test_what_is_always_in_host_memory_takes_what_is_gathered_alone():
     assert before.update - after.update == before.rollout - after.rollout == actor.kept > 0
 
 
+@pytest.mark.parametrize(("dtype", "width"), [("fp32", 4), ("bf16", 2)])
+def test_what_is_gathered_has_gradients_that_are_summed_in_fp32(dtype, width):
+    sharded, whole = (
+        by_mesh(memory_of("grpo", f"actor.update={{{axis}: 4}}", "actor.rollout={dp: 4}", f"model.dtype={dtype}")[0])
+        for axis in ("fsdp", "dp")
+    )
+    # All weights: there are two layers, and what is in none. Unsharded they are there too, without gradients.
+    numbers = whole["actor.update"].weights // width
+    gathered = sharded["actor.update"].activations - whole["actor.update"].activations
+    assert gathered == numbers * (width + 4)
+
+
 def test_one_layout_for_both_phases_has_the_weights_once():
     layout = "actor.rollout={tp: 2, dp: 2}"
     parts = by_mesh(memory_of("grpo", layout, "model.dtype=bf16")[0])

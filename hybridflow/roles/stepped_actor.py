@@ -98,6 +98,10 @@ class SteppedActor(Actor):
         logits: list[Tensor] = [torch.empty(0)] * len(labelled.sequences)
 
         def take(output: Tensor, part: MicroBatch) -> None:
+            if part.is_blank:
+                # Its backward pass takes part in the exchanges of the other replicas'.
+                local_losses.append(output.sum() * 0.0)
+                return
             if self.is_whole:
                 for row, places in zip(part.samples, part.places, strict=True):
                     logits[row] = output[to_device(places, output.device), : self._job.vocab_size]

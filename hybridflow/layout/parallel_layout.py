@@ -27,7 +27,8 @@ class ParallelLayout:
         pp: Pipeline-parallel size: ranks that share the stack of layers.
         dp: Data-parallel size: replicas of the model.
         cp: Context-parallel size: ranks that share one sequence.
-        ep: Expert-parallel size. It adds no ranks: ``etp * ep`` divides the ``tp * cp * dp`` ranks of a stage.
+        ep: Expert-parallel size. It adds no ranks: ``etp * ep`` divides the ``tp * cp * dp`` ranks of a stage. It also
+            divides ``tp * cp``, or is a multiple of it.
         vpp: Virtual pipeline chunks on each stage. They add no ranks. Above 1, ``pp`` must be above 1 too.
         etp: Tensor-parallel size inside each expert. None means ``tp``.
         layers: Layers of each pipeline stage. If vpp > 1, layers of each of the ``pp * vpp`` virtual stages, in order.
@@ -74,6 +75,14 @@ class ParallelLayout:
             raise LayoutError(
                 f"layout ep={self.ep} with etp={self.expert_tp}: their product does not divide the "
                 f"tp·cp·dp = {self.tp * self.cp * self.dp} ranks of a stage; choose an ep or etp that does"
+            )
+        sharers, replica = self.expert_tp * self.ep, self.tp * self.cp
+        if replica % sharers and sharers % replica:
+            # Replicas take part in each other's micro-batches by groups of sharers, which would hold parts of replicas.
+            raise LayoutError(
+                f"layout tp={self.tp} cp={self.cp} with ep={self.ep} etp={self.expert_tp}: the etp·ep = {sharers} "
+                f"ranks that share experts are no whole number of replicas of tp·cp = {replica} ranks, nor part of "
+                "one; choose an ep or etp with which one of the two products divides the other"
             )
         if isinstance(self.layers, tuple) and (len(self.layers) != self.pp * self.vpp or min(self.layers) < 0):
             raise LayoutError(
@@ -227,11 +236,17 @@ class ParallelLayout:
         """Return the layout in which a model generates that learns in this one: whole layers, in one piece.
 
         Context-parallel ranks and shards are replicas.
+
+        Raises:
+            LayoutError: Replicas and ranks that share experts do not fit without ``cp``.
         """
         layers = self.layers
         if self.vpp > 1 and isinstance(layers, tuple):
             layers = tuple(sum(layers[stage :: self.pp]) for stage in range(self.pp))
-        return replace(self.without_sharding(), cp=1, dp=self.dp * self.cp, vpp=1, layers=layers)
+        try:
+            return replace(self.without_sharding(), cp=1, dp=self.dp * self.cp, vpp=1, layers=layers)
+        except LayoutError as error:
+            raise LayoutError(f"the rollout of layout {self}: {error}; or set actor.rollout") from None
 
     def check_fits(self, num_ranks: int, owner: str) -> None:
         """Refuse ranks that this layout does not fill exactly.

@@ -323,7 +323,7 @@ def _update_layouts(model: ModelConfig, num_ranks: int, ranks_per_node: int) -> 
         for cp in (size for size in (1, 2, 4, 8) if size <= longest and num_ranks // (tp * pp) % size == 0):
             dp = num_ranks // (tp * pp * cp)
             chunks = _CHUNKS if pp > 1 else (1,)
-            for vpp, (ep, etp) in itertools.product(chunks, _expert_cuts(model, tp, tp * cp * dp)):
+            for vpp, (ep, etp) in itertools.product(chunks, _expert_cuts(model, tp, cp, dp)):
                 if vpp > 1 and model.num_layers % (pp * vpp):
                     continue
                 layout = ParallelLayout(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, etp=etp, vpp=vpp)
@@ -335,19 +335,21 @@ def _update_layouts(model: ModelConfig, num_ranks: int, ranks_per_node: int) -> 
 def _rollout_layouts(model: ModelConfig, num_ranks: int, ranks_per_node: int) -> Iterator[ParallelLayout]:
     for tp in _divisors(ranks_per_node):
         if num_ranks % tp == 0:
-            for ep, etp in _expert_cuts(model, tp, num_ranks):
+            for ep, etp in _expert_cuts(model, tp, 1, num_ranks // tp):
                 layout = ParallelLayout(tp=tp, dp=num_ranks // tp, ep=ep, etp=etp)
                 if _fits(model, layout):
                     yield layout
 
 
-def _expert_cuts(model: ModelConfig, tp: int, num_ranks: int) -> list[tuple[int, int | None]]:
-    """Return sizes of ep and etp for a stage of so many ranks."""
+def _expert_cuts(model: ModelConfig, tp: int, cp: int, dp: int) -> list[tuple[int, int | None]]:
+    """Return sizes of ep and etp for a stage: the ranks that share experts are parts of a replica, or whole ones."""
     if model.num_experts is None:
         return [(1, None)]
     sizes = [size for size in _divisors(model.num_experts) if size & (size - 1) == 0]
     cuts = itertools.product(sizes, (None, 1) if tp > 1 else (None,))
-    return [(ep, etp) for ep, etp in cuts if num_ranks % (ep * (tp if etp is None else etp)) == 0]
+    shared = [((ep, etp), ep * (tp if etp is None else etp)) for ep, etp in cuts]
+    replica = tp * cp
+    return [cut for cut, size in shared if replica % size == 0 or (size % replica == 0 and replica * dp % size == 0)]
 
 
 def _fits(model: ModelConfig, layout: ParallelLayout) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from hybridflow import cli
 from hybridflow.errors import HybridflowError, LayoutError
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.mapping.choices import _rollout_layouts, _update_layouts
 from hybridflow.mapping.hardware import hardware
 from hybridflow.mapping.memory import cached_tokens
 from hybridflow.mapping.rl_step import (
@@ -381,3 +382,11 @@ def test_a_7b_model_generates_faster_at_tp_2_than_at_tp_8(concurrent):
         for tp in (2, 8)
     )
     assert narrow < 0.9 * wide
+
+
+def test_layouts_of_experts_that_cannot_be_made_are_not_tried():
+    # tp3.dp2.ep2.etp1 would divide the 6 ranks.
+    heads = ("model.num_attention_heads=6", "model.num_query_groups=6", "model.hidden_size=192", "model.head_dim=32")
+    model = load_recipe("grpo", [*heads, "model.ffn_hidden_size=384", "model.num_experts=8"]).model
+    for found in (_update_layouts(model, 6, 6), _rollout_layouts(model, 6, 6)):
+        assert {3, 6} < {each.tp for each in found}

@@ -122,6 +122,10 @@ class Trainable:
                 use_gloo_process_groups=False,
                 pg_collection=groups,
             )
+        for optimizer, inner in self._inner_optimizers():
+            if any(group["is_expert_parallel"] for group in inner.param_groups):
+                # By this group the norm tells which rank counts what is whole on all: here biases of experts.
+                optimizer.tp_group = groups.expt_tp
         for group in self._optimizer.param_groups:
             # Megatron-LM's scheduler of rates does this, which is not used here: norms and biases do not decay.
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]

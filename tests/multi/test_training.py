@@ -128,6 +128,30 @@ def test_a_gradient_that_is_not_finite_ends_the_job_on_all_ranks():
         assert len(told) == 2 and all("norm of the gradient is nan" in each for each in told), told
 
 
+BIASED = replace(MIXTURE, linear_bias=True)
+
+
+def norms_of_expert_biases(world) -> list[float]:
+    """The norm of a gradient that is 1 for biases of experts and 0 for all else, by layout and optimizer."""
+    found = []
+    for text, distributed in (("tp2.ep2.etp1", True), ("tp2.ep2.etp1", False), ("dp2.etp2", True), ("dp2.etp2", False)):
+        built, _, groups, _ = make_model(world, ParallelLayout.parse(text), model=BIASED)
+        trainable = Trainable(built, groups, OptimizerConfig(lr=1e-3, distributed=distributed))
+        trainable.begin()
+        for name, parameter in built.named_parameters():
+            if ".local_experts." in name and name.endswith(".bias"):
+                parameter.main_grad.fill_(1.0)
+        found.append(trainable.step())
+    return found
+
+
+def test_the_norm_has_each_bias_of_an_expert_once():
+    # Four layers of four experts: gate, up and output.
+    expected = (4 * 4 * (2 * BIASED.ffn_hidden_size + BIASED.hidden_size)) ** 0.5
+    for found in run_ranks(norms_of_expert_biases, 2):
+        assert found == pytest.approx([expected] * 4)
+
+
 def difference_of_sharing(world, model: ModelConfig, layout: ParallelLayout) -> dict[str, float]:
     """How far outputs and gradients are from one another where samples share prompts, and where each is alone."""
     built, _, groups, _ = make_model(world, layout, model=model)

@@ -47,9 +47,13 @@ class RoutedLayer(TransformerLayer):
 
     def forward(self, *args: Any, **known: Any) -> Any:
         """Run the layer. Here, since this is what is called again where activations are computed anew."""
-        if isinstance(self.mlp, ExpertLayer):
-            self.mlp.router.routing = getattr(known["attention_bias"], "routing", None)
-        return super().forward(*args, **known)
+        if not isinstance(self.mlp, ExpertLayer):
+            return super().forward(*args, **known)
+        self.mlp.router.routing = getattr(known["attention_bias"], "routing", None)
+        output = super().forward(*args, **known)
+        # A rollout on a GPU calls the experts alone, and is told nothing.
+        self.mlp.router.routing = None
+        return output
 
 
 class ExpertLayer(BaseMoELayer):

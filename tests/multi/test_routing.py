@@ -76,6 +76,7 @@ def losses_of_routers(world, config):
     expected = torch.autograd.grad(loss, parameters, allow_unused=True)
     watch = RouterWatch(model, groups, MOE, [part])
     output = model(part.tokens, part.attention, part.rows)
+    assert all(layer.mlp.router.routing is None for layer in model.decoder.layers), "a rollout on a GPU would obey it"
     (output.sum() * 0.0).backward()
     worst = 0.0
     for parameter, wanted in zip(parameters, expected, strict=True):

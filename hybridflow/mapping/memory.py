@@ -23,7 +23,7 @@ from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.mapping.activations import activation_bytes, decoding_bytes, vocab_size_of
 from hybridflow.mapping.hardware import Hardware, hardware
-from hybridflow.models.adapters import adapter_spec
+from hybridflow.models.adapters import adapter_spec, parts_of
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.recipe.meshes import reference_is_base
 from hybridflow.reshard.fsdp import weight_holdings
@@ -335,10 +335,13 @@ def _rollout_memory(
         return MeshMemory(mesh=mesh.name, weights=copied, lasting=lasting, cache=vllm_bytes(recipe, gpu_bytes))
     cache = cache_bytes(recipe, model, mesh) if cached is None else cached * _token_bytes(model, mesh)
     beside = placed.stage_bytes[0] if is_vllm else packed_bytes(placed.spec, model, mesh, rank)
+    # A CPU in fp32 merges adapters into its packed matrices.
+    lora = None if beside else recipe.actor.lora
+    joined = 0 if lora is None else joined_bytes(placed.spec, lora, mesh, rank)
     return MeshMemory(
         mesh=mesh.name,
-        weights=copied + beside,
-        lasting=lasting,
+        weights=copied + beside + joined,
+        lasting=lasting + joined,
         cache=cache,
         room=0 if cached is None else cache_room(recipe, cache),
         activations=decoding_bytes(recipe, model, mesh, rank, recipe.rollout.max_concurrent),
@@ -422,6 +425,22 @@ def packed_bytes(spec: ModelSpec, model: ModelConfig, mesh: DeviceMesh, rank: in
         -(-math.prod(region.local_shape[:-1]) // PANEL) * PANEL * region.local_shape[-1] * ITEM_BYTES[tensor.dtype]
         for tensor in spec.tensors
         if _is_packed(tensor, is_last)
+        for region in held.regions(tensor, rank)
+    )
+
+
+def joined_bytes(spec: ModelSpec, lora: LoRAConfig, mesh: DeviceMesh, rank: int) -> int:
+    """Return the bytes of adapters' factors as ``rollout.gpu.transformer`` copies them.
+
+    A layer has one A and one B for all of its parts.
+    """
+    held = WeightHoldings(spec, mesh)
+    ranks = {f".{linear}.weight": len(parts) * lora.rank for linear, parts in parts_of(lora.targets).items()}
+    return sum(
+        number * (math.prod(region.local_shape[:-1]) + region.local_shape[-1]) * ITEM_BYTES[tensor.dtype]
+        for tensor in spec.tensors
+        for end, number in ranks.items()
+        if tensor.name.endswith(end)
         for region in held.regions(tensor, rank)
     )
 

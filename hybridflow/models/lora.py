@@ -207,6 +207,18 @@ class Adapter(nn.Module):
         return torch.cat(whole, dim=-1).flatten(-2)
 
     @torch.no_grad()
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """Return one pair of factors for all parts: new memory.
+
+        Returns:
+            A ``[ranks, in]``, the factors of all parts. B ``[ranks, out]`` with a column for each row of the layer,
+            which is 0 in the ranks of other parts. The adapter adds ``scale * x A^T B``, before any sum over ranks.
+        """
+        factors = self.factors()
+        columns = [self._interleaved({part: b.t()}) if part else b.t() for part, (_, b) in factors.items()]
+        return torch.cat([a for a, _ in factors.values()]), torch.cat(columns)
+
+    @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
         """Return the local weight with the update in it, summed in fp32: new memory."""
         whole = weight.detach().float().clone()
@@ -290,7 +302,7 @@ def adapted(transformer: GPTModel | Chunks) -> Iterator[tuple[str, nn.Module]]:
     """Yield the linear layers of this rank that have an adapter, with the logical names of their weights."""
     for layer in [layer for chunk in chunks_of(transformer) for layer in chunk.decoder.layers]:
         for name, module in layer.named_modules():
-            if isinstance(getattr(module, "lora", None), Adapter):
+            if adapter_of(module) is not None:
                 yield f"decoder.layers.{layer.layer_number - 1}.{name}.weight", module
 
 
@@ -317,9 +329,15 @@ def actor_of(transformer: Uncut) -> TransformersActor:
     return transformer.module
 
 
+def adapter_of(linear: nn.Module) -> Adapter | None:
+    """Return the adapter of a linear layer, if it has one."""
+    found = getattr(linear, "lora", None)
+    return found if isinstance(found, Adapter) else None
+
+
 def merged_weight(linear: nn.Module) -> Tensor:
     """Return the weight of a linear layer with its adapter's update; the weight itself where there is no adapter."""
-    adapter = getattr(linear, "lora", None)
+    adapter = adapter_of(linear)
     weight = _weight_of(linear).detach()
     return weight if adapter is None else adapter.merged(weight)
 

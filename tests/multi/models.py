@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from hybridflow.config.roles import LoRAConfig
 from hybridflow.families.model import ModelConfig, RotaryScaling
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -114,12 +115,21 @@ def make_model(
     seed: int = 3,
     std: float = 0.1,
     has_value_head: bool = False,
+    lora: LoRAConfig | None = None,
 ) -> tuple[Transformer, DeviceMesh, object, object]:
-    """This rank's part of a model with weights from (seed, name): larger than usual, so that differences show."""
+    """This rank's part of a model with weights from (seed, name): larger than usual, so that differences show.
+
+    Adapters add something from the start; the ranks' parts of a factor are alike.
+    """
     mesh, groups = place(world, layout)
-    spec = describe_model(world, model, vocab_size=VOCAB, has_value_head=has_value_head)
-    built = build_transformer(model, layout, groups, world.device, vocab_size=VOCAB, has_value_head=has_value_head)
+    known = dict(vocab_size=VOCAB, has_value_head=has_value_head, lora=lora)
+    spec = describe_model(world, model, **known)
+    built = build_transformer(model, layout, groups, world.device, **known)
     initialize(built, spec, mesh, world.rank, seed=seed, std=std)
+    generator = torch.Generator().manual_seed(seed)
+    for name, factor in built.named_parameters():
+        if name.endswith(".B"):
+            factor.data.normal_(std=std, generator=generator)
     return built, mesh, groups, spec
 
 

@@ -22,7 +22,7 @@ from hybridflow.config.roles import LoRAConfig, OptimizerConfig
 from hybridflow.dataflow.batch import Batch
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.mapping.memory import job_memory, packed_bytes
+from hybridflow.mapping.memory import job_memory, joined_bytes
 from hybridflow.models.adapters import adapter_spec, base_spec, factor_spec
 from hybridflow.models.attention import PackedAttention
 from hybridflow.models.gpt import build_transformer
@@ -284,9 +284,11 @@ def phases(world: World) -> list[dict[str, Any]]:
         shared = {tensor.data_ptr() for tensor in parameters}
         own = {name: tensor for name, tensor in actor._rollout.tensors().items() if tensor.data_ptr() not in shared}
         mesh, spec = job.meshes["actor.rollout"], base_spec(actor.spec)
+        # The kernels of a CPU do not know the model, and a GPU copies the factors.
+        joined = joined_bytes(spec, recipe.actor.lora, mesh, world.rank)
         held += [
-            sum(tensor.nbytes for name, tensor in own.items() if ".lora." not in name),
-            sum(tensor.nbytes for tensor in own.values()) + packed_bytes(spec, recipe.model, mesh, world.rank),
+            sum(tensor.nbytes for name, tensor in own.items() if ".lora." not in name) + joined,
+            sum(tensor.nbytes for tensor in own.values()) + joined,
         ]
         adapters = sum(tensor.num_bytes for tensor in factor_spec(actor.spec).tensors)
         rows = []

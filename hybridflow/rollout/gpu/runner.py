@@ -74,7 +74,7 @@ class GpuRunner:
         return True
 
     def prepare(self) -> None:
-        """Find the weights, which may have moved, and merge adapters anew after a change; all else is read in place.
+        """Find the weights, which may have moved, and copy adapters anew after a change; all else is read in place.
 
         Collective: tp.
         """
@@ -83,7 +83,7 @@ class GpuRunner:
         else:
             self._decoder.find_weights()
         if self._is_stale:
-            self._transformer.merge_adapters()
+            self._transformer.copy_adapters()
             self._is_stale = False
 
     def forget(self) -> None:

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.gpt import Transformer
-from hybridflow.models.lora import merged_weight
+from hybridflow.models.lora import adapter_of
 from hybridflow.models.rotary import rotary_table
 from hybridflow.models.scoring import Scoring
 from hybridflow.rollout.gpu import ops
@@ -58,7 +58,7 @@ class GpuTransformer:
     """A stage and shard of a model, computed as ``Transformer.forward`` computes it.
 
     Args:
-        model: Whose weights are read in place; those with adapters are merged into copies.
+        model: Whose weights are read in place. Factors of adapters are copied, those of a layer's parts side by side.
         group: Its tensor-parallel ranks.
         vocab_size: True vocabulary.
 
@@ -84,7 +84,7 @@ class GpuTransformer:
         self._rotary = rotary_table(model.rotary_pos_emb.inv_freq, model.max_sequence_length)
         self.layers = [_layer(each, self._is_gelu) for each in model.decoder.layers]
         self._weights = list(model.parameters())
-        self._merged: dict[int, Tensor] = {}
+        self._factors: dict[int, tuple[float, Tensor, Tensor]] = {}
         self._factor: Tensor | None = None
         if model.has_scaled_embeddings:
             # In the weights' own format, as these models were trained.
@@ -94,22 +94,25 @@ class GpuTransformer:
         self.num_columns = len(self._output_weight()) if model.post_process else 0
         self.softcap = model.logit_softcap or 0.0
         self.is_capturable = not any(isinstance(each.mlp, ExpertLayer) for each in self.layers)
-        self.merge_adapters()
+        self.copy_adapters()
 
     @torch.no_grad()
-    def merge_adapters(self) -> None:
-        """Merge the adapters' present updates into the copies of their weights, in place."""
+    def copy_adapters(self) -> None:
+        """Copy the adapters' present factors, to where a captured graph finds them."""
         for module in self._linears():
-            if getattr(module, "lora", None) is not None:
-                merged = merged_weight(module)
-                self._merged.setdefault(id(module), merged).copy_(merged)
+            adapter = adapter_of(module)
+            if adapter is not None:
+                found = adapter.joined()
+                _, *held = self._factors.setdefault(id(module), (adapter.scale, *found))
+                for copy, factor in zip(held, found, strict=True):
+                    copy.copy_(factor)
 
     def locate(self) -> tuple[int, ...]:
         """Take note of where the weights are, and return it: a captured graph holds as long as they are there."""
         for layer in self.layers:
             if isinstance(layer.mlp, GpuExperts):
                 layer.mlp.locate()
-        return tuple(each.data_ptr() for each in (*self._weights, *self._merged.values()))
+        return tuple(each.data_ptr() for each in self._weights)
 
     def __call__(self, tokens: Tensor, attention: GpuAttention, rows: Tensor | None) -> Tensor:
         """Compute as ``Transformer.forward``; logits are not capped if ``rows`` is None.
@@ -176,8 +179,12 @@ class GpuTransformer:
         return hidden + product
 
     def _linear(self, module: Any, inputs: Tensor) -> Tensor:
-        weight = self._merged.get(id(module), module.weight)
-        return linear(inputs, weight, getattr(module, "bias", None))
+        product = linear(inputs, module.weight, getattr(module, "bias", None))
+        if id(module) not in self._factors:
+            return product
+        scale, a, b = self._factors[id(module)]
+        # Of a layer whose inputs are cut this is a part, as the product is, and both are summed over the ranks.
+        return product.addmm_(linear(inputs, a), b, alpha=scale)
 
     def _over_group(self, product: Tensor) -> Tensor:
         if self._group is not None:

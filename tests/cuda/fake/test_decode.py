@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from hybridflow.config.roles import LoRAConfig
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.mapping.memory import joined_bytes
 from hybridflow.models.gpt import build_transformer
+from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.rollout.gpu import decode
 from hybridflow.rollout.gpu.transformer import GpuTransformer
 from tests.cuda.fake.machine import DEVICE, Launches, fake_cuda, place
@@ -53,19 +56,23 @@ LLAMA3_70B = ModelConfig(
     dtype="bf16",
 )
 
+LORA = LoRAConfig(rank=16, alpha=32.0)
+
 
 @pytest.mark.parametrize(
-    ("model", "tp", "rows", "launches_per_layer", "is_edited"),
+    ("model", "tp", "rows", "launches_per_layer", "is_edited", "lora"),
     [
-        pytest.param(QWEN2_7B, 1, 64, 12, False, id="7B, batch 64"),
-        pytest.param(QWEN2_7B, 1, 8, 12, True, id="7B, batch 8, keys split, edited logits"),
-        pytest.param(LLAMA3_70B, 8, 64, 12, False, id="70B, one rank of tp8"),
-        pytest.param(QWEN3_30B, 1, 64, 14, False, id="30B of 128 experts"),
-        pytest.param(QWEN3_30B, 2, 8, 16, True, id="30B of 128 experts, one rank of tp2, edited logits"),
+        pytest.param(QWEN2_7B, 1, 64, 12, False, None, id="7B, batch 64"),
+        pytest.param(QWEN2_7B, 1, 64, 20, False, LORA, id="7B, batch 64, adapters"),
+        pytest.param(QWEN2_7B, 1, 8, 12, True, None, id="7B, batch 8, keys split, edited logits"),
+        pytest.param(LLAMA3_70B, 8, 64, 12, False, None, id="70B, one rank of tp8"),
+        pytest.param(LLAMA3_70B, 8, 64, 20, False, LORA, id="70B, one rank of tp8, adapters"),
+        pytest.param(QWEN3_30B, 1, 64, 14, False, None, id="30B of 128 experts"),
+        pytest.param(QWEN3_30B, 2, 8, 16, True, None, id="30B of 128 experts, one rank of tp2, edited logits"),
     ],
 )
 def test_a_step_asks_nothing_of_the_host_and_starts_few_kernels(
-    monkeypatch, model, tp, rows, launches_per_layer, is_edited
+    monkeypatch, model, tp, rows, launches_per_layer, is_edited, lora
 ):
     monkeypatch.setattr(
         decode._State,
@@ -74,8 +81,8 @@ def test_a_step_asks_nothing_of_the_host_and_starts_few_kernels(
     )
     with fake_cuda(monkeypatch, size=tp) as world, torch.inference_mode():
         layout = ParallelLayout(tp=tp)
-        groups = place(world, layout)[1]
-        built = build_transformer(model, layout, groups, DEVICE, vocab_size=model.vocab_size)
+        mesh, groups = place(world, layout)
+        built = build_transformer(model, layout, groups, DEVICE, vocab_size=model.vocab_size, lora=lora)
         transformer = GpuTransformer(built, groups.tp, model.vocab_size)
         decoder = decode.Decoder(
             transformer, groups.tp, max_rows=rows, max_steps=16, context=model.max_context, device=DEVICE
@@ -84,6 +91,9 @@ def test_a_step_asks_nothing_of_the_host_and_starts_few_kernels(
         with Launches() as launches:
             # A host synchronization would raise here.
             decoder.step(rows, edits)
+    copied = sum(each.nbytes for _, *pair in transformer._factors.values() for each in pair)
+    spec = model_spec(shape_of(model, model.vocab_size))
+    assert copied == (0 if lora is None else joined_bytes(spec, lora, mesh, 0))
     # Beside the layers: the embedding, the output layer and sampling.
     assert sum(launches.names.values()) <= launches_per_layer * model.num_layers + 20, launches.names
     # The cache is read by address, and not counted: a program for each query group reads each key and value once. Nor

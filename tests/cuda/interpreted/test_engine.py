@@ -7,12 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.functional import linear
 
+from hybridflow.config.roles import LoRAConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.models.lora import merged_weight
 from hybridflow.parallel.world import World
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.gpu import decode
 from hybridflow.rollout.gpu.runner import GpuRunner
+from hybridflow.rollout.gpu.transformer import GpuTransformer
 from hybridflow.rollout.request import Request, SamplingParams
 from tests.multi.models import CAPPED, MIXTURE, TINY, VOCAB, make_model
 
@@ -26,6 +30,9 @@ KINDS = [
     {"temperature": 1.4},
 ]
 CUTS = [{"temperature": 1.4, "top_k": 5}, {"top_p": 0.8, "top_k": 9}, {"min_p": 0.1}, {"top_p": 0.5, "min_p": 0.2}]
+ALL = LoRAConfig(rank=3, alpha=7.0)
+SOME = replace(ALL, targets=("v_proj", "o_proj", "up_proj"))
+FUSED = replace(ALL, targets=("qkv_proj", "gate_up_proj"))
 EDITS = [
     {"temperature": 1.4, "top_k": 5, "repetition_penalty": 1.2},
     {"presence_penalty": 1.0, "frequency_penalty": 0.5, "stop_ids": (3, 4), "min_new_tokens": 5},
@@ -58,9 +65,9 @@ def generated(engine: MegatronEngine, asked: list[Request]):
     return [(each.tokens.tolist(), each.finish, each.error) for each in engine.generate(asked)]
 
 
-def both(world: World, shape, asked: list[Request]):
+def both(world: World, shape, asked: list[Request], lora: LoRAConfig | None = None):
     """Return what the CPU engine and the GPU engine generate, and the largest difference of a log-probability."""
-    model, _, groups, _ = make_model(world, ParallelLayout(), model=shape)
+    model, _, groups, _ = make_model(world, ParallelLayout(), model=shape, lora=lora)
     found = []
     for is_gpu in (False, True):
         engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=7, max_concurrent=8)
@@ -75,6 +82,45 @@ def both(world: World, shape, asked: list[Request]):
     ]
     gap = max(gaps)
     return *texts, gap
+
+
+def test_texts_of_adapters_are_those_of_the_cpu_engine(world):
+    ours, theirs, gap = both(world, SMALL, requests(3, KINDS), ALL)
+    assert ours == theirs and gap < 1e-5
+
+
+@pytest.mark.parametrize("lora", [ALL, SOME, FUSED], ids=["all", "some", "fused"])
+def test_linear_layers_add_what_merged_weights_would_after_an_update(world, lora):
+    model, _, groups, _ = make_model(world, ParallelLayout(), model=SMALL, lora=lora)
+    transformer = GpuTransformer(model, groups.tp, VOCAB)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(1.5)
+    places = [pair[1].data_ptr() for pair in transformer._factors.values()]
+    transformer.copy_adapters()
+    assert places == [pair[1].data_ptr() for pair in transformer._factors.values()], "a captured graph reads there"
+    for module in transformer._linears():
+        inputs = torch.randn(5, module.weight.shape[1], generator=torch.Generator().manual_seed(1))
+        expected = linear(inputs, merged_weight(module), module.bias)
+        torch.testing.assert_close(transformer._linear(module, inputs), expected, atol=1e-5, rtol=0)
+
+
+def test_an_update_too_small_for_a_weight_in_bf16_counts(world):
+    shape = replace(SMALL, dtype="bf16", qkv_bias=False)
+    model, _, groups, _ = make_model(world, ParallelLayout(), model=shape, lora=replace(ALL, rank=1, alpha=2.0))
+    for name, parameter in model.named_parameters():
+        # Inputs of alternating signs: W x is 0, and A x their number. To 1 bf16 cannot add less than 1/256.
+        parameter.data.fill_(2**-12 if name.endswith(".B") else 1)
+        if name.endswith(".A"):
+            parameter.data[:, 1::2] = -1
+    transformer = GpuTransformer(model, groups.tp, VOCAB)
+    for module in transformer._linears():
+        inputs = module.weight.new_ones(2, module.weight.shape[1])
+        inputs[:, 1::2] = -1
+        expected = torch.full((2, len(module.weight)), 2 * inputs.shape[1] * 2**-12, dtype=torch.bfloat16)
+        assert torch.equal(transformer._linear(module, inputs), expected)
+        assert torch.equal(merged_weight(module), module.weight), "merged, the update would be gone"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hybridflow.config.roles import LoRAConfig
+from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.parallel.world import World, let_go_at_close
 from hybridflow.rollout.engine import MegatronEngine
@@ -18,9 +20,9 @@ from tests.multi.models import MIXTURE, TINY, VOCAB, make_model, samples
 from tests.support.ranks import run_ranks
 
 
-def texts_of(world, layout: ParallelLayout):
+def texts_of(world, layout: ParallelLayout, shape: ModelConfig, lora: LoRAConfig | None):
     """What both engines generate, and whether the kernels compute the experts."""
-    model, _, groups, _ = make_model(world, layout, model=replace(MIXTURE, num_layers=2))
+    model, _, groups, _ = make_model(world, layout, model=replace(shape, num_layers=2), lora=lora)
     sequences, prompts = samples(2)
     # Replicas end at different times.
     most = 2 + 2 * (world.rank * layout.dp // world.size)
@@ -43,16 +45,17 @@ def texts_of(world, layout: ParallelLayout):
 
 
 @pytest.mark.parametrize(
-    ("layout", "size", "has_kernels"),
+    ("layout", "has_kernels", "shape", "lora"),
     [
-        (ParallelLayout(tp=2), 2, True),
-        (ParallelLayout(tp=2, etp=1), 2, False),
-        (ParallelLayout(dp=2, etp=2), 2, False),
-        (ParallelLayout(tp=2, dp=2, ep=2), 4, False),
+        (ParallelLayout(tp=2), True, MIXTURE, None),
+        (ParallelLayout(tp=2, etp=1), False, MIXTURE, None),
+        (ParallelLayout(dp=2, etp=2), False, MIXTURE, None),
+        (ParallelLayout(tp=2, dp=2, ep=2), False, MIXTURE, None),
+        (ParallelLayout(tp=2), True, TINY, LoRAConfig(rank=3, alpha=7.0)),
     ],
 )
-def test_texts_are_those_of_the_cpu_engine(layout, size, has_kernels):
-    for ours, theirs, is_capturable in run_ranks(texts_of, size, layout):
+def test_texts_are_those_of_the_cpu_engine(layout, has_kernels, shape, lora):
+    for ours, theirs, is_capturable in run_ranks(texts_of, layout.world_size, layout, shape, lora):
         assert is_capturable == has_kernels
         for (tokens, log_probs), (others, other_log_probs) in zip(ours, theirs, strict=True):
             assert tokens == others and log_probs == pytest.approx(other_log_probs, abs=1e-5)

@@ -147,6 +147,14 @@ def test_what_is_always_in_host_memory_takes_what_is_gathered_alone():
     assert before.update - after.update == before.rollout - after.rollout == actor.kept > 0
 
 
+def test_a_gpu_copies_the_factors_of_adapters():
+    layout = "actor.update={tp: 2, dp: 2}", "actor.rollout={tp: 2, dp: 2}", "model.dtype=bf16"
+    rollout = by_mesh(memory_of("grpo", *layout, "actor.lora={rank: 8}")[0])["actor.rollout"]
+    # Rows and columns of a rank: of query, key and value, the projection, gate and up, and the way down.
+    qkv, projection, gate_up, down = 192 + 128, 128 + 64, 512 + 128, 128 + 256
+    assert rollout.weights == rollout.lasting == 2 * 2 * 8 * (3 * qkv + projection + 2 * gate_up + down)
+
+
 @pytest.mark.parametrize(("dtype", "width"), [("fp32", 4), ("bf16", 2)])
 def test_what_is_gathered_has_gradients_that_are_summed_in_fp32(dtype, width):
     sharded, whole = (

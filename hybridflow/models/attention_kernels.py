@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LARGEST_HEAD = 256
-
 
 @triton.jit
 def _span(starts, sequence):

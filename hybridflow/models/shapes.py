@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from hybridflow.errors import ReshardError
 from hybridflow.families.model import ModelConfig
 from hybridflow.reshard.spec import DType, ModelSpec, Place, TensorSpec
 
@@ -97,17 +96,6 @@ def named_shapes() -> dict[str, ModelShape]:
     ``vocab_size``) in the Hugging Face repositories of their makers.
     """
     return dict(_SHAPES)
-
-
-def shape(name: str) -> ModelShape:
-    """Return a well-known model.
-
-    Raises:
-        ReshardError: No model of that name is known here.
-    """
-    if name not in _SHAPES:
-        raise ReshardError(f"model {name!r}: not known by name; expected one of {', '.join(_SHAPES)}")
-    return _SHAPES[name]
 
 
 def shape_of(model: ModelConfig, vocab_size: int) -> ModelShape:

@@ -202,10 +202,6 @@ class Gate:
         """Return the file number, for a selector."""
         return self._selector.fileno()
 
-    def num_strangers(self) -> int:
-        """Return how many have proved nothing yet."""
-        return len(self._strangers)
-
     def admit(self, now_s: float) -> list[tuple[socket.socket, Session]]:
         """Return the connections that have proved themselves, with this end's sessions; they do not block.
 

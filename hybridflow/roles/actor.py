@@ -210,8 +210,7 @@ class Actor(Role):
             self._compared, self._num_sampled, self._num_rejected = torch.zeros(len(SAMPLER_SUMS)).double(), 0, 0
         part, totals = self._counted(mini_batch(self._job, batch, turn["index"]), is_first=is_first)
         if totals is None:
-            self._placed.settle()
-            self.metrics["actor/skipped"] = self.metrics.get("actor/skipped", 0.0) + 1
+            self._skip()
             return
         results, grad_norm = self._step(
             self._placed.micro_batches(part),
@@ -222,6 +221,11 @@ class Actor(Role):
             self._report([sums for sums, _, _ in results], grad_norm)
             if is_first:
                 self._report_distance(results)
+
+    def _skip(self) -> None:
+        """Leave out a mini-batch that has no token to learn from."""
+        self._placed.settle()
+        self.metrics["actor/skipped"] = self.metrics.get("actor/skipped", 0.0) + 1
 
     def _counted(self, part: Batch, *, is_first: bool) -> tuple[Batch, Totals | None]:
         """Return a mini-batch without its rejected tokens, and the counts of its tokens. Collective: dp."""
@@ -252,8 +256,7 @@ class Actor(Role):
         part = mini_batch(self._job, batch, turn["index"])
         totals = self._placed.totals(part)
         if totals is None:
-            self._placed.settle()
-            self.metrics["actor/skipped"] = self.metrics.get("actor/skipped", 0.0) + 1
+            self._skip()
             return
         results, grad_norm = self._step(
             self._placed.micro_batches(part),

@@ -148,15 +148,6 @@ class LearnedIndex:
         return found
 
 
-def read_learned(folder: Path, keys: Collection[Key]) -> dict[Key, Learned]:
-    """Return what was learned from samples, by step, prompt index and index, as far as it is there.
-
-    Raises:
-        CheckpointError: A file is damaged.
-    """
-    return LearnedIndex(folder, {step for step, *_ in keys}).find(keys)
-
-
 def drop_learned(folder: Path, *, after: int | None) -> None:
     """Remove what was learned in steps after one, which the run will make anew; None: all. For one rank.
 

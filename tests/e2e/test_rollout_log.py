@@ -13,7 +13,7 @@ from hybridflow.observe.metrics import read_metrics
 from hybridflow.roles.actor import Actor
 from hybridflow.rollout import engine
 from hybridflow.rollout.engine import MegatronEngine
-from hybridflow.rollout.learned import read_learned
+from hybridflow.rollout.learned import LearnedIndex
 from tests.e2e.commands import fork_ranks, kill_when_logged, lasting_metrics, run_well, write_recipe
 from tests.e2e.test_resume import reused, weights
 
@@ -156,7 +156,7 @@ def learned(folder):
     with h5py.File(folder / "run/rollouts/all.h5") as file:
         keys = list(zip(*(file[name][:].tolist() for name in ("step", "prompt_index", "index")), strict=True))
         scores = dict(zip(keys, file["score"][:].tolist(), strict=True))
-    found = read_learned(folder / "run/rollouts", keys)
+    found = LearnedIndex(folder / "run/rollouts", {step for step, *_ in keys}).find(keys)
     return {key: (scores[key], found[key].advantages, found[key].old_log_probs) for key in keys}
 
 

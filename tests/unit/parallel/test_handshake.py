@@ -84,7 +84,7 @@ def test_who_speaks_without_the_key_is_sent_away(door, monkeypatch, words):
         stranger.sendall(words)
         while stranger.recv(1000):
             pass
-    assert not door.admitted and not door.gate.num_strangers()
+    assert not door.admitted and not door.gate._strangers
 
 
 def relay(port, change=lambda data: data):
@@ -159,8 +159,8 @@ def test_a_flood_of_idle_connections_neither_keeps_a_rank_out_nor_grows(door):
             crowd.enter_context(socket.create_connection(("127.0.0.1", door.port), timeout=10))
         connection, _ = connect("127.0.0.1", door.port, KEY, limit_s=20)
         connection.close()
-        assert door.gate.num_strangers() <= 1 + MOST_STRANGERS
-    wait_until(lambda: door.admitted and not door.gate.num_strangers())
+        assert len(door.gate._strangers) <= 1 + MOST_STRANGERS
+    wait_until(lambda: door.admitted and not door.gate._strangers)
 
 
 def test_a_flood_that_takes_all_files_gives_way_to_a_rank():

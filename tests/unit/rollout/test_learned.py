@@ -5,7 +5,7 @@ import pytest
 
 from hybridflow.data.arrays import read_arrays
 from hybridflow.recipe.load import load_recipe
-from hybridflow.rollout.learned import Learned, LearnedIndex, drop_learned, merge_learned, read_learned, write_learned
+from hybridflow.rollout.learned import Learned, LearnedIndex, drop_learned, merge_learned, write_learned
 from hybridflow.trainer.plan import training_step
 
 
@@ -25,9 +25,8 @@ def files(folder):
 
 
 def found(folder, *keys):
-    return {
-        key: (got.advantages.tolist(), got.old_log_probs.tolist()) for key, got in read_learned(folder, keys).items()
-    }
+    known = LearnedIndex(folder, {step for step, *_ in keys}).find(keys)
+    return {key: (got.advantages.tolist(), got.old_log_probs.tolist()) for key, got in known.items()}
 
 
 @pytest.mark.parametrize("is_merged", [False, True])
@@ -80,7 +79,7 @@ def test_what_comes_after_a_checkpoint_is_dropped(tmp_path, after, left):
 
 def test_nothing_is_written_of_no_token(tmp_path):
     write_learned(tmp_path, 1, 0, [(1, 0, learned(0.0, 0))])
-    assert read_learned(tmp_path, [(1, 1, 0)]) == {} and not (tmp_path / "learned").exists()
+    assert found(tmp_path, (1, 1, 0)) == {} and not (tmp_path / "learned").exists()
 
 
 @pytest.mark.parametrize("archive, epochs, is_read", [("true", 2, True), ("false", 2, False), ("true", 1, False)])

@@ -6,11 +6,11 @@
     <run_dir>/rollouts/all.h5
     <run_dir>/rollouts/learned/step-000001-000010-rank-00000.h5       see ``rollout.learned``
 
-A response is used again where its step, and the weights that sampled it, are the same. The weights are told apart by a
-fingerprint: at the beginning of a run one of where they come from, or a random one; from then on the hash of the one
-before and of what the update measured, to the last bit. It is part of each checkpoint. So all that was sampled since is
-found again by a run that takes the same way bit for bit, and what the checkpoint's own weights have sampled by any. A
-response that was paused goes on where it stopped.
+A response is used again where its step, the prompts of its rollout, and the weights that sampled it, are the same. The
+weights are told apart by a fingerprint: at the beginning of a run one of where they come from, or a random one; from
+then on the hash of the one before and of what the update measured, to the last bit. It is part of each checkpoint. So
+all that was sampled since is found again by a run that takes the same way bit for bit, and what the checkpoint's own
+weights have sampled by any. A response that was paused goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -35,7 +35,7 @@ from hybridflow.data.rollout_log import (
     read_log,
     unpack_response,
 )
-from hybridflow.errors import WriteError
+from hybridflow.errors import DataError, WriteError
 from hybridflow.observe.rank_log import say
 from hybridflow.placement.job import Job
 from hybridflow.rollout import archive
@@ -43,6 +43,9 @@ from hybridflow.rollout.learned import drop_learned, merge_learned
 from hybridflow.rollout.request import FinishReason, Request, Response
 
 _FOLDER, _LOGS = "rollouts", "log"
+
+Prompts = Mapping[int, torch.Tensor]
+"""Prompt index -> token ids, ``[tokens]`` int64."""
 
 
 class RolloutLog:
@@ -68,6 +71,8 @@ class RolloutLog:
                 self._before = checkpoint.state["rollouts"]["start"], checkpoint.step
         self._written: list[LogName] = []
         self._scores: dict[archive.Key, float] = {}
+        # Of the chosen ones alone. A program's own prompts may be forgotten elsewhere by the time of the archive.
+        self._prompts: dict[tuple[int, int], Sequence[int]] = {}
         everyone = job.world.coordinator(job.meshes["job"].ranks)
         # One looks: of a directory that another node has just changed each might see something else.
         found = everyone.decide("rollouts of earlier starts", self._look() if everyone.is_lead else None)
@@ -89,12 +94,17 @@ class RolloutLog:
         """Add scores of a step's samples, by prompt index and index, for the archive."""
         self._scores |= {(step, prompt_index, index): score for prompt_index, index, score in scores}
 
-    def find(self, step: int, requests: list[Request]) -> dict[tuple[int, int], Response]:
+    def find(self, step: int, prompts: Prompts, requests: list[Request]) -> dict[tuple[int, int], Response]:
         """Find responses to these requests that an earlier start of the run has sampled, by prompt index and index.
 
         Some may be paused: of those that are not there whole, the longest.
 
-        Collective: tp, pp of the rollout, with the same requests.
+        Collective: tp, pp of the rollout, with the same arguments.
+
+        Args:
+            step: Training step that is to learn from them.
+            prompts: All prompts of the rollout. A program may give others than before the resume.
+            requests: This replica's share.
         """
         names = [name for name in self._left if name.step == step]
         if not names or not requests:
@@ -103,23 +113,30 @@ class RolloutLog:
         replica = self._job.world.coordinator(mesh.group_of(self._rank, "tp", "pp"))
         found = None
         if replica.is_lead:
-            packed = map(pack_response, self._read(names, step, requests))
+            packed = map(pack_response, self._read(names, self._header(step, _sha256(prompts)), requests))
             found = [base64.b64encode(each).decode() for each in packed]
         texts = replica.decide("rollouts of earlier starts", found)
         responses = [unpack_response(base64.b64decode(text)) for text in texts]
         return {(each.prompt_index, each.index): _response(each) for each in responses}
 
     @contextlib.contextmanager
-    def log(self, step: int) -> Iterator[LogWriter | None]:
+    def log(self, step: int, prompts: Prompts) -> Iterator[LogWriter | None]:
         """Open this rank's log of one rollout of a step, on disk when it ends; None on a rank that has none.
 
         In each replica, the first rank that knows the log-probabilities has a log.
+
+        Args:
+            step: Training step that is to learn from the rollout.
+            prompts: All prompts of the rollout.
         """
         if not self._job.meshes["actor.rollout"].speaks(self._rank):
             yield None
             return
         name = LogName(step, self._start, self._rank, 1 + sum(each.step == step for each in self._written))
-        with LogWriter(self._logs / str(name), self._header(step)) as writer:
+        if self._job.recipe.archives_step(step):
+            chosen = filter(self._job.recipe.archives_prompt, prompts)
+            self._prompts |= {(step, prompt_index): prompts[prompt_index].tolist() for prompt_index in chosen}
+        with LogWriter(self._logs / str(name), self._header(step, _sha256(prompts))) as writer:
             self._written.append(name)
             yield writer
 
@@ -146,6 +163,7 @@ class RolloutLog:
             self._archive([name for name in done if self._is_part_of_run(name)])
             merge_learned(self._folder, self._rank, step)
         self._scores = {key: score for key, score in self._scores.items() if key[0] > step}
+        self._prompts = {key: prompt for key, prompt in self._prompts.items() if key[0] > step}
         for name in done:
             with contextlib.suppress(OSError):
                 (self._logs / str(name)).unlink()
@@ -177,9 +195,10 @@ class RolloutLog:
     def _is_first(self, name: LogName) -> bool:
         """Return whether the weights with which this run begins have sampled a log."""
         log = read_log(self._logs / str(name)) if name.step == 1 else None
-        return log is not None and log.header == self._header(1)
+        # Its prompts are compared once there are requests.
+        return log is not None and log.header == self._header(1, log.header.fingerprint.partition("-")[2])
 
-    def _read(self, names: list[LogName], step: int, requests: list[Request]) -> Iterable[Sampled]:
+    def _read(self, names: list[LogName], header: LogHeader, requests: list[Request]) -> Iterable[Sampled]:
         wanted = {(request.prompt_index, request.index) for request in requests}
         best: dict[tuple[int, int], Sampled] = {}
         for name in names:
@@ -188,7 +207,7 @@ class RolloutLog:
             except OSError as error:
                 say(f"{self._logs / str(name)}: cannot be read, and is not used: {error}")
                 continue
-            if log is None or log.header != self._header(step):
+            if log is None or log.header != header:
                 continue
             for each in log.responses:
                 key = each.prompt_index, each.index
@@ -196,10 +215,10 @@ class RolloutLog:
                     best[key] = each
         return best.values()
 
-    def _header(self, step: int) -> LogHeader:
+    def _header(self, step: int, prompts_sha256: str) -> LogHeader:
         return LogHeader(
             step=step,
-            fingerprint=self._fingerprint,
+            fingerprint=f"{self._fingerprint}-{prompts_sha256}",
             seed=self._job.recipe.seed,
             vocab_size=self._job.vocab_size,
         )
@@ -229,9 +248,21 @@ class RolloutLog:
                     raise WriteError(f"{self._logs / str(name)}: cannot be archived: {error}") from error
                 if log is not None and self._job.recipe.archives_step(name.step):
                     rows += [(name.step, each) for each in log.responses if self._is_kept(each)]
-            prompts = {each.prompt_index: self._job.train.prompt(each.prompt_index) for _, each in rows}
+            prompts = {each.prompt_index: self._prompt(step, each.prompt_index) for step, each in rows}
+            known = {prompt_index: prompt for prompt_index, prompt in prompts.items() if prompt is not None}
+            rows = [(step, each) for step, each in rows if each.prompt_index in known]
             segment = archive.SegmentName(chosen[0].step, chosen[-1].step, rank)
-            archive.write_segment(self._folder, segment, rows, prompts, self._scores)
+            archive.write_segment(self._folder, segment, rows, known, self._scores)
+
+    def _prompt(self, step: int, prompt_index: int) -> Sequence[int] | None:
+        """Return the tokens of a prompt; None: a program gave it to an earlier start, and it is nowhere now."""
+        if (step, prompt_index) in self._prompts:
+            return self._prompts[step, prompt_index]
+        try:
+            return self._job.train.prompt(prompt_index)
+        except DataError as error:
+            say(f"step {step}: samples of a prompt are not archived: {error}")
+            return None
 
 
 def remove_logs(run_dir: Path) -> None:
@@ -250,6 +281,13 @@ def remove_logs(run_dir: Path) -> None:
 
 def _not_removed(folder: Path, error: OSError) -> WriteError:
     return WriteError(f"{folder}: what an earlier run has left cannot be removed: {error}; remove it by hand")
+
+
+def _sha256(prompts: Prompts) -> str:
+    told = hashlib.sha256()
+    for prompt_index, tokens in prompts.items():
+        told.update(f"{prompt_index} {len(tokens)} ".encode() + tokens.numpy().tobytes())
+    return told.hexdigest()
 
 
 def to_sampled(request: Request, response: Response) -> Sampled:

@@ -209,11 +209,12 @@ class Rollouts:
     def _sample(self, step: int, deal: Deal, groups: list[list[Request]], following: list[Request]) -> Pairs:
         """Sample a response to each request of this replica; responses in a log are not generated again."""
         expected, kept = _expected(deal, groups), self.log
+        prompts = {group[0].prompt_index: group[0].prompt for group in groups}
         carried = self._carry_over.take()
-        found = {**({} if kept is None else kept.find(step, expected)), **carried}
+        found = {**({} if kept is None else kept.find(step, prompts, expected)), **carried}
         if self._replay is not None:
             found |= self._replay.find(expected)
-        with contextlib.nullcontext() if kept is None else kept.log(step) as log:
+        with contextlib.nullcontext() if kept is None else kept.log(step, prompts) as log:
             progress = _Progress(self.is_stopping, log)
             again: Pairs = []
             num_begun = num_done_early = 0

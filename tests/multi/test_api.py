@@ -208,6 +208,39 @@ def test_checkpoints_are_saved_while_a_program_trains(folder: Path) -> None:
     assert {"step_000002", "step_000004"} <= names
 
 
+def many_batches(folder: Path):
+    given = settings(folder, rollout_batch_size=2, group_size=2)
+    with GRPOTrainer(given, actor_model=actor(folder), reward=digits) as trainer:
+        for number in range(18):
+            trainer.step(PROMPTS[number % 16 :][:1])
+
+
+def test_prompts_of_the_archive_are_known_after_many_batches(folder: Path) -> None:
+    run(many_batches, 1, folder)
+    assert list((folder / "many_batches-1/run/rollouts/segments").iterdir())
+
+
+def a_rollout_that_is_lost(folder: Path):
+    given = settings(folder, batch_size=8, group_size=2)
+    trainer = GRPOTrainer(given, actor_model=actor(folder), reward=digits)
+    trainer.step(PROMPTS[:4])
+    trainer.session().save()
+    trainer.rollout(PROMPTS[4:8])
+
+
+def reused(folder: Path, prompts: list[dict[str, str]]) -> float:
+    given = settings(folder, batch_size=8, group_size=2)
+    trainer = GRPOTrainer(given, actor_model=actor(folder), reward=digits, resume=True)
+    return trainer.step(prompts).get("rollout/reused", 0.0)
+
+
+def test_responses_in_a_log_are_used_for_their_own_prompts_alone(folder: Path) -> None:
+    run(a_rollout_that_is_lost, 1, folder)
+    place = folder / "a_rollout_that_is_lost-1"
+    for prompts, share in ((PROMPTS[8:12], 0.0), (PROMPTS[4:8], 1.0)):
+        assert run_ranks(lambda world, prompts=prompts: reused(place, prompts), 1) == [share]
+
+
 def rollouts_ahead(folder: Path):
     given = settings(folder, batch_size=16, group_size=2)
     with GRPOTrainer(given, actor_model=actor(folder), reward=digits) as trainer:

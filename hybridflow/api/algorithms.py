@@ -11,8 +11,11 @@ from hybridflow.api.flow import FlowNode, RoleFlow
 from hybridflow.api.parts import Part
 from hybridflow.api.roles import Critic
 from hybridflow.dataflow.graph import Flow, Step
+from hybridflow.errors import ConfigError
 from hybridflow.flows import nodes
 from hybridflow.flows.registry import ALGORITHMS
+
+_SAMPLING_ONCE = [name for name, each in ALGORITHMS.items() if each.step.sample.elements == (nodes.SAMPLE,)]
 
 
 class BaseAlgorithm(Part, FlowNode):
@@ -24,11 +27,20 @@ class BaseAlgorithm(Part, FlowNode):
 
     Attributes:
         name: The algorithm whose graph and settings it has, but for what it overrides.
+
+    Raises:
+        ConfigError: The algorithm called ``name`` does not sample once in a step, as flows do.
     """
 
     name = "grpo"
 
     def __init__(self, critic: Critic | None = None, **settings: Any) -> None:
+        if self.name not in _SAMPLING_ONCE:
+            raise ConfigError(
+                f"{type(self).__name__}: name={self.name!r}: a flow samples once in a step, which {self.name} does "
+                f"not; set name to one of {', '.join(_SAMPLING_ONCE)}, or train with GRPOTrainer(algorithm=…) or a "
+                "recipe"
+            )
         super().__init__(settings, {"algorithm": self} if self.is_user_class else {})
         self.critic = critic
         if critic is None and "critic" in ALGORITHMS[self.name].traits.needs:

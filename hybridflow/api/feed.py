@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridflow.config.data import DataConfig
 from hybridflow.data.chat import chat_template
 from hybridflow.data.preferences import Response
-from hybridflow.data.prompts import Example, Solution, prompt_tokens
+from hybridflow.data.prompts import RESPONSE, Example, Solution, prompt_tokens
 from hybridflow.data.shaping import Shape, Shaper, examples_of
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
@@ -82,7 +82,11 @@ def _of_row(row: Any, place: str) -> GivenPrompt:
         raise DataError(
             f"{place}: found {row!r:.60}; expected a text, or a row with a text or messages as 'prompt', or 'messages'"
         )
-    example = Example(prompt=prompt, answer=_answer_of(row.get("answer", ""), place), place=place, row=row)
+    answer = row.get("answer", "")
+    if "answer" not in row and "solution" not in row:
+        # As in a file: the only response is the answer.
+        answer = next((row[name] for name in ("completion", RESPONSE) if isinstance(row.get(name), str)), "")
+    example = Example(prompt=prompt, answer=_answer_of(answer, place), place=place, row=row)
     return GivenPrompt(example=example, is_conversation=is_conversation)
 
 
@@ -173,11 +177,12 @@ class Feed:
     Args:
         tokenizer: Gives the tokens of texts, and the texts of tokens.
         max_prompt_tokens: Longest prompt.
+        needs_answer: Whether a prompt needs its answer, since the reward compares with it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, max_prompt_tokens: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_prompt_tokens: int, *, needs_answer: bool = False) -> None:
         self._tokenizer = tokenizer
-        self._max_tokens = max_prompt_tokens
+        self._max_tokens, self._needs_answer = max_prompt_tokens, needs_answer
         self._rows: dict[int, tuple[Example, tuple[int, ...]]] = {}
         self._batches: list[range] = []
         self._shaper: Shaper | None = None
@@ -186,7 +191,7 @@ class Feed:
         """Take a batch. Returns its prompt indices.
 
         Raises:
-            DataError: A prompt leaves no room for a response.
+            DataError: A prompt leaves no room for a response, or has no answer and needs one.
         """
         prompt_indices = range(first_prompt_index, first_prompt_index + len(given))
         for prompt_index, each in zip(prompt_indices, given, strict=True):
@@ -196,6 +201,11 @@ class Feed:
                 raise DataError(
                     f"{example.place}: prompt of {len(tokens)} tokens; at most {self._max_tokens} leave room for a "
                     "response: shorten it, lower max_new_tokens or raise max_context"
+                )
+            if self._needs_answer and example.answer == "" and example.row.get("answer") is None:
+                raise DataError(
+                    f"{example.place}: has no answer, with which the reward compares a response; give rows {{'prompt': "
+                    "…, 'answer': …}, or reward=…, such as a function (prompt, response, answer) -> score"
                 )
             if example.prompt == "":
                 example = replace(example, prompt=self._tokenizer.decode(tokens))

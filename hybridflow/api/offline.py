@@ -114,7 +114,7 @@ class OfflineTrainer:
         Args:
             num_train_epochs: How often the rows are gone through, in an order that ``seed`` decides; the last step is
                 filled up with rows of the next turn.
-            per_device_train_batch_size: Rows; a pair is one.
+            per_device_train_batch_size: Rows; a pair is one, and two for ``KTOTrainer``.
             learning_rate: Constant, unless ``actor`` has an ``optimizer`` with another ``schedule``.
             output_dir: Where to write the model as transformers reads it; the files of the run, with a checkpoint to go
                 on from, are beside it, in ``OUTPUT_DIR-run``, unless ``run_dir`` is given. None: it is not written.
@@ -145,12 +145,15 @@ class OfflineTrainer:
         values = recipe_values(given, algorithm=self.algorithm, num_ranks=find_world().size)
         self._check_settings(values)
         rows = per_device_train_batch_size * gradient_accumulation_steps * self._replicas(values)
-        steps = math.ceil(num_train_epochs * self._num_rows() / rows) if max_steps is None else max_steps
         values.setdefault("model", {}).setdefault("max_context", self._context(values))
         # Nothing is sampled, and the last token is room enough for it.
         values.setdefault("rollout", {})["max_new_tokens"] = 1
         per_row = 2 if ALGORITHMS[self.algorithm].traits.is_paired else 1
-        values["trainer"] = {**values.get("trainer", {}), "steps": steps, "global_batch_size": rows * per_row}
+        values["trainer"] = {**values.get("trainer", {}), "global_batch_size": rows * per_row}
+
+        def steps_of(num_rows: int) -> int:
+            return math.ceil(num_train_epochs * num_rows / rows) if max_steps is None else max_steps
+
         if output_dir is not None:
             values.setdefault("run_dir", f"{output_dir}-run")
         self._check_again(values.get("run_dir") if resume else None)
@@ -159,10 +162,12 @@ class OfflineTrainer:
             tokenizer=self._tokenizer,
             objects=self._objects,
             make_problems=getattr(self._dataset, "problems", self._problems),
+            steps_of=steps_of,
+            reads_data=not hasattr(self._dataset, "problems"),
             resume=resume,
         ) as session:
             self._run_dir = session.recipe.run_dir
-            metrics = [session.learn(session.rollout()) for _ in range(session.step, steps)]
+            metrics = session.run(max(0, session.recipe.trainer.steps - session.step))
             if output_dir is not None:
                 export_actor(session.save(), Path(output_dir), find_world())
         return [{**step, "loss": step["actor/loss"]} for step in metrics]
@@ -188,7 +193,9 @@ class OfflineTrainer:
         """Return the columns that a row must have."""
         return ("prompt", "chosen", "rejected")
 
-    def _problems(self, tokenizer: Tokenizer, recipe: Recipe, everyone: Coordinator) -> ReadProblems:
+    def _problems(
+        self, tokenizer: Tokenizer, recipe: Recipe, everyone: Coordinator, needs_answer: bool
+    ) -> ReadProblems:
         context = recipe.model.max_context
         read: Callable[..., Any] = encode_responses if recipe.traits.has_preferences else encode_solution
         kept, found, num_dropped = [], [], 0
@@ -205,6 +212,8 @@ class OfflineTrainer:
                 num_dropped += 1
                 continue
             kept.append(example)
+        if not kept and not num_dropped:
+            raise DataError("dataset: has no rows; give at least one")
         if not kept:
             raise DataError(f"dataset: none of {num_dropped} rows fits into max_length={context}; raise it")
         return ReadProblems(
@@ -226,12 +235,6 @@ class OfflineTrainer:
                     yield from examples_of(shaped.row, place, shaped.begins, shape)
         finally:
             shaper.close()
-
-    def _num_rows(self) -> int:
-        rows: int = self._dataset.num_rows if hasattr(self._dataset, "num_rows") else len(self._dataset)
-        if rows == 0:
-            raise DataError("dataset: has no rows; give at least one")
-        return rows
 
     def _replicas(self, values: Mapping[str, Any]) -> int:
         update = values.get("actor", {}).get("update")

@@ -6,8 +6,8 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from hybridflow.api.settings import finish_recipe
 from hybridflow.api.world import find_world
 from hybridflow.checkpoint.formats.in_memory import in_memory_info
 from hybridflow.config.recipe import Recipe
+from hybridflow.data.problems import training_shape
 from hybridflow.data.prompts import Example, PromptSource
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.dataflow.batch import Batch
@@ -31,12 +32,13 @@ from hybridflow.placement.job import Job, Problems, ReadProblems
 from hybridflow.placement.pretrained import align_ends
 from hybridflow.recipe.check_sampling import check_stop
 from hybridflow.recipe.inputs import tokenizer_path
+from hybridflow.sections import changed_keys
 from hybridflow.trainer.open import check_vocabularies
 from hybridflow.trainer.plan import JobPlan
 from hybridflow.trainer.trainer import make_trainer
 
-MakeProblems = Callable[[Tokenizer, Recipe, Coordinator], Problems]
-"""From tokenizer and recipe to what is learned from, on all ranks at once."""
+MakeProblems = Callable[[Tokenizer, Recipe, Coordinator, bool], Problems]
+"""From tokenizer, recipe, ranks, and whether each problem needs an answer, to what is learned from. On all ranks."""
 
 _TOKENIZER = "tokenizer"
 
@@ -96,6 +98,8 @@ class Session:
         step: Stages of a training step, in the place of the algorithm's.
         make_problems: Where prompts come from; None: they are given to ``rollout``.
         num_prompts: Prompts of a step, where ``values`` has no size of its batch.
+        steps_of: From the number of problems to the steps of the job; None: ``values`` has them, or it has no end.
+        reads_data: Whether ``make_problems`` reads the recipe's section ``data``.
         resume: Whether to go on from the last checkpoint of ``run_dir``, if there is one.
 
     Attributes:
@@ -115,17 +119,29 @@ class Session:
         step: Step | None = None,
         make_problems: MakeProblems | None = None,
         num_prompts: int | None = None,
+        steps_of: Callable[[int], int] | None = None,
+        reads_data: bool = False,
         resume: bool = False,
     ) -> None:
         self._world = find_world()
         self._objects = {} if objects is None else dict(objects)
-        self._make_problems = make_problems
+        self._make_problems, self._num_prompts = make_problems, num_prompts
         self._scores = step is None or any(each.role == "reward" for each in step.flow.nodes())
         if "run_dir" not in values:
             values["run_dir"] = _new_run_dir(self._world, values.get("namespace"))
         if tokenizer is not None:
             values.setdefault("tokenizer", {})["path"] = _tokenizer_place(tokenizer, values["run_dir"], self._world)
+        if steps_of is not None:
+            # Until the problems are counted, which needs a recipe.
+            values["trainer"]["steps"] = 1
         self.recipe = finish_recipe(values, num_prompts=num_prompts, in_memory=in_memory_info(self._objects))
+        if not reads_data:
+            _check_no_data(self.recipe)
+        self._source: tuple[Tokenizer, Problems] | None = None
+        if steps_of is not None:
+            rows = self._find_source()[1].num_rows
+            assert rows is not None, "rows that are there can be counted"
+            self.recipe = replace(self.recipe, trainer=replace(self.recipe.trainer, steps=steps_of(rows)))
         self.trainer = make_trainer(self.recipe, self._world, resume=resume, step=step, open_job=self._open)
         self.trainer.begin()
         self._next_prompt_index = self.trainer.progress.next_prompt_index
@@ -159,7 +175,6 @@ class Session:
                     "give so many, or set rollout_batch_size"
                 )
             check_same(given, self._world.everyone())
-            self._check_answers([each.example for each in given])
             problems.add(given, self._next_prompt_index)
         elif isinstance(problems, Feed):
             raise DataError("rollout: no prompts; give a batch, or make the trainer with a data_provider")
@@ -193,12 +208,27 @@ class Session:
         self._next_prompt_index = max(self._next_prompt_index, self.trainer.progress.next_prompt_index)
         return metrics
 
-    def run(self, steps: int | None) -> list[dict[str, float]]:
-        """Train ``steps`` steps on the session's own prompts, or until each prompt was used equally often if None."""
-        if steps is None:
-            whole = max(1, getattr(self.trainer.job.train, "num_rows", 1) // self.trainer.progress.num_prompts)
-            steps = whole - self.step % whole
-        return [self.learn(self.rollout()) for _ in range(steps)]
+    def run(self, steps: int | None = None, *, epochs: int | None = None) -> list[dict[str, float]]:
+        """Train on the session's own prompts.
+
+        Args:
+            steps: How many more; None: until the prompts have been gone through ``epochs`` times. The last step is
+                filled up with prompts of the next turn.
+            epochs: In all, with those before a resume; None: once more than whole turns have been.
+
+        Raises:
+            ConfigError: ``steps`` is None, and nobody knows how many prompts there are.
+        """
+        if steps is not None:
+            return [self.learn(self.rollout()) for _ in range(steps)]
+        rows = self.trainer.job.train.num_rows
+        if rows is None:
+            raise ConfigError("train: no prompts; make the trainer with data_provider=…, or call step(batch)")
+        end = rows * (self._next_prompt_index // rows + 1 if epochs is None else epochs)
+        found = []
+        while self._next_prompt_index < end:
+            found.append(self.learn(self.rollout()))
+        return found
 
     def save(self) -> Path:
         """Save a checkpoint that ``resume`` goes on from. Collective: all ranks. Returns its run directory."""
@@ -231,40 +261,39 @@ class Session:
             )
         self._has_warned = True
 
-    def _check_answers(self, examples: Sequence[Example]) -> None:
-        """Refuse prompts none of which says what is right, where all that is asked of a response is to be that.
+    def _needs_answer(self) -> bool:
+        """Return whether what scores compares a response with its prompt's answer."""
+        is_other = not self._scores or "reward" in self._objects or self.recipe.teacher is not None
+        return not is_other and training_shape(self.recipe, None).needs_answer
 
-        Raises:
-            DataError: All scores would be equal, and nothing learned.
-        """
-        recipe, reward = self.recipe, self.recipe.reward
-        is_other = not self._scores or recipe.traits.is_offline or recipe.rollout.environment is not None
-        is_named = any(each is not None for each in (reward.function, reward.model, reward.service, reward.judge))
-        if is_other or is_named or "reward" in self._objects or recipe.teacher is not None:
-            return
-        if all(example.answer == "" for example in examples):
-            raise DataError(
-                "prompts: none has an answer, with which a response is compared where no reward is given; give "
-                "reward=…, such as a function (prompt, response, answer) -> score, or rows {'prompt': …, 'answer': …}"
-            )
-
-    def _open(self, recipe: Recipe, world: World, plan: JobPlan) -> Job:
+    def _find_source(self) -> tuple[Tokenizer, Problems]:
+        """Return the tokenizer and what is learned from, opened at the first call. Collective: all ranks."""
+        if self._source is not None:
+            return self._source
+        recipe, make = self.recipe, self._make_problems
         path = tokenizer_path(recipe)
         if path is None:
             raise ConfigError("tokenizer: missing; give tokenizer=…, a path or a tokenizer of transformers")
         tokenizer = open_tokenizer(path)
         check_stop(recipe, tokenizer)
         check_vocabularies(recipe, tokenizer)
-        make = self._make_problems
-        room = recipe.model.max_context - recipe.rollout.max_new_tokens
-        if make is None and recipe.algorithm in ("dapo", "remax"):
+        if make is None:
+            _check_batches(recipe)
+            room = recipe.model.max_context - recipe.rollout.max_new_tokens
+            problems: Problems = Feed(tokenizer, room, needs_answer=self._needs_answer())
+        else:
+            problems = make(tokenizer, recipe, self._world.everyone(), self._needs_answer())
+        rows, wanted = problems.num_rows, self._num_prompts
+        if rows is not None and wanted is not None and rows < wanted:
             raise ConfigError(
-                f"algorithm={recipe.algorithm} samples more than once in a step; give a data_provider, from which it "
-                "prompts, in the place of batches"
+                f"rollout_batch_size: missing: a step takes {wanted} prompts then, and the data_provider has {rows} "
+                f"rows; set it to {rows * recipe.samples_per_prompt} or less, {recipe.samples_per_prompt} for each row"
             )
-        problems = Feed(tokenizer, room) if make is None else make(tokenizer, recipe, world.everyone())
-        if isinstance(problems, ReadProblems):
-            self._check_answers(problems.source.examples)
+        self._source = tokenizer, problems
+        return self._source
+
+    def _open(self, recipe: Recipe, world: World, plan: JobPlan) -> Job:
+        tokenizer, problems = self._find_source()
         job = Job(
             world=world,
             recipe=recipe,
@@ -276,6 +305,30 @@ class Session:
         )
         align_ends(job)
         return job
+
+
+def _check_batches(recipe: Recipe) -> None:
+    """Refuse what needs to know the prompts to come, where a program gives each batch as it likes."""
+    if recipe.algorithm in ("dapo", "remax"):
+        raise ConfigError(
+            f"algorithm={recipe.algorithm} samples more than once in a step; give a data_provider, from which it "
+            "prompts, in the place of batches"
+        )
+    if recipe.rollout.partial_rollouts:
+        raise ConfigError(
+            "rollout.partial_rollouts: begins with prompts of the next step; give a data_provider in the place of "
+            "batches, or remove it"
+        )
+
+
+def _check_no_data(recipe: Recipe) -> None:
+    """Refuse keys of ``data`` where nothing reads them."""
+    for name in changed_keys(recipe.data):
+        if name not in ("train", "held_out"):
+            raise ConfigError(
+                f"data.{name}: is not read for what a program gives; remove it, and give DataProvider(…, {name}=…) as "
+                "the source, or rows as they are to be read"
+            )
 
 
 def prompts_per_step(values: Mapping[str, Any], prompts: Any) -> int | None:
@@ -297,16 +350,17 @@ def problems_of(prompts: Any) -> MakeProblems:
     """Return the function that makes problems of prompts that a program passes all at once.
 
     Args:
-        prompts: As ``feed.prompts_of`` takes them; or an object with ``problems(tokenizer, recipe, everyone)``.
+        prompts: As ``feed.prompts_of`` takes them; or an object with ``problems``, such as a ``DataProvider``.
     """
     if hasattr(prompts, "problems"):
         made: MakeProblems = prompts.problems
         return made
     given = prompts_of(prompts)
 
-    def make(tokenizer: Tokenizer, recipe: Recipe, everyone: Coordinator) -> Problems:
+    def make(tokenizer: Tokenizer, recipe: Recipe, everyone: Coordinator, needs_answer: bool) -> Problems:
         check_same(given, everyone)
-        feed = Feed(tokenizer, recipe.model.max_context - recipe.rollout.max_new_tokens)
+        room = recipe.model.max_context - recipe.rollout.max_new_tokens
+        feed = Feed(tokenizer, room, needs_answer=needs_answer)
         prompt_indices = feed.add(given, 0)
         examples: tuple[Example, ...] = tuple(feed.example(prompt_index) for prompt_index in prompt_indices)
         return ReadProblems(

@@ -178,7 +178,8 @@ def finish_recipe(
     if num_prompts == 1 and "group_size" not in rollout and "global_batch_size" in trainer:
         rollout["group_size"] = trainer["global_batch_size"]
     if "global_batch_size" not in trainer:
-        per_prompt = 2 if ALGORITHMS[algorithm].traits.is_paired else rollout.get("group_size", 1)
+        traits = ALGORITHMS[algorithm].traits
+        per_prompt = 2 if traits.is_paired else rollout.get("group_size", traits.group_size)
         size = trainer.get("mini_batch_size") if num_prompts is None else num_prompts * per_prompt
         if size is None:
             raise ConfigError("rollout_batch_size: missing; give the samples of a step, or batch_size")
@@ -194,6 +195,11 @@ def _check_program(recipe: Recipe) -> None:
         raise ConfigError(
             f"{name}: a program has no held-out data, so nothing is validated; generate from such prompts between two "
             "steps, or train with a recipe"
+        )
+    if recipe.trainer.max_staleness > 0:
+        raise ConfigError(
+            f"trainer.max_staleness={recipe.trainer.max_staleness}: a program takes rollouts and updates one by one; "
+            "remove it, and take a rollout before the update on the one before it, or train with a recipe"
         )
     if recipe.warm_start is not None:
         raise ConfigError("warm_start: a program gives no solutions to imitate; run SFTTrainer before, or use a recipe")

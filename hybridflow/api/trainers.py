@@ -181,7 +181,8 @@ class OnlineTrainer:
         """Train for some steps on the prompts of ``data_provider``.
 
         Args:
-            steps: How many; None: as many as use each prompt once.
+            steps: How many; None: as many as use each prompt once more. The last of these is filled up with prompts
+                of the next turn.
 
         Returns:
             The metrics of each step.
@@ -366,7 +367,8 @@ def as_reward(reward: Any) -> Part:
     if isinstance(reward, Part):
         return reward
     is_directory = isinstance(reward, Path) or (
-        isinstance(reward, str) and (os.sep in reward or (Path(reward) / "config.json").is_file())
+        isinstance(reward, str)
+        and ((os.sep in reward and ".py:" not in reward) or (Path(reward) / "config.json").is_file())
     )
     if is_directory or hasattr(reward, "scores") or hasattr(reward, "state_dict"):
         return Reward(model=reward)

@@ -35,7 +35,9 @@ class DataProvider:
     rows alone: ranks take turns in it, so a run that goes on with another ``dp_size`` repeats and skips nothing.
 
     Iterating gives this rank's batches, lists of rows (``dict``), from where the one before has ended. With a
-    ``tokenizer`` each row has its prompt's token ids as ``prompt_ids``.
+    ``tokenizer`` each row has its prompt's token ids as ``prompt_ids``. A trainer draws rows in steps of its own, and
+    does not read what is for iterating alone: ``batch_size``, ``num_epochs``, ``dp_rank``, ``dp_size``,
+    ``prefetch_factor`` and ``tokenizer``.
 
     Args:
         data_path: A file, a pattern with ``*``, an address such as ``s3://…``, a directory that ``datasets`` has
@@ -160,18 +162,21 @@ class DataProvider:
             )
         self._next_prompt_index = prompt_index
 
-    def problems(self, tokenizer: Tokenizer, recipe: Recipe, everyone: Everyone | None = None) -> StoredProblems:
+    def problems(
+        self, tokenizer: Tokenizer, recipe: Recipe, everyone: Everyone | None = None, needs_answer: bool = False
+    ) -> StoredProblems:
         """Return the problems of a trainer; see ``placement.job.Problems``. Collective: ``everyone``.
 
         Args:
             tokenizer: The trainer's.
             recipe: What it runs: the kind of rows, and how long they may be.
             everyone: Its ranks.
+            needs_answer: Whether its reward compares a response with the answer.
 
         Raises:
-            DataError: A row is none of that kind, or too long, and ``on_bad_row`` is ``error``.
+            DataError: A row is none of that kind, lacks its answer, or is too long, and ``on_bad_row`` is ``error``.
         """
-        shape = shape_of(replace(recipe, data=self._data), tokenizer)
+        shape = replace(shape_of(replace(recipe, data=self._data), tokenizer), needs_answer=needs_answer)
         folder = Path(recipe.run_dir) / FOLDER
         seed = recipe.seed if self._seed is None else self._seed
         return open_problems(self._sources, shape, tokenizer, folder, seed=seed, everyone=everyone)

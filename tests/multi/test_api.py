@@ -27,7 +27,9 @@ from hybridflow import (
     node,
 )
 from hybridflow.api.settings import finish_recipe, recipe_values
+from hybridflow.api.trainers import as_reward
 from hybridflow.data.pieces import train_tokenizer
+from hybridflow.data.provider import DataProvider
 from hybridflow.errors import CheckpointError, ConfigError, DataError, GraphError
 from hybridflow.mapping.memory import check_memory
 from hybridflow.recipe.meshes import role_meshes
@@ -206,6 +208,17 @@ def test_checkpoints_are_saved_while_a_program_trains(folder: Path) -> None:
     run(a_trainer_that_saves, 1, folder)
     names = {path.name for path in (folder / "a_trainer_that_saves-1/run/checkpoints").glob("step_*")}
     assert {"step_000002", "step_000004"} <= names
+
+
+def turns(folder: Path):
+    given = settings(folder, rollout_batch_size=16, group_size=4)
+    with GRPOTrainer(given, actor_model=actor(folder), reward=digits, data_provider=PROMPTS[:10]) as trainer:
+        return [len(trainer.train()) for _ in range(3)]
+
+
+def test_the_last_step_of_a_turn_is_filled_up(folder: Path) -> None:
+    """Of 10 prompts, 4 a step: steps 1 to 3 reach 12 of 10 draws, steps 4 and 5 20 of 20, steps 6 to 8 32 of 30."""
+    assert run(turns, 1, folder) == [[3, 2, 3]]
 
 
 def many_batches(folder: Path):
@@ -480,6 +493,29 @@ def test_what_only_a_recipe_does_is_refused(config, words) -> None:
         assert finish_recipe(steps).actor.optimizer.schedule == "cosine"
 
 
+def test_updates_beside_rollouts_are_refused() -> None:
+    layouts = {"update": {"dp": 1}, "rollout": {"dp": 1}, "ranks": [0], "rollout_ranks": [1]}
+    given = {"rollout_batch_size": 8, "model": MODEL, "actor": layouts, "trainer": {"max_staleness": 1}}
+    values = recipe_values(given, algorithm="grpo", num_ranks=2)
+    complains(lambda: finish_recipe(values), ["trainer.max_staleness=1: a program"], ConfigError)
+
+
+def test_a_batch_without_sizes_has_whole_groups() -> None:
+    recipe = finish_recipe(recipe_values({"model": MODEL}, algorithm="grpo", num_ranks=1), num_prompts=16)
+    assert (recipe.rollout.group_size, recipe.trainer.global_batch_size) == (8, 128)
+
+
+@pytest.mark.parametrize("name", ["dapo", "remax", "dpo"])
+def test_an_own_algorithm_samples_once_in_a_step(name: str) -> None:
+    kind = type("Mine", (BaseAlgorithm,), {"name": name})
+    with pytest.raises(ConfigError, match=f"Mine: name='{name}': a flow samples once.*grpo"):
+        kind()
+
+
+def test_a_reward_may_be_a_function_in_a_file() -> None:
+    assert as_reward("rewards/mine.py:score").settings["reward"] == {"function": "rewards/mine.py:score"}
+
+
 def test_strange_arguments() -> None:
     names = {
         "model": "the policy is actor_model=…",
@@ -500,7 +536,13 @@ def wrong_arguments(folder: Path):
         lambda: trainer.train(2.5),
         lambda: trainer.add_metrics_exporter("http://localhost"),
         lambda: trainer.save_checkpoint(None),
-        lambda: without_answers(folder),
+        lambda: without_answers(folder, ["1+1="] * 4),
+        lambda: without_answers(folder, [PROMPTS[0], {"prompt": "1+1="}] * 2, reward="exact_match"),
+        lambda: without_answers(folder, data_provider=DataProvider([PROMPTS[0], {"prompt": "1+1="}] * 2)),
+        lambda: without_answers(folder, PROMPTS[:4], data={"prompt_as_message": True}),
+        lambda: without_answers(folder, PROMPTS[:4], rollout={"partial_rollouts": True}),
+        lambda: GRPOTrainer(settings(folder, batch_size=8), actor_model=actor(folder)).train(),
+        lambda: GRPOTrainer(settings(folder), actor_model=actor(folder), data_provider=DataProvider(PROMPTS)).train(),
         lambda: GRPOTrainer({"batch_size": 8}).step(["1+1="]),
         lambda: GRPOTrainer({"model": MODEL}, device_mesh="cuda"),
         lambda: GRPOTrainer({"model": MODEL, "max_completion_length": 64}),
@@ -508,9 +550,10 @@ def wrong_arguments(folder: Path):
     return [complaint(call, (ConfigError, DataError)) for call in calls]
 
 
-def without_answers(folder: Path):
-    actor = Actor(MODEL, folder / "tokenizer.model")
-    return GRPOTrainer(settings(folder, batch_size=8, group_size=2), actor_model=actor).rollout(["1+1="] * 4)
+def without_answers(folder: Path, batch=None, *, reward=None, data_provider=None, **more):
+    given = settings(folder, batch_size=8, group_size=2, **more)
+    trainer = GRPOTrainer(given, actor_model=actor(folder), reward=reward, data_provider=data_provider)
+    return trainer.rollout(batch)
 
 
 def test_wrong_arguments(folder: Path) -> None:
@@ -520,7 +563,13 @@ def test_wrong_arguments(folder: Path) -> None:
         *(f"train: steps={steps!r}, expected an integer of at least 0" for steps in ("3", -1, 2.5)),
         "add_metrics_exporter: found str",
         "save_checkpoint: found NoneType, expected the path of a new directory",
-        "prompts: none has an answer, with which a response is compared where no reward is given",
+        "prompts[0]: has no answer, with which the reward compares a response",
+        "prompts[1]: has no answer, with which the reward compares a response",
+        "the rows given: row 1: no field 'answer'",
+        "data.prompt_as_message: is not read for what a program gives",
+        "rollout.partial_rollouts: begins with prompts of the next step",
+        "train: no prompts",
+        "rollout_batch_size: missing: a step takes 64 prompts then, and the data_provider has 16 rows",
         "GRPOTrainer: no model",
         "device_mesh: found str",
         "config: max_completion_length: unknown key",

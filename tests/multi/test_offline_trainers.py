@@ -34,15 +34,16 @@ VERDICTS = [
     for name in ("chosen", "rejected")
 ]
 SOLUTIONS = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS]
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 LR, BETA, STEPS = 1e-3, 0.3, 3
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("offline")
-    for seed, name in enumerate(("policy", "reference")):
+    for seed, name in enumerate(("policy", "reference", "chat")):
         write_model(made / name, seed=seed)
-        write_tokenizer(made / name)
+        write_tokenizer(made / name, chat_template=TEMPLATE if name == "chat" else None)
     return made
 
 
@@ -204,12 +205,18 @@ def provided(folder: Path, size: int):
         out = folder / f"provided-{size}-{len(found)}"
         steps = trainer.train(2, 4, LR, run_dir=str(out))
         found.append([step["loss"] for step in steps])
-    return found
+    # A pair is two examples of KTO; and the model's tokenizer has the template.
+    kto = KTOTrainer(folder / "policy", dataset=DataProvider(str(path)))
+    chat = DataProvider([{**row, "prompt": as_messages("user", row["prompt"])} for row in SOLUTIONS])
+    sft = SFTTrainer(folder / "chat", dataset=chat)
+    steps = [len(each.train(1, 4, LR, run_dir=str(folder / f"{each.algorithm}-provided"))) for each in (kto, sft)]
+    return found, steps
 
 
 def test_provided(folder: Path) -> None:
-    ((rows, files),) = run(provided, 1, folder)
+    (((rows, files), steps),) = run(provided, 1, folder)
     assert len(rows) == 2 and files == pytest.approx(rows, abs=1e-6)
+    assert steps == [2, 1]
 
 
 def as_messages(role: str, text: str) -> list[dict[str, str]]:
@@ -218,7 +225,7 @@ def as_messages(role: str, text: str) -> list[dict[str, str]]:
 
 def written_by_trl(folder: Path, size: int):
     """Rows of texts and of messages, whose template adds nothing to their texts."""
-    (folder / "plain.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    (folder / "plain.jinja").write_text(TEMPLATE)
     found = []
     for kind, rows, names in ((SFTTrainer, SOLUTIONS, ["completion"]), (DPOTrainer, PAIRS, ["chosen", "rejected"])):
         asked = [as_messages("user", row["prompt"]) for row in rows]
@@ -278,7 +285,7 @@ def refusals(folder: Path, size: int):
         run_dir = str(folder / f"refused-{number}")
         complains(lambda make=make, run_dir=run_dir: make().train(run_dir=run_dir), [words])
     kept = DPOTrainer(folder / "policy", dataset=[*PAIRS, LONG], too_long="drop")
-    assert len(kept.train(max_steps=2, run_dir=str(folder / "kept"))) == 2
+    assert len(kept.train(2, 4, run_dir=str(folder / "kept"))) == 2
 
 
 ARGUMENTS: list[tuple[type[Exception], dict[str, Any], dict[str, Any], str]] = [

@@ -30,6 +30,9 @@ FORMS: list[tuple[Any, str, Any]] = [
     ({"messages": ASKED, "level": 3}, "[user]1+1=", ""),
     ({"messages": [*ASKED, {"role": "assistant", "content": "2"}], "level": 3}, "[user]1+1=", "2"),
     ({"prompt": "1+1=", "answer": None, "level": 3}, "1+1=", ""),
+    ({"prompt": "1+1=", "completion": "2", "level": 3}, "1+1=", "2"),
+    ({"prompt": "1+1=", "response": "2", "level": 3}, "1+1=", "2"),
+    ({"prompt": "1+1=", "solution": "1+1=2", "response": "2", "level": 3}, "1+1=", ""),
 ]
 
 
@@ -58,3 +61,13 @@ def test_columns_are_fields_too(feed):
 def test_what_cannot_be_a_prompt(batch, says):
     with pytest.raises(DataError, match=says):
         prompts_of(batch)
+
+
+def test_each_prompt_needs_its_answer(tmp_path):
+    write_tokenizer(tmp_path, chat_template=TEMPLATE)
+    feed = Feed(open_tokenizer(tmp_path), 100, needs_answer=True)
+    answered = [{"prompt": "1+1=", "answer": 2}, {"prompt": "1", "answer": ""}, FORMS[4][0]]
+    feed.add(prompts_of(answered), 0)
+    for missing in ("1+1=", {"prompt": ASKED}):
+        with pytest.raises(DataError, match=r"prompts\[3\]: has no answer, with which the reward compares"):
+            feed.add(prompts_of([*answered, missing]), 0)

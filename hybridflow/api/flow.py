@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hybridflow.api.parts import Part, objects_of, tokenizer_of
@@ -30,6 +30,7 @@ class RoleFlow:
     step: Step
     parts: tuple[Part, ...]
     algorithm: str | None = None
+    _run_dirs: list[str] = field(default_factory=list, compare=False, repr=False)
 
     def __rshift__(self, other: RoleFlow | FlowNode) -> RoleFlow:
         if isinstance(other, FlowNode):
@@ -46,13 +47,19 @@ class RoleFlow:
             algorithm=self.algorithm or other.algorithm,
         )
 
-    def run(self, prompts: Any, steps: int | None = None, **settings: Any) -> list[dict[str, float]]:
+    def run(
+        self, prompts: Any, steps: int | None = None, *, resume: bool = False, **settings: Any
+    ) -> list[dict[str, float]]:
         """Train. Collective: all ranks, with the same prompts.
+
+        A second call goes on from ``run_dir`` if ``resume`` is set, and fails otherwise.
 
         Args:
             prompts: Texts, rows ``{"prompt": …, "answer": …}``, or token ids, from which each step draws in an order
                 that ``seed`` decides; or a ``DataProvider``.
-            steps: How many; None: as many as use each prompt once.
+            steps: How many, with those before a resume; None: as many as use each prompt. The last of these is filled
+                up with prompts of the next turn.
+            resume: Go on from the last checkpoint of ``run_dir``, if there is one.
             settings: As ``PPOTrainer`` takes them in its config: ``batch_size``, ``lr``, ``run_dir``, ….
 
         Returns:
@@ -67,6 +74,11 @@ class RoleFlow:
         if steps is not None:
             merged["trainer"] = {"steps": steps, **merged.get("trainer", {})}
         values = recipe_values(merged, algorithm=self.algorithm, num_ranks=find_world().size)
+        if self._run_dirs and not (resume and values.get("run_dir") in self._run_dirs):
+            raise ConfigError(
+                "flow.run: was called before, and would begin with the initial models again; go on with resume=True, "
+                f"run_dir={self._run_dirs[-1]!r} and more steps, or make another flow"
+            )
         with Session(
             values,
             tokenizer=tokenizer_of(self.parts),
@@ -74,8 +86,10 @@ class RoleFlow:
             step=self.step,
             make_problems=problems_of(prompts),
             num_prompts=prompts_per_step(values, prompts),
+            resume=resume,
         ) as session:
-            return session.run(steps)
+            self._run_dirs.append(session.recipe.run_dir)
+            return session.run(epochs=1) if steps is None else session.run(max(0, steps - session.step))
 
 
 class FlowNode:

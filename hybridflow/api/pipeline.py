@@ -70,12 +70,13 @@ class RLTrainer:
     Args:
         pipeline: The pipeline.
         data: Prompts, where the pipeline has none.
+        resume: Whether to go on from the last checkpoint of ``run_dir``, if there is one.
 
     Raises:
         ConfigError: There are no prompts.
     """
 
-    def __init__(self, pipeline: DataPipeline, data: Any = None) -> None:
+    def __init__(self, pipeline: DataPipeline, data: Any = None, *, resume: bool = False) -> None:
         self.pipeline = pipeline
         prompts = pipeline.data if data is None else data
         if prompts is None:
@@ -90,12 +91,14 @@ class RLTrainer:
             reward=pipeline.reward,
             data_provider=prompts,
             algorithm="grpo" if pipeline.critic is None else "ppo",
+            resume=resume,
         )
         self._has_run = False
 
     def run(self, output_dir: str | Path | None = None) -> list[dict[str, float]]:
         """Train on all prompts, ``num_epochs`` times. Callable once. Collective: all ranks.
 
+        The last step is filled up with prompts of the next turn.
         At the end ``run_dir`` has a checkpoint to resume from.
 
         Args:
@@ -110,16 +113,14 @@ class RLTrainer:
         """
         if self._has_run:
             raise ConfigError(
-                "RLTrainer.run: has run, and would begin again with the model that it began with; raise "
-                "train_config.num_epochs, or make another RLTrainer with what output_dir has as its actor"
+                "RLTrainer.run: has run, and would begin again with the model that it began with; make another "
+                "RLTrainer, with resume=True, its train_config.run_dir and more num_epochs to go on"
             )
         if output_dir is not None:
             check_free(Path(output_dir), find_world())
         self._has_run = True
         with self.trainer as trainer:
-            found: list[dict[str, float]] = []
-            for _ in range(self.pipeline.num_epochs):
-                found += trainer.train()
+            found = trainer.session().run(epochs=self.pipeline.num_epochs)
             if output_dir is not None:
                 trainer.save_checkpoint(output_dir)
             hybrid_actor = self.pipeline.hybrid_actor

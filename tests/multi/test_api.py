@@ -221,6 +221,26 @@ def test_the_last_step_of_a_turn_is_filled_up(folder: Path) -> None:
     assert run(turns, 1, folder) == [[3, 2, 3]]
 
 
+def a_flow_gone_on_with(folder: Path):
+    def flow():
+        grpo = GRPO(lr=1e-3, rollout_batch_size=8, seed=3)
+        return actor(folder).sample(max_new_tokens=4, group_size=2) >> Reward("length").score() >> grpo.update()
+
+    one, run_dir = flow(), str(folder / "run")
+    whole = flow().run(PROMPTS[:6], steps=3, run_dir=str(folder / "whole"))
+    first = one.run(PROMPTS[:6], run_dir=run_dir)
+    again = complaint(lambda: one.run(PROMPTS[:6], steps=3, run_dir=str(folder / "other")), ConfigError)
+    rest = one.run(PROMPTS[:6], steps=3, resume=True, run_dir=run_dir)
+    done = flow().run(PROMPTS[:6], resume=True, run_dir=run_dir)
+    return lasting(whole), lasting(first), lasting(rest), done, again
+
+
+def test_a_flow_is_gone_on_with(folder: Path) -> None:
+    ((whole, first, rest, done, again),) = run(a_flow_gone_on_with, 1, folder)
+    assert len(first) == 2 and [*first, *rest] == whole and done == []
+    assert "was called before" in again and "a_flow_gone_on_with-1/run'" in again
+
+
 def many_batches(folder: Path):
     given = settings(folder, rollout_batch_size=2, group_size=2)
     with GRPOTrainer(given, actor_model=actor(folder), reward=digits) as trainer:

@@ -57,6 +57,10 @@ def trained(world: World, folder: Path) -> list[float]:
         trainer.run()
     with pytest.raises(CheckpointError, match="is there already"):
         RLTrainer(pipeline(folder, ["length"], f"other-{size}")).run(output_dir=out)
+    more = RLTrainer(
+        pipeline(folder, ["exact_match", "length", ten, hundred], f"run-{size}", num_epochs=3), resume=True
+    )
+    metrics += more.run()
     failed = Reward(failing, on_failure="score", failure_score=2.0)
     other = Reward(hundred, on_failure="score", failure_score=2.0)
     policy = RLTrainer(pipeline(folder, [failed, other], f"failed-{size}")).run()
@@ -66,7 +70,7 @@ def trained(world: World, folder: Path) -> list[float]:
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_rewards_are_added_and_the_actor_is_written(folder: Path, size: int) -> None:
     for *steps, failed in run_ranks(trained, size, folder):
-        assert len(steps) == 2 and all(110 <= score <= 110 + 1 + 3 * 40 for score in steps)
+        assert len(steps) == 3 and all(110 <= score <= 110 + 1 + 3 * 40 for score in steps)
         assert failed == (104.0 + 2.0) / 2
     before, after = (
         transformers.AutoModelForCausalLM.from_pretrained(folder / name).state_dict()

@@ -27,6 +27,7 @@ from hybridflow.dataflow.run import Scope
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.exit_status import REQUEUE
 from hybridflow.parallel.coordinator import Coordinator
+from hybridflow.parallel.signals import leave, listen
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job, Problems, ReadProblems
 from hybridflow.placement.pretrained import align_ends
@@ -144,6 +145,8 @@ class Session:
             self.recipe = replace(self.recipe, trainer=replace(self.recipe.trainer, steps=steps_of(rows)))
         self.trainer = make_trainer(self.recipe, self._world, resume=resume, step=step, open_job=self._open)
         self.trainer.begin()
+        if self._world.watch is None:
+            listen(self.trainer.ask_stop)
         self._next_prompt_index = self.trainer.progress.next_prompt_index
         self._has_warned = False
 
@@ -191,6 +194,7 @@ class Session:
             self._next_prompt_index = max(self._next_prompt_index, groups.next_prompt_index)
         # A rollout that was told to stop has not all of its samples.
         if self.trainer.stop_if_asked() is not None:
+            leave(self.trainer.ask_stop)
             # The program can be begun again and goes on, with resume=True: the status says so to who started it.
             raise SystemExit(REQUEUE)
         return Rollout(about=about, scope=scope, tokenizer=self.trainer.job.tokenizer)
@@ -237,6 +241,7 @@ class Session:
 
     def close(self) -> None:
         """End the job after saving its progress. Collective: all ranks."""
+        leave(self.trainer.ask_stop)
         if self.step > 0:
             self.trainer.save_now()
         self.trainer.end()
@@ -245,6 +250,7 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        leave(self.trainer.ask_stop)
         # After a failure others may be gone.
         if kind is None:
             self.close()

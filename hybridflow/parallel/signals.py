@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import select
 import signal
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from hybridflow.observe.console import complain
 
@@ -20,6 +21,54 @@ COPIES_S = 2.0
 """For so long after a Ctrl-C, a launcher may pass its own on to ranks that have got it from the terminal."""
 
 AT_INTERRUPT = "Ctrl-C: the job saves and stops; press Ctrl-C again to end it at once"
+
+_listeners: list[Callable[[str], None]] = []
+
+
+def listen(tell: Callable[[str], None]) -> None:
+    """Have the first stop signal call a function instead of ending this process; the next one ends it.
+
+    For a process without a watch, which may be a program in a notebook: Ctrl-C interrupts as ever, and a signal keeps
+    the handler that the program has given it.
+
+    Args:
+        tell: Called with what came, on the main thread. ``leave`` takes it back.
+    """
+    _listeners.append(tell)
+    if threading.current_thread() is threading.main_thread():
+        for each in STOP_SIGNALS:
+            if signal.getsignal(each) is signal.SIG_DFL:
+                signal.signal(each, _tell)
+
+
+def leave(tell: Callable[[str], None]) -> None:
+    """Take ``listen`` back; without anybody who listens, the signals end this process again."""
+    if tell in _listeners:
+        _listeners.remove(tell)
+    if not _listeners:
+        _give_back()
+
+
+def _tell(number: int, frame: object) -> None:
+    _give_back()
+    for tell in _listeners:
+        tell(f"received {signal.Signals(number).name}")
+
+
+def _give_back() -> None:
+    if threading.current_thread() is threading.main_thread():
+        for each in STOP_SIGNALS:
+            if signal.getsignal(each) is _tell:
+                signal.signal(each, signal.SIG_DFL)
+
+
+def _end_forked() -> None:
+    """Let the stop signals end a forked process, such as a worker that loads data, for which nobody listens."""
+    _listeners.clear()
+    _give_back()
+
+
+os.register_at_fork(after_in_child=_end_forked)
 
 
 class CaughtSignals:

@@ -37,11 +37,13 @@ class Stopping:
 
     Attributes:
         reason: Why the job stops, once ranks have agreed that it does: all of them, or those of a rollout's replica.
+        asked: Why this rank wants to stop, where it has no watch that says so; None: it does not.
         job_end_s: Unix time of the job's end, in seconds; known to the lowest rank alone, and there None without one.
     """
 
     def __init__(self, world: World, earlier: Iterable[StartRecord] = (), *, works_ahead: bool = False) -> None:
         self.reason: str | None = None
+        self.asked: str | None = None
         self.job_end_s = find_job_end() if world.rank == 0 else None
         self._watch = world.watch
         self._works_ahead = works_ahead
@@ -72,7 +74,7 @@ class Stopping:
         Args:
             before_update: What comes now cannot be stopped half-way: there must be time for it, too.
         """
-        known = self.reason if self._watch is None else self.reason or self._watch.stop_reason
+        known = self.reason or (self.asked if self._watch is None else self._watch.stop_reason)
         if known is not None:
             return known
         return self.find_time_up(self._rest_s if before_update else 0.0)

@@ -398,6 +398,10 @@ class Trainer(Role):
             if 0 < steps <= progress.step:
                 say(f"{progress.step} steps are done, and trainer.steps={steps}: nothing is left to train")
 
+    def ask_stop(self, reason: str) -> None:
+        """Have the job save and stop at the next ``stop_if_asked``, on one rank for all, where there is no watch."""
+        self._stopping.asked = reason
+
     def stop_if_asked(self) -> str | None:
         """Save and end the job between two calls, if a signal or the time limit asks for it. Collective: all ranks.
 

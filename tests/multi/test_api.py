@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from hybridflow.api.trainers import as_reward
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.provider import DataProvider
 from hybridflow.errors import CheckpointError, ConfigError, DataError, GraphError
+from hybridflow.exit_status import REQUEUE
 from hybridflow.mapping.memory import check_memory
 from hybridflow.recipe.meshes import role_meshes
 from tests.support.complaints import complains, complaint
@@ -239,6 +242,26 @@ def test_a_flow_is_gone_on_with(folder: Path) -> None:
     ((whole, first, rest, done, again),) = run(a_flow_gone_on_with, 1, folder)
     assert len(first) == 2 and [*first, *rest] == whole and done == []
     assert "was called before" in again and "a_flow_gone_on_with-1/run'" in again
+
+
+def a_program_that_is_asked_to_stop(folder: Path):
+    asked: list[int] = []
+
+    def ask_at_step_2(prompt: str, response: str, answer: str) -> float:
+        if trainer.global_step == 1 and not asked:
+            asked.append(2)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return 0.0
+
+    trainer = GRPOTrainer(settings(folder, batch_size=4, group_size=2), actor_model=actor(folder), reward=ask_at_step_2)
+    trainer.step(PROMPTS[:2])
+    with pytest.raises(SystemExit) as ended:
+        trainer.step(PROMPTS[:2])
+    return ended.value.code, (folder / "run" / "checkpoints" / "latest").read_text().strip()
+
+
+def test_a_signal_saves_a_program_of_one_process(folder: Path) -> None:
+    assert run(a_program_that_is_asked_to_stop, 1, folder) == [(REQUEUE, "step_000001")]
 
 
 def many_batches(folder: Path):

@@ -30,6 +30,37 @@ def test_a_signal_while_python_ends_does_not_change_the_status():
     assert (done.returncode, done.stdout) == (0, b"late"), done.stderr
 
 
+ALONE = """
+import os, signal
+from hybridflow.parallel.signals import leave, listen
+mine = lambda number, frame: print("my own", flush=True)
+signal.signal(signal.SIGUSR2, mine)
+tell = lambda reason: print(reason, flush=True)
+listen(tell)
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+for number in (signal.SIGUSR2, signal.SIGUSR1):
+    os.kill(os.getpid(), number)
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+leave(tell)
+listen(tell)
+child = os.fork()
+if child == 0:
+    signal.pause()
+os.kill(child, signal.SIGTERM)
+os.kill(os.getpid(), signal.SIGTERM)
+leave(tell)
+assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_a_program_alone_is_asked_once_and_keeps_its_own_handlers():
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    # The forked process ends without a word.
+    assert done.stdout.splitlines() == ["my own", "received SIGUSR1", "received SIGTERM"]
+
+
 INTERRUPTED = """
 import os, signal, time
 from hybridflow.parallel.signals import CaughtSignals

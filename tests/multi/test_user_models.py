@@ -266,9 +266,10 @@ REFUSED: dict[str, tuple[type[Exception], Any, dict[str, Any]]] = {
 
 def refusals(world: World, folder: Path) -> None:
     given = {"actor_model": TinyActor(vocab_size=VOCAB), "reward": ones, "tokenizer": str(folder)}
+    given["data_provider"] = PROMPTS
     for index, (words, (kind, trainer, other)) in enumerate(REFUSED.items()):
         config = {**copy.deepcopy(SETTINGS), "run_dir": str(folder / f"refused-{index}"), **other}
-        complains(lambda make=trainer, config=config: make(config, **given).step(PROMPTS), [words], kind)
+        complains(lambda make=trainer, config=config: make(config, **given).step(), [words], kind)
 
 
 def test_what_it_cannot_do_is_refused_by_key(folder):

@@ -248,7 +248,8 @@ class RolloutLog:
                     raise WriteError(f"{self._logs / str(name)}: cannot be archived: {error}") from error
                 if log is not None and self._job.recipe.archives_step(name.step):
                     rows += [(name.step, each) for each in log.responses if self._is_kept(each)]
-            prompts = {each.prompt_index: self._prompt(step, each.prompt_index) for step, each in rows}
+            asked = sorted({(step, each.prompt_index) for step, each in rows})
+            prompts = {prompt_index: self._prompt(step, prompt_index) for step, prompt_index in asked}
             known = {prompt_index: prompt for prompt_index, prompt in prompts.items() if prompt is not None}
             rows = [(step, each) for step, each in rows if each.prompt_index in known]
             segment = archive.SegmentName(chosen[0].step, chosen[-1].step, rank)

@@ -30,7 +30,7 @@ class RoleFlow:
     step: Step
     parts: tuple[Part, ...]
     algorithm: str | None = None
-    _run_dirs: list[str] = field(default_factory=list, compare=False, repr=False)
+    _run_dirs: list[str] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def __rshift__(self, other: RoleFlow | FlowNode) -> RoleFlow:
         if isinstance(other, FlowNode):

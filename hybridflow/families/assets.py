@@ -93,22 +93,26 @@ def parse_json(content: bytes, where: str) -> dict[str, Any]:
     return values
 
 
-def read_assets(folder: Path, names: Iterable[str] = ASSETS) -> dict[str, bytes]:
+def read_assets(folder: Path, names: Iterable[str] = ASSETS, *, follows_links: bool = False) -> dict[str, bytes]:
     """Read the small files of a directory that travel along, by name.
+
+    Args:
+        folder: The directory.
+        names: The files to read, where they are there.
+        follows_links: Whether a file may be a link to any other, as in a directory that the user's own recipe names.
 
     Raises:
         CheckpointError: One cannot be read, is too large, or is a link to a file that may not be its own.
     """
+    paths = {name: folder / name for name in names if (folder / name).is_file()}
     try:
-        return {name: _asset(folder / name) for name in names if (folder / name).is_file()}
+        if not follows_links:
+            for path in paths.values():
+                # Its content is written again, where others may read it.
+                check_link(path)
+        return {name: read_small(path) for name, path in paths.items()}
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read: {error}; restore it from a copy") from error
-
-
-def _asset(path: Path) -> bytes:
-    # Its content is written again, where others may read it.
-    check_link(path)
-    return read_small(path)
 
 
 def identity_of(paths: Iterable[Path]) -> str:

@@ -106,7 +106,8 @@ def assets_of(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
         return family, assets  # type: ignore[unreachable]
     file = job.tokenizer.path
     kept = (CONFIG, GENERATION)
-    tokenizer = {name: content for name, content in read_assets(file.parent).items() if name not in kept}
+    beside = read_assets(file.parent, follows_links=True)
+    tokenizer = {name: content for name, content in beside.items() if name not in kept}
     tokenizer[JSON if file.suffix == ".json" else PIECES] = file.read_bytes()
     assets = {name: content for name, content in assets.items() if name in kept or name.endswith(".py")}
     if role == "actor" and CONFIG in assets and not job.recipe.traits.is_scorer:
@@ -144,4 +145,4 @@ def _in_directory(model: ModelConfig) -> tuple[str | None, dict[str, bytes]]:
         return None, {}
     # Without its code nobody could load it again.
     code = sorted(each.name for each in settings.assets.glob("*.py")) if model.trust_remote_code else []
-    return settings.family, plain_assets(read_assets(settings.assets, (*ASSETS, *code)))
+    return settings.family, plain_assets(read_assets(settings.assets, (*ASSETS, *code), follows_links=True))

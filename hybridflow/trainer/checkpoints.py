@@ -158,6 +158,11 @@ class Saved(NamedTuple):
     trainable: Trainable | None
     is_frozen: bool
 
+    @property
+    def lead(self) -> int:
+        """Return the rank that writes what the model's ranks write once."""
+        return self.mesh.ranks[0]
+
 
 def saved_models(job: Job, roles: Mapping[str, Any]) -> dict[str, Saved]:
     """Return the models of a checkpoint by name, the same names on every rank.
@@ -195,6 +200,8 @@ class Checkpoints:
     def __init__(self, job: Job, roles: Mapping[str, Any], start: ResumePoint) -> None:
         trainer, saved = job.recipe.trainer, start.checkpoint
         self._job, self._models = job, saved_models(job, roles)
+        # Read now: a file that cannot be read ends the start, not the first save. Later nobody needs the directory.
+        self._assets = {name: _assets(job, name) for name, each in self._models.items() if job.world.rank == each.lead}
         written = {} if saved is None else saved.roles
         frozen = {name: written[name] for name, each in self._models.items() if each.is_frozen and name in written}
         self._written = set(frozen)
@@ -224,7 +231,7 @@ class Checkpoints:
         self.finish()
         models = {name: each for name, each in self._models.items() if name not in self._written}
         parts = {name: self._part(name) for name, each in models.items() if each.model is not None}
-        leads = {name: each.mesh.ranks[0] for name, each in models.items()}
+        leads = {name: each.lead for name, each in models.items()}
         # As text, since the trainer goes on changing it.
         train = self._job.train
         begun = {
@@ -259,8 +266,7 @@ class Checkpoints:
 
     def _part(self, name: str) -> RolePart:
         job, shares, saved = self._job, self._shares[name], self._models[name]
-        is_lead = job.world.rank == saved.mesh.ranks[0]
-        family, assets = self._role_assets[name] if is_lead else (None, {})
+        family, assets = self._assets.get(name, (None, {}))
         assert saved.model is not None, "only those that have a part of it write it"
         with saved.model.at_hand():
             copied = tuple(shares.copied())
@@ -278,13 +284,12 @@ class Checkpoints:
             assets=assets,
         )
 
-    @functools.cached_property
-    def _role_assets(self) -> dict[str, tuple[str | None, dict[str, bytes]]]:
-        found = {name: assets_of(self._job, name) for name in self._models}
-        if self._job.recipe.actor.lora is not None:
-            family, assets = found["actor"]
-            found["actor"] = family, {**assets, ADAPTER_CONFIG: adapter_config(self._job)}
-        return found
+
+def _assets(job: Job, name: str) -> tuple[str | None, dict[str, bytes]]:
+    family, assets = assets_of(job, name)
+    if name == "actor" and job.recipe.actor.lora is not None:
+        assets = {**assets, ADAPTER_CONFIG: adapter_config(job)}
+    return family, assets
 
 
 def _check_problems(job: Job, checkpoint: Checkpoint) -> None:

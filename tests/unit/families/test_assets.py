@@ -43,6 +43,7 @@ def test_a_link_to_another_file_is_not_copied(tmp_path, has_cache):
     ) as e:
         read_assets(folder)
     assert exit_status(e.value) == SOURCE
+    assert read_assets(folder, follows_links=True) == {"tokenizer.json": b"secret"}
 
 
 def test_large_files_are_not_read(tmp_path):

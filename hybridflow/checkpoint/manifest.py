@@ -24,7 +24,7 @@ from hybridflow import __version__
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.families.assets import FOLDER
 from hybridflow.families.model import ModelConfig
-from hybridflow.foreign import read_small
+from hybridflow.foreign import MAX_SMALL_BYTES, read_small
 from hybridflow.observe.files import plain_name
 from hybridflow.reshard.spec import ITEM_BYTES, Box, DType, intersect, num_elements
 from hybridflow.sections import read_section, to_dict
@@ -32,6 +32,9 @@ from hybridflow.sections import read_section, to_dict
 NAME = "manifest.json"
 _MOST_COMPARED = 2_000_000
 """Pairs of boxes in seconds of work. Layouts that hybridflow writes need far fewer."""
+
+_MAX_BYTES = 1 << 32
+"""Largest manifest. One of a mixture of experts with a million pieces has 250 MB."""
 
 _LARGEST = 1 << 53
 """Every reader of JSON holds it exactly."""
@@ -163,8 +166,9 @@ def to_json(manifest: Manifest) -> str:
         },
         "files": {file: {"bytes": size, "pieces": listed[file]} for file, size in manifest.file_bytes.items()},
     }
-    body = json.loads(json.dumps(body))
-    return json.dumps({"sha256": digest(body), **body}, indent=1) + "\n"
+    # A line for each key: an indent for each piece would double the bytes, and the time of a mixture of many pieces.
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in {"sha256": digest(body), **body}.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def digest(body: Mapping[str, Any]) -> str:
@@ -172,14 +176,14 @@ def digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def read_digested(path: Path, remedy: str) -> dict[str, Any]:
+def read_digested(path: Path, remedy: str, max_bytes: int = MAX_SMALL_BYTES) -> dict[str, Any]:
     """Read a JSON file that carries the hash of itself.
 
     Raises:
-        CheckpointError: It is missing, no JSON, or not what was written.
+        CheckpointError: It is missing, larger than ``max_bytes``, no JSON, or not what was written.
     """
     try:
-        body: dict[str, Any] = json.loads(read_small(path))
+        body: dict[str, Any] = json.loads(read_small(path, max_bytes))
         expected, found = body.pop("sha256"), digest(body)
     except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
@@ -196,7 +200,7 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: It is missing, damaged or of another format, or its pieces do not cover its tensors.
     """
     path = folder / NAME
-    body = read_digested(path, "restore it from a copy")
+    body = read_digested(path, "restore it from a copy", _MAX_BYTES)
     if body.get("format") != FORMAT:
         raise CheckpointError(
             f"{path}: found format {body.get('format')!r}, expected {FORMAT!r}; "

@@ -39,7 +39,7 @@ from hybridflow.checkpoint.job_file import latest_step as latest_step
 from hybridflow.checkpoint.manifest import NAME, digest, read_digested, versions
 from hybridflow.checkpoint.model_dir import ModelDir, write_bytes
 from hybridflow.errors import CheckpointError, WriteError
-from hybridflow.foreign import read_small
+from hybridflow.foreign import open_regular
 from hybridflow.observe.files import sync_path, write_remedy, writing
 
 BASE = "base"
@@ -283,7 +283,8 @@ def naming_others(checkpoint: Checkpoint, role: str) -> Iterator[None]:
 
 
 def _sha256(path: Path) -> str:
-    return hashlib.sha256(read_small(path)).hexdigest()
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _remove(path: Path, *, may_stay: bool = False) -> None:

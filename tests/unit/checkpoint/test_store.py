@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.checkpoint import store
-from hybridflow.checkpoint.manifest import Progress
+from hybridflow.checkpoint.manifest import Progress, read_manifest
 from hybridflow.checkpoint.model_dir import Share
 from hybridflow.checkpoint.saver import RolePart, Saver, Step
 from hybridflow.checkpoint.store import (
@@ -28,6 +28,7 @@ from hybridflow.checkpoint.store import (
 )
 from hybridflow.errors import CheckpointError
 from hybridflow.families.model import ModelConfig
+from hybridflow.foreign import read_small
 from hybridflow.reshard.spec import ModelSpec, TensorSpec
 
 STATE = {"position": 40, "config": {"lr": 1e-3, "layers": [1, 2]}, "versions": {"torch": "2"}, "none": None}
@@ -216,6 +217,17 @@ def test_what_killed_writers_left_goes_before_the_next_write(tmp_path: Path) -> 
     save(tmp_path, 10)
     assert names(tmp_path) == ["latest", "reference", "step_000010"]
     assert not (folder / "step_000010/actor/rank-00007.safetensors").exists()
+
+
+def test_a_manifest_may_be_larger_than_other_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixture of experts has a million pieces; it is written without an indent for each."""
+    monkeypatch.setattr(read_small, "__defaults__", (1000,))
+    path = save(tmp_path, 10) / "actor/manifest.json"
+    assert_is(tmp_path, 10, first=10)
+    text = path.read_text()
+    assert len(text) > 1000 and text.count("\n") == len(json.loads(text)) + 2
+    path.write_text(json.dumps(json.loads(text), indent=1))  # as it was written before
+    assert read_manifest(path.parent).progress == Progress(10, 1e-3)
 
 
 def test_an_earlier_step_is_refused(tmp_path: Path) -> None:

@@ -300,15 +300,18 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
     """Return the ``config.json`` to write beside a model's tensors; the inverse of ``read_config``.
 
     Rotary positions are written in both spellings: ``rope_parameters`` of transformers 5, and the flat keys that went
-    before.
+    before. With LongRoPE ``max_position_embeddings`` is the stretched context, also of a model with a shorter one.
 
     Args:
-        original: The one that traveled along; kept where it describes the model, with the spellings that older
-            readers need. None: there is none.
+        original: The one that traveled along; kept where it describes the model, with the model's longest sequence and
+            the spellings that older readers need. None: there is none.
         described: The model, as ``describe`` or ``read_config`` gave it.
         dtype: Number format of the tensors, as Hugging Face calls it.
     """
     config = _written(described)
+    if original is not None:
+        shortened = (key for key, setting in described.family.keys.items() if setting in ("max_context", "init_std"))
+        original = {**original, **{key: config[key] for key in shortened if key in original}}
     if original is not None and _describes(original, described):
         head = {key: value for key, value in config.items() if key in ("architectures", "id2label", "label2id")}
         # Code and labels do not travel along, and what is written lies in no codes.
@@ -375,7 +378,7 @@ def _unsaid(described: Described) -> list[str]:
         return [key for key in ("rotary_scaling",) if described.model.rotary_scaling is not None] or [
             *to_dict(described.model)
         ]
-    expected, read = to_dict(spelled_out(described.model)), to_dict(spelled_out(found))
+    expected, read = to_dict(spelled_out(described.model)), to_dict(spelled_out(_cut(found, described.model)))
     return [key for key in expected if expected[key] != read[key]]
 
 
@@ -385,8 +388,14 @@ def _describes(original: Mapping[str, Any], described: Described) -> bool:
         found = read_config(original, where="config.json")
     except ConfigError:
         return False
-    model = replace(found.model, dtype=described.model.dtype)
+    model = replace(_cut(found.model, described.model), dtype=described.model.dtype)
     return found.family is described.family and spelled_out(model) == spelled_out(described.model)
+
+
+def _cut(found: ModelConfig, model: ModelConfig) -> ModelConfig:
+    """Return a model that was read, with the context of ``model`` where a file of LongRoPE does not say that."""
+    is_long = model.rotary_scaling is not None and model.rotary_scaling.kind == "longrope"
+    return replace(found, max_context=model.max_context) if is_long else found
 
 
 def _written(described: Described) -> dict[str, Any]:
@@ -476,14 +485,17 @@ def _written_one_rotary(model: ModelConfig) -> dict[str, Any]:
         # What is meant where it is left out; older readers do not know it.
         del told["truncate"]
     original = told.pop("original_context", None)
-    if scaling.kind == "longrope" and told["factor"] == model.max_context / original:
-        del told["factor"]
     told |= {key: list(told[key]) for key in ("short_factor", "long_factor") if key in told}
     flat = {"rope_type": scaling.kind, "type": scaling.kind, **told}
     full = {"rope_type": scaling.kind, **told, "rope_theta": base}
     config: dict[str, Any] = {"rope_theta": base}
     if scaling.kind == "longrope":
-        # Where the models that have it keep it; older readers take no fourth key beside the two lists.
+        # vLLM and older readers go by this ratio, whatever the factor is, and take no fourth key beside the two lists.
+        stretched = round(scaling.factor * original)
+        if stretched / original == scaling.factor:
+            config["max_position_embeddings"] = stretched
+            del flat["factor"], full["factor"]
+        # Where the models that have it keep it.
         config["original_max_position_embeddings"] = original
         del flat["rope_type"]
     elif original is not None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from hybridflow.errors import DataError, EngineError
 from hybridflow.families.config_json import Described, update_config
 from hybridflow.families.model import ModelConfig
+from hybridflow.models.rotary import rotary_factor
 from hybridflow.rollout.engines.answers import (
     Answer,
     LogProbsKind,
@@ -278,8 +279,17 @@ class VllmEngine:
 
 
 def config_of(described: Described) -> dict[str, Any]:
-    """Return the ``config.json`` of a model whose family has a table."""
-    return update_config(None, described, dtype=_DTYPES[described.model.dtype])
+    """Return the ``config.json`` of a model whose family has a table, with what vLLM alone asks for."""
+    model = described.model
+    config = update_config(None, described, dtype=_DTYPES[model.dtype])
+    if model.rotary_scaling is not None and model.rotary_scaling.kind == "longrope":
+        # vLLM computes the factor on queries and keys from the two contexts, unless it is told it.
+        config["max_position_embeddings"] = model.max_context
+        factors = dict.fromkeys(("short_mscale", "long_mscale"), rotary_factor(model))
+        full = config["rope_parameters"].get("full_attention", config["rope_parameters"])
+        for told in (config["rope_scaling"], full):
+            told |= factors
+    return config
 
 
 def _executor(device: torch.device) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from dataclasses import replace
@@ -469,7 +470,10 @@ def test_what_is_written_reads_as_it_was(name, data, has_value_head):
     written = written_config(described)
     found = read_config(written, where="config.json")
     assert (found.family, found.has_value_head) == (described.family, has_value_head)
-    assert spelled_out(found.model) == spelled_out(described.model)
+    expected = described.model
+    if expected.rotary_scaling is not None and expected.rotary_scaling.kind == "longrope":
+        expected = replace(expected, max_context=found.model.max_context)
+    assert spelled_out(found.model) == spelled_out(expected)
 
 
 PLAIN = ModelConfig(
@@ -520,14 +524,35 @@ def test_the_original_is_kept_and_brought_up_to_date():
     longer = replace(described, model=replace(described.model, max_context=8192))
     written = update_config(values, longer, dtype="float32")
     assert (written["max_position_embeddings"], written["eos_token_id"]) == (8192, 32000)
+    assert written["something_new"] == [1] and written["torch_dtype"] == "float32"
+    other = replace(described, model=replace(described.model, norm_eps=0.5))
+    written = update_config(values, other, dtype="float32")
+    assert (written["rms_norm_eps"], written["eos_token_id"]) == (0.5, 32000)
     assert "something_new" not in written and written["dtype"] == written["torch_dtype"] == "float32"
 
 
-def test_phi3_is_written_with_the_three_keys_that_older_readers_allow():
-    described = read_config(real("Phi-3-mini-128k")[0], where="config.json")
-    written = written_config(described)
-    assert written["rope_scaling"] == {"type": "longrope", "short_factor": SHORT, "long_factor": LONG}
-    assert written["original_max_position_embeddings"] == 4096
+def test_a_shorter_context_changes_no_factor_of_positions():
+    """YaRN without a factor has it from the context, so that the original is of no use."""
+    yarn = {"rope_type": "yarn", "original_max_position_embeddings": 4096}
+    values = {**real("Llama-3.1-8B")[0], "rope_scaling": yarn, "something_new": 1}
+    described = read_config(values, where="config.json")
+    short = replace(described, model=replace(described.model, max_context=8192))
+    written = update_config(values, short, dtype="bfloat16")
+    assert spelled_out(read_config(written, where="config.json").model) == spelled_out(short.model)
+    assert "something_new" not in written
+
+
+@pytest.mark.parametrize("max_context", [131072, 4096, 8192])
+def test_phi3_is_written_with_the_three_keys_that_older_readers_allow(max_context):
+    """They take the ratio of the two contexts for the factor, also of a model that was trained with a shorter one."""
+    values = {**copy.deepcopy(real("Phi-3-mini-128k")[0]), "something_new": 1}
+    described = read_config(values, where="config.json")
+    described = replace(described, model=replace(described.model, max_context=max_context))
+    for written in (written_config(described), update_config(values, described, dtype="bfloat16")):
+        assert written["rope_scaling"] == {"type": "longrope", "short_factor": SHORT, "long_factor": LONG}
+        assert "factor" not in written.get("rope_parameters", {})
+        assert (written["original_max_position_embeddings"], written["max_position_embeddings"]) == (4096, 131072)
+    assert written["something_new"] == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridflow.families.config_json import describe
-from hybridflow.families.model import ModelConfig
+from hybridflow.families.model import ModelConfig, RotaryScaling
 
 MODEL = ModelConfig(num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=2, max_context=8, vocab_size=16)
 
@@ -79,6 +79,22 @@ def test_it_runs_on_the_ranks_own_gpu(make):
     executor = llm.options["distributed_executor_backend"]
     assert issubclass(executor, UniProcExecutor) and executor()._distributed_args() == ("tcp://a:1", 0, 3)
     assert make("cpu")[1].options["distributed_executor_backend"] == "uni"
+
+
+@pytest.mark.parametrize(("attention_factor", "expected"), [(None, 1.5), (1.25, 1.25)])
+def test_the_factor_of_longrope_is_told(make, attention_factor, expected):
+    """vLLM would take 1: the context is not longer than the original one. 1.5 = sqrt(1 + log(32) / log(16))."""
+    engine = importlib.import_module("hybridflow.rollout.engines.vllm_engine")
+    scaling = RotaryScaling(
+        **dict(kind="longrope", factor=32.0, original_context=16, attention_factor=attention_factor),
+        **dict(short_factor=(1.0, 2.0), long_factor=(3.0, 4.0)),
+    )
+    for family in ("llama", "phi3"):
+        model = replace(MODEL, rotary_scaling=scaling, dtype="bf16")
+        config = engine.config_of(describe(model, family=family, has_value_head=False))
+        assert config["max_position_embeddings"] == 8
+        for told in (config["rope_scaling"], config["rope_parameters"]):
+            assert [told["short_mscale"], told["long_mscale"]] == pytest.approx([expected, expected])
 
 
 def test_weights_come_before_the_room_for_the_cache_is_taken(make):

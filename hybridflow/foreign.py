@@ -9,14 +9,14 @@ import errno
 import os
 import resource
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 MAX_SMALL_BYTES = 1 << 28
 """Largest settings file, index or tokenizer. Tokenizers of 250,000 tokens have 35 MB."""
 
 
-def open_regular(path: str | Path) -> BinaryIO:
+def open_regular(path: str | Path) -> BufferedReader:
     """Open a regular file to be read.
 
     Raises:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridflow.checkpoint.formats.lora import check_adapter, is_adapter, settings_of
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import NAME, WEIGHT, TensorEntry
 from hybridflow.checkpoint.model_dir import ModelDir
@@ -231,8 +232,22 @@ def differing_settings(one: Source, other: Source) -> tuple[tuple[str, Any, Any]
     """Return the settings that make two models compute differently: name, the first's value, the second's.
 
     Left out is what no number depends on: the vocabulary's padding, the spread of initial weights, the dtype, which the
-    tensors tell. Two ways to say the same are the same.
+    tensors tell. Two ways to say the same are the same. Of two adapters the factor of B A is one of them.
+
+    Raises:
+        CheckpointError: An adapter has no settings.
+        ConfigError: An adapter's settings ask for what is not computed.
     """
     values = [{"has_value_head": each.has_value_head, **to_dict(spelled_out(each.model))} for each in (one, other)]
+    if is_adapter(one) and is_adapter(other):
+        values = [{**told, "lora_scale": _scale(each)} for told, each in zip(values, (one, other), strict=True)]
     pairs = ((key, values[0][key], values[1][key]) for key in values[0] if key not in _WITHOUT_EFFECT)
     return tuple((key, mine, theirs) for key, mine, theirs in pairs if mine != theirs)
+
+
+def _scale(adapter: Source) -> float | dict[str, float]:
+    """Return the factor of B A: one for all modules, or that of each by its name in Hugging Face."""
+    settings = settings_of(adapter)
+    modules = (factor.module.hf for factor in check_adapter(adapter).values() if factor.side == "B")
+    scales = {module: settings.scale_of(module) for module in modules}
+    return scales if len({*scales.values()}) > 1 else next(iter(scales.values()))

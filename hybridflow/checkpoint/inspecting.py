@@ -251,13 +251,15 @@ def _files(path: Path) -> dict[str, int]:
 def verified(found: Contents, *, base: Path | None, progress: Callable[[int, int], None]) -> Contents:
     """Return the same contents after reading every byte and comparing it with the format's hashes or checksums.
 
+    The small files that travel along are compared too where the format has their hashes.
+
     Args:
         found: What the headers say.
         base: As ``look``.
         progress: Told how many bytes of tensors were checked, and how many there are.
 
     Raises:
-        CheckpointError: The first tensor that is damaged.
+        CheckpointError: The first tensor or small file that is damaged.
     """
     from hybridflow.checkpoint.formats.registry import open_source
     from hybridflow.checkpoint.model_dir import ModelDir
@@ -272,6 +274,8 @@ def verified(found: Contents, *, base: Path | None, progress: Callable[[int, int
             progress(done, total)
     else:
         source = open_source(found.path, base=base)
+        if found.format == "hdf5":
+            source.assets()
         for name, entry in source.tensors.items():
             values = source.read(name)
             if found.format not in _CHECKED:

@@ -24,9 +24,12 @@ from hybridflow.checkpoint.manifest import (
 )
 from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, TensorFile, TensorFileWriter, entry_of
 from hybridflow.errors import CheckpointError, WriteError
-from hybridflow.families.assets import FOLDER
+from hybridflow.families.assets import ADAPTER_CONFIG, ASSETS, FOLDER, read_assets
 from hybridflow.observe.files import replace_file, write_remedy
 from hybridflow.reshard.spec import Box, intersect, num_elements
+
+ASSET_NAMES = (*ASSETS, ADAPTER_CONFIG)
+"""The small files of a model or an adapter."""
 
 _SYNCED_BYTES = 1 << 28
 
@@ -103,12 +106,29 @@ class ModelDir:
             if num_elements(common) > 0:
                 target[within(common, box)].copy_(self._values(piece)[within(common, piece.box)])
 
+    def assets(self) -> dict[str, bytes]:
+        """Return the small files that travel along, by name, their hashes checked.
+
+        Raises:
+            CheckpointError: One is missing, or its bytes are not those that were written.
+        """
+        folder, expected = self.path / FOLDER, self.manifest.notes.get(FOLDER, {})
+        found = read_assets(folder, dict.fromkeys((*ASSET_NAMES, *expected)))
+        for name, sha256 in expected.items():
+            if name not in found or hashlib.sha256(found[name]).hexdigest() != sha256:
+                what = "other bytes than were written" if name in found else "no such file"
+                raise CheckpointError(
+                    f"{folder / name}: found {what}, expected sha256 {sha256}; restore it from a copy"
+                )
+        return found
+
     def verify(self) -> Iterable[Piece]:
-        """Check every piece, one after the other; gives each once it holds.
+        """Check the small files, then every piece, one after the other; gives each piece once it holds.
 
         Raises:
             CheckpointError: The first that does not.
         """
+        self.assets()
         for piece in self.manifest.pieces:
             self._values(piece)
             self.release()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,17 +15,16 @@ from hybridflow.checkpoint.formats import lora
 from hybridflow.checkpoint.formats.source import Source, Target, check_shapes
 from hybridflow.checkpoint.job_file import JOB, read_note, read_roles, step_of
 from hybridflow.checkpoint.manifest import NAME, WEIGHT, Manifest, Piece, TensorEntry, piece_key
-from hybridflow.checkpoint.model_dir import ModelDir, write_assets, write_manifest
+from hybridflow.checkpoint.model_dir import ASSET_NAMES, ModelDir, write_assets, write_manifest
 from hybridflow.checkpoint.store import BASE
 from hybridflow.checkpoint.tensor_file import TensorFileWriter
 from hybridflow.errors import CheckpointError, ConfigError, LayoutError
-from hybridflow.families.assets import ADAPTER_CONFIG, ASSETS, CONFIG, FOLDER, identity_of, read_assets, read_json
+from hybridflow.families.assets import CONFIG, FOLDER, identity_of, read_json
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.reshard.spec import Box, DType, TensorSpec, cut, expert_block, num_elements, stage_of
 
 _WHOLE = ParallelLayout()
-_ASSET_NAMES = (*ASSETS, ADAPTER_CONFIG)
 
 
 def find_model(path: Path) -> Path | None:
@@ -120,20 +118,12 @@ class ShardedSource(Source):
 
     def assets(self) -> dict[str, bytes]:
         """See ``Source``."""
-        folder, expected = self.path / FOLDER, self._dir.manifest.notes.get(FOLDER, {})
-        found = read_assets(folder, dict.fromkeys((*_ASSET_NAMES, *expected)))
-        for name, sha256 in expected.items():
-            if name not in found or hashlib.sha256(found[name]).hexdigest() != sha256:
-                what = "other bytes than were written" if name in found else "no such file"
-                raise CheckpointError(
-                    f"{folder / name}: found {what}, expected sha256 {sha256}; restore it from a copy"
-                )
-        return found
+        return self._dir.assets()
 
     def identity(self) -> str:
         """See ``Source``."""
         files = [self.path / name for name in (NAME, *self._dir.manifest.file_bytes)]
-        return identity_of([*files, *(self.path / FOLDER / name for name in _ASSET_NAMES)])
+        return identity_of([*files, *(self.path / FOLDER / name for name in ASSET_NAMES)])
 
 
 class _Part(NamedTuple):

@@ -68,7 +68,9 @@ class Source(Protocol):
             ConfigError: See ``cast``.
         """
         whole = tuple((0, size) for size in self.tensors[tensor].shape)
-        return cast(tensor, self.read_box(tensor, whole, dtype), dtype)
+        # Codes hold numbers beyond those of fp16, which ``cast`` has to see.
+        decoded = torch.float32 if dtype == torch.float16 else dtype
+        return cast(tensor, self.read_box(tensor, whole, decoded), dtype)
 
     def release(self) -> None:
         """Give back the memory of what was read; here, where that is memory of its own, nothing."""

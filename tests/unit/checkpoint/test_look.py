@@ -16,6 +16,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import h5py
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -352,6 +353,20 @@ def test_verifying_reads_every_byte_and_says_what_was_compared(tmp_path, capsys,
     assert "every tensor agrees with its checksum, a CRC-32" in capsys.readouterr().out
 
 
+def test_verifying_compares_small_files_too(tmp_path, capsys):
+    make_model("llama").save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", "megatron", tmp_path / "cut")
+    convert(tmp_path / "hf", "hdf5", tmp_path / "whole.h5")
+    (tmp_path / "cut/assets/config.json").write_text("{}")
+    with h5py.File(tmp_path / "whole.h5", "a") as file:
+        file["assets/config.json"][0] ^= 1
+    capsys.readouterr()
+    for name, words in (("cut", "config.json: found other bytes"), ("whole.h5", "config.json has another sha256")):
+        assert hybridflow("inspect", tmp_path / name) == 0
+        assert hybridflow("inspect", tmp_path / name, "--verify") == 3
+        assert words in capsys.readouterr().err
+
+
 def test_hugging_face_and_adapters_are_shown(tmp_path, capsys):
     model = make_model("reward")
     model.save_pretrained(tmp_path / "hf")
@@ -483,6 +498,22 @@ def test_what_one_has_alone_shapes_and_settings_are_told(tmp_path, capsys):
     assert found["settings"]["head_dim"] == [8, 12] and found["settings"]["qk_norm"] == [False, True]
     assert found["shapes"]["decoder.layers.0.self_attention.linear_proj.weight"] == [[32, 32], [32, 48]]
     assert "decoder.layers.1.self_attention.q_layernorm.weight" in found["only_in_other"]
+
+
+def test_adapters_of_two_scales_are_different(tmp_path, capsys):
+    """Their factors are equal, and what they add to the weights is not."""
+    model = make_model("llama")
+    model.save_pretrained(tmp_path / "hf")
+    base = {"base_model_name_or_path": str(tmp_path / "hf")}
+    changes = {"one": {}, "same": {"alpha_pattern": {"q_proj": 8}}, "stable": {"use_rslora": True}}
+    for name, change in {**changes, "part": {"alpha_pattern": {"0.self_attn.q_proj": 4}}}.items():
+        make_adapter(tmp_path / name, model, {"q_proj": 4}, {**base, **change})
+    capsys.readouterr()
+    assert hybridflow("diff", tmp_path / "one", tmp_path / "same") == 0
+    assert hybridflow("diff", tmp_path / "one", tmp_path / "stable") == 5
+    assert "setting lora_scale: 2.0 in A, 4.0 in B" in capsys.readouterr().out
+    assert hybridflow("diff", tmp_path / "one", tmp_path / "part") == 5
+    assert '0.self_attn.q_proj": 1.0' in capsys.readouterr().out
 
 
 def test_settings_that_say_the_same_in_other_words_are_equal(tmp_path):

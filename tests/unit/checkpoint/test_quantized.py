@@ -17,7 +17,7 @@ from hybridflow.checkpoint.formats.quantized import coded_tensors
 from hybridflow.checkpoint.formats.registry import open_source
 from hybridflow.checkpoint.tensor_file import TensorFile
 from hybridflow.cli import main
-from hybridflow.errors import CheckpointError
+from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.quantization import Quantization
 from hybridflow.layout.mesh import Coordinate
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -335,6 +335,21 @@ def test_codes_and_scales_may_lie_in_two_files(saved, tmp_path):
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     again = convert(path, "hf", tmp_path / "again")
     assert same_bits(tensors_of(again), tensors_of(convert(saved / "deepseek_v3", "hf", tmp_path / "whole")))
+
+
+@pytest.mark.parametrize(
+    ("family", "scales"), [("deepseek_v3", LINEAR + "_scale_inv"), ("gpt_oss", EXPERTS + "_scales")]
+)
+def test_what_fp16_cannot_hold_is_refused_in_codes_too(family, scales, saved, tmp_path):
+    shutil.copytree(saved / family, tmp_path / "model")
+    tensors = tensors_of(tmp_path / "model")
+    tensors[scales][...] = 147 if family == "gpt_oss" else 1e5  # 2^20 by its exponent
+    save_file(tensors, tmp_path / "model/model.safetensors")
+    source, name = open_source(tmp_path / "model"), scales.rpartition("_scale")[0]
+    logical = next(each for each in source.tensors if name in source.names(each))
+    assert float(source.read_as(logical, torch.float32).abs().max()) > 65504
+    with pytest.raises(ConfigError, match="beyond 65504, the largest number of fp16"):
+        source.read_as(logical, torch.float16)
 
 
 def test_small_files_beside_decoded_weights_tell_of_no_codes(saved, tmp_path):

@@ -29,6 +29,11 @@ ASSETS = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "tekken.json",
     "chat_template.jinja",
     "chat_template.json",
 )

@@ -196,11 +196,15 @@ class HuggingFaceSource(Source):
 
     def assets(self) -> dict[str, bytes]:
         """See ``Source``."""
-        return plain_assets(read_assets(self.path))
+        return plain_assets(read_assets(self.path, self._asset_names()))
 
     def identity(self) -> str:
         """See ``Source``."""
-        return identity_of([*(self.path / name for name in (*ASSETS, INDEX)), *(f.path for f in self._files.values())])
+        small = (self.path / name for name in (*self._asset_names(), INDEX))
+        return identity_of([*small, *(file.path for file in self._files.values())])
+
+    def _asset_names(self) -> tuple[str, ...]:
+        return ASSETS
 
     def _check_names(self, described: Described) -> str | None:
         """Check that all expected tensors are there and no others; return the name of the embedding's second copy."""

@@ -18,7 +18,7 @@ from hybridflow.checkpoint.formats.huggingface import (
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.errors import ConfigError
-from hybridflow.families.assets import CONFIG, read_json
+from hybridflow.families.assets import ASSETS, CONFIG, read_json
 from hybridflow.families.other_config import has_no_table, read_other_config
 from hybridflow.models.hf_model import VALUE_HEAD, has_scorer
 
@@ -61,6 +61,10 @@ class NamedSource(HuggingFaceSource):
     def names(self, tensor: str) -> list[str]:
         """Return the name of a tensor, which is the same in the directory."""
         return [tensor]
+
+    def _asset_names(self) -> tuple[str, ...]:
+        # Without its code nobody could load it again.
+        return (*ASSETS, *sorted(each.name for each in self.path.glob("*.py")))
 
 
 class NamedTarget(HuggingFaceTarget):

@@ -6,12 +6,15 @@ import json
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import save_file
 
 from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.errors import ConfigError
 from hybridflow.families.other_config import has_no_table, read_other_config
 from tests.support.complaints import complains
+from tests.support.conversions import convert
 
 TYPES = ("stablelm", "falcon", "granite", "gpt2", "gpt_neox", "gpt_bigcode", "opt", "olmo", "starcoder2", "gptj")
 SIZES: dict[str, Any] = {
@@ -84,3 +87,16 @@ def test_a_manifest_cannot_ask_to_trust_code(tmp_path):
 def test_families_with_a_table_are_read_by_it():
     assert not has_no_table({"model_type": "llama"}) and not has_no_table({"model_type": ["falcon"]})
     assert not has_no_table({}) and has_no_table({"model_type": "falcon"})
+
+
+def test_code_and_tokenizer_of_a_directory_travel_along(tmp_path):
+    """Its ``config.json`` names the code, so that the copy could not be loaded without."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({**SIZES, "auto_map": {"AutoModelForCausalLM": "own.Own"}}))
+    save_file({"w": torch.ones(2, 2)}, model / "model.safetensors")
+    for name in ("own.py", "tokenization_own.py", "tiktoken.model", "vocab.txt"):
+        (model / name).write_text(name)
+    again = convert(model, "hf", tmp_path / "again")
+    assert sorted(file.name for file in again.iterdir()) == sorted(file.name for file in model.iterdir())
+    assert (again / "own.py").read_text() == "own.py"

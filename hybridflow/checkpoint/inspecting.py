@@ -151,7 +151,8 @@ def look(path: Path, *, base: Path | None, verify: Callable[[Contents], Contents
 
 def _collection(path: Path, verify: Callable[[Contents], Contents]) -> Collection | None:
     """Return the checkpoints in a directory of a run; None where it is none."""
-    if (path / CONFIG).is_file():
+    if (path / CONFIG).is_file() or (path / ADAPTER_CONFIG).is_file():
+        # Other programs leave files with our names beside a model or an adapter.
         return None
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     if (folder / JOB).is_file():
@@ -297,9 +298,10 @@ def dtypes(entries: Iterable[TensorEntry]) -> dict[str, int]:
 
 
 def is_damaged(found: Looked) -> bool:
-    """Return whether any of it is damaged."""
+    """Return whether any of it is damaged, or the latest is not there."""
     if isinstance(found, Collection):
-        return any(is_damaged(member) for member in found.members.values())
+        is_lost = found.latest is not None and found.latest not in found.members
+        return is_lost or any(is_damaged(member) for member in found.members.values())
     return isinstance(found, Damaged)
 
 

@@ -44,6 +44,10 @@ def find_model(path: Path) -> Path | None:
         return None
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     step = read_note(folder / "latest") if folder.is_dir() else None
+    if step is None:
+        # Lost; a run goes on from the newest then, too.
+        names = {number: each.name for each in folder.glob("step_*") if (number := step_of(each.name)) is not None}
+        step = names[max(names)] if names else None
     if step is not None:
         if step_of(step) is None or not (folder / step).is_dir():
             raise CheckpointError(

@@ -365,6 +365,11 @@ def test_the_role_of_a_run_is_found(saved, tmp_path):
     (run / "checkpoints/latest").write_text("step_000010\n")
     for path in (run, run / "checkpoints", step, step / "actor"):
         assert open_source(path).path == step / "actor"
+    # Without the pointer the newest is taken, as a run that goes on does.
+    (run / "checkpoints/latest").unlink()
+    (run / "checkpoints/step_000009").mkdir()
+    for path in (run, run / "checkpoints"):
+        assert open_source(path).path == step / "actor"
     shutil.copytree(saved / "ours", step / "critic")
     assert open_source(run).path == step / "actor"
     assert open_source(step / "critic").path == step / "critic"

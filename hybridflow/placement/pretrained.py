@@ -110,8 +110,12 @@ def assets_of(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
     tokenizer = {name: content for name, content in beside.items() if name not in kept}
     tokenizer[JSON if file.suffix == ".json" else PIECES] = file.read_bytes()
     assets = {name: content for name, content in assets.items() if name in kept or name.endswith(".py")}
-    if role == "actor" and CONFIG in assets and not job.recipe.traits.is_scorer:
-        assets |= _aligned(assets, job.tokenizer)
+    if CONFIG in assets:
+        is_scorer = role in ("critic", "cost_critic") or job.recipe.traits.is_scorer
+        if is_scorer:
+            assets |= _padded(assets, job.tokenizer)
+        elif role == "actor":
+            assets |= _aligned(assets, job.tokenizer)
     return family, {**assets, **tokenizer}
 
 
@@ -125,6 +129,17 @@ def _aligned(assets: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, byt
     values["eos_token_id"] = eos_ids[0] if len(eos_ids) == 1 else eos_ids
     values["pad_token_id"] = tokenizer.pad_id if ends.pad_id is None else ends.pad_id
     return {GENERATION: (json.dumps(values, indent=2) + "\n").encode()}
+
+
+def _padded(assets: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Return a scorer's ``config.json`` with the tokenizer's padding id, without which transformers takes no batch.
+
+    An id that ends a response is no padding to it: the score is that of the last token before the padding.
+    """
+    values = parse_json(assets[CONFIG], CONFIG)
+    if values.get("pad_token_id") is not None or tokenizer.pad_id in tokenizer.stop_ids:
+        return {}
+    return {CONFIG: (json.dumps({**values, "pad_token_id": tokenizer.pad_id}, indent=2) + "\n").encode()}
 
 
 def align_ends(job: Job) -> None:

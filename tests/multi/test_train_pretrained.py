@@ -26,7 +26,7 @@ from hybridflow.trainer.trainer import Trainer, train
 from tests.multi.jobs import open_with_data
 from tests.support.complaints import complains
 from tests.support.conversions import convert
-from tests.support.hf_models import write_model, write_tokenizer
+from tests.support.hf_models import PAD, write_model, write_tokenizer
 from tests.support.plain_models import token_log_probs
 from tests.support.ranks import run_ranks
 
@@ -213,6 +213,9 @@ def test_a_resumed_run_needs_no_weights_where_it_began(folder):
 
 @pytest.mark.slow
 def test_ppo_with_critic_and_reward_of_their_own(folder):
+    """The critic of a directory without a padding id has the tokenizer's: ``transformers`` scores its batches."""
+    write_model(folder / "value", "Qwen2", "ForSequenceClassification", seed=2, pad_token_id=None)
+    write_tokenizer(folder / "causal", has_start=True, pad_token=PAD)
     ranks = run_ranks(first_and_train, 2, recipe(folder, "ppo"))
     found, summary = ranks[1]  # the last stage of both
     assert "critic" not in ranks[0][0] and "reward" not in ranks[0][0]
@@ -222,6 +225,11 @@ def test_ppo_with_critic_and_reward_of_their_own(folder):
     rows = lines(folder)
     assert len(rows) == 2 and rows[1]["critic/grad_norm"] > 0 and abs(rows[0]["reward/mean"]) > 1e-3
     assert ranks[0][1]["score_before_rl"] == summary["score_before_rl"] != 0
+    convert(folder / "run/checkpoints/step_000002/critic", "hf", folder / "scorer")
+    scorer = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "scorer").eval()
+    with torch.no_grad():
+        alone, both = scorer(torch.tensor([[5, 6]])).logits, scorer(torch.tensor([[5, 6, 2, 2], [7, 8, 9, 5]])).logits
+    torch.testing.assert_close(both[:1], alone)
 
 
 @pytest.mark.slow

@@ -380,10 +380,6 @@ def open_files(path: Path, *, has_codes: bool = False) -> dict[str, TensorFile]:
         CheckpointError: A file is missing or damaged, or they are pickles.
     """
     if (path / INDEX).is_file():
-        if (path / SINGLE).is_file():
-            raise CheckpointError(
-                f"{path}: holds both {SINGLE} and {INDEX}; expected one: remove the one that is stale"
-            )
         return _open_shards(path, has_codes=has_codes)
     if (path / SINGLE).is_file():
         return {SINGLE: TensorFile(path / SINGLE, has_codes=has_codes)}
@@ -405,6 +401,11 @@ def _open_shards(path: Path, *, has_codes: bool) -> dict[str, TensorFile]:
     by_file: dict[str, set[str]] = defaultdict(set)
     for tensor, name in places.items():
         by_file[name].add(tensor)
+    if (path / SINGLE).is_file() and SINGLE not in by_file:
+        raise CheckpointError(
+            f"{path}: holds both {SINGLE} and {INDEX}, which names {', '.join(sorted(by_file)[:3]) or 'no file'}; "
+            "expected one: remove the one that is stale"
+        )
     for name in sorted(by_file):
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(f"{index}: names {name!r}, expected a safetensors file beside it; restore the index")

@@ -130,10 +130,23 @@ SINGLE = {
     ),
     "without a head": (without_head, ["missing: lm_head.weight", "without a head"]),
     "both": (
-        lambda path: (path / "model.safetensors.index.json").write_text("{}"),
-        ["holds both model.safetensors and model.safetensors.index.json"],
+        lambda path: write_index(path, "model-00001.safetensors"),
+        ["holds both model.safetensors and model.safetensors.index.json, which names model-00001.safetensors"],
     ),
 }
+
+
+def write_index(path, file):
+    """An index that says of all tensors that they lie in one file."""
+    places = dict.fromkeys(load_file(path / "model.safetensors"), file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def test_an_index_may_name_the_single_file(saved, tmp_path):
+    shutil.copytree(saved / "single", tmp_path / "model")
+    write_index(tmp_path / "model", "model.safetensors")
+    one, other = open_source(tmp_path / "model"), open_source(saved / "single")
+    assert one.tensors == other.tensors and all(torch.equal(one.read(name), other.read(name)) for name in one.tensors)
 
 
 def assert_refused(path, messages):

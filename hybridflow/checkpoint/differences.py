@@ -232,7 +232,8 @@ def differing_settings(one: Source, other: Source) -> tuple[tuple[str, Any, Any]
     """Return the settings that make two models compute differently: name, the first's value, the second's.
 
     Left out is what no number depends on: the vocabulary's padding, the spread of initial weights, the dtype, which the
-    tensors tell. Two ways to say the same are the same. Of two adapters the factor of B A is one of them.
+    tensors tell, and the longest sequence, unless LongRoPE computes other positions with it. Two ways to say the same
+    are the same. Of two adapters the factor of B A is one of them.
 
     Raises:
         CheckpointError: An adapter has no settings.
@@ -241,8 +242,18 @@ def differing_settings(one: Source, other: Source) -> tuple[tuple[str, Any, Any]
     values = [{"has_value_head": each.has_value_head, **to_dict(spelled_out(each.model))} for each in (one, other)]
     if is_adapter(one) and is_adapter(other):
         values = [{**told, "lora_scale": _scale(each)} for told, each in zip(values, (one, other), strict=True)]
-    pairs = ((key, values[0][key], values[1][key]) for key in values[0] if key not in _WITHOUT_EFFECT)
+    without_effect = _WITHOUT_EFFECT if _is_long(one) != _is_long(other) else (*_WITHOUT_EFFECT, "max_context")
+    pairs = ((key, values[0][key], values[1][key]) for key in values[0] if key not in without_effect)
     return tuple((key, mine, theirs) for key, mine, theirs in pairs if mine != theirs)
+
+
+def _is_long(source: Source) -> bool:
+    """Return whether a model of LongRoPE has the divisors for longer sequences than those of pre-training."""
+    scaling = source.model.rotary_scaling
+    if scaling is None or scaling.kind != "longrope":
+        return False
+    assert scaling.original_context is not None, "checked with the model's settings"
+    return source.model.max_context > scaling.original_context
 
 
 def _scale(adapter: Source) -> float | dict[str, float]:

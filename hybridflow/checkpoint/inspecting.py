@@ -212,6 +212,7 @@ def _tried(path: Path, read: Callable[[Path], Contents | Collection]) -> Looked:
 def _contents(path: Path, base: Path | None) -> Contents:
     if (path / manifest.NAME).is_file():
         return model_directory(path)
+    from hybridflow.checkpoint.formats.megatron_dist import find_iteration
     from hybridflow.checkpoint.formats.registry import open_source
 
     source = open_source(path, base=base)
@@ -226,7 +227,13 @@ def _contents(path: Path, base: Path | None) -> Contents:
         written_by={},
     )
     adapter = read_json(source.path / ADAPTER_CONFIG) if source.format == "peft" else None
-    return Contents(path=source.path, format=source.format, held=held, files=_files(source.path), adapter=adapter)
+    files = _files(source.path)
+    if source.format in ("megatron-dist", "megatron-legacy"):
+        # Beside the iteration that was read lie others.
+        read = find_iteration(source.path)
+        others = {each for each in source.path.glob("iter_*") if each != read}
+        files = {name: size for name, size in files.items() if others.isdisjoint((source.path / name).parents)}
+    return Contents(path=source.path, format=source.format, held=held, files=files, adapter=adapter)
 
 
 def model_directory(path: Path) -> Contents:

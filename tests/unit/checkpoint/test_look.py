@@ -31,7 +31,7 @@ from hybridflow.checkpoint.look import _DIFF_EXAMPLES, _INSPECT_EXAMPLES
 from hybridflow.checkpoint.manifest import Manifest, Progress, TensorEntry, digest, overlap
 from hybridflow.checkpoint.model_dir import Share, write_manifest, write_shares
 from hybridflow.checkpoint.tensor_file import TensorFile, entry_of
-from hybridflow.families.model import ModelConfig
+from hybridflow.families.model import ModelConfig, RotaryScaling
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import model_spec, shape_of
 from tests.support.conversions import convert
@@ -354,6 +354,12 @@ def test_verifying_reads_every_byte_and_says_what_was_compared(tmp_path, capsys,
     capsys.readouterr()
     assert hybridflow("inspect", tmp_path / "dist", "--verify") == 0
     assert "every tensor agrees with its checksum, a CRC-32" in capsys.readouterr().out
+    # Files of an iteration that is not the latest are not counted.
+    (tmp_path / "dist/iter_0000001").mkdir()
+    (tmp_path / "dist/iter_0000001/other").touch()
+    assert hybridflow("inspect", tmp_path / "dist", "--json") == 0
+    files = json.loads(capsys.readouterr().out)["files"]
+    assert "release/.metadata" in files and "assets/config.json" in files and "iter_0000001/other" not in files
 
 
 def test_verifying_compares_small_files_too(tmp_path, capsys):
@@ -531,6 +537,11 @@ def test_settings_that_say_the_same_in_other_words_are_equal(tmp_path):
         ("window", None, 4),
         ("window_layers", None, [0, 1, 2]),
     )
+    long = RotaryScaling(kind="longrope", original_context=16, short_factor=(1.0, 2.0), long_factor=(3.0, 4.0))
+    for scaling, expected in ((None, ()), (long, (("max_context", 16, 17),))):
+        one.model = dataclasses.replace(MODEL, rotary_scaling=scaling)
+        other.model = dataclasses.replace(one.model, max_context=17)
+        assert differing_settings(one, other) == expected
 
 
 def test_moments_are_compared_on_request(tmp_path, capsys):

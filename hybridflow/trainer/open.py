@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybridflow.checkpoint.store import latest_step
+from hybridflow.checkpoint.job_file import latest_step, step_path
 from hybridflow.config.data import DataSourceConfig
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.arithmetic import ensure_files
@@ -16,7 +16,8 @@ from hybridflow.data.prompts import Example, prompt_tokens
 from hybridflow.data.queues import open_queue
 from hybridflow.data.shaping import read_examples
 from hybridflow.data.tokenizer import Tokenizer, check_same_pieces, open_tokenizer, tokenizer_in
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, DataError
+from hybridflow.families.assets import FOLDER as ASSETS
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import READERS, Job
 from hybridflow.recipe.check_sampling import check_stop
@@ -30,7 +31,8 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
     Collective: all ranks.
 
     Raises:
-        DataError: A file is malformed, a prompt leaves no room for a response, or models have different tokenizers.
+        DataError: A file is malformed, a prompt leaves no room for a response, models have different tokenizers, or the
+            one that the run trained is gone.
         ConfigError: A model's vocabulary is smaller than the tokenizer's, the model has no tokenizer, or what samples
             does not end at a text of ``rollout.stop``.
         DeadlineError: A rank did not come.
@@ -46,6 +48,8 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
             _train(recipe, trained)
     everyone = world.coordinator(plan.meshes["job"].ranks)
     everyone.barrier("data and tokenizer")
+    if path is None:
+        _check_there(trained)
     tokenizer = open_tokenizer(trained if path is None else path)
     check_stop(recipe, tokenizer)
     check_vocabularies(recipe, tokenizer)
@@ -95,6 +99,18 @@ def check_vocabularies(recipe: Recipe, tokenizer: Tokenizer) -> None:
         model_tokenizer = None if model.path is None else tokenizer_in(model.path)
         if model_tokenizer is not None and model_tokenizer != tokenizer.path:
             check_same_pieces(tokenizer, open_tokenizer(model_tokenizer), whose=f"{prefix}.path={model.path!r}")
+
+
+def _check_there(trained: Path) -> None:
+    """Refuse to go on without the tokenizer that the run trained: another would give the texts other tokens.
+
+    Raises:
+        DataError: It is gone; names the copy in the latest checkpoint.
+    """
+    latest = latest_step(trained.parent)
+    if latest is not None and not trained.is_file():
+        copy = step_path(trained.parent, latest) / "actor" / ASSETS / trained.name
+        raise DataError(f"{trained}: missing, and the run's checkpoints were made with it; copy it there from {copy}")
 
 
 def _train(recipe: Recipe, path: Path) -> None:

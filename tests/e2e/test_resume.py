@@ -271,6 +271,12 @@ def test_other_problems_in_the_same_file_are_refused(tmp_path):
     done = fork_ranks([*argv, "--resume"], tmp_path)
     done.complains_once("data/train.jsonl: holds other problems than when", "step_000002", "restore the file")
     assert set(done.codes) == {3}
+    # What the run has trained is in its checkpoints, too.
+    (tmp_path / "run/tokenizer.model").unlink()
+    done = fork_ranks([*argv, "--resume"], tmp_path)
+    copy = tmp_path / "run/checkpoints/step_000002/actor/assets/tokenizer.model"
+    done.complains_once("run/tokenizer.model: missing", str(copy.relative_to(tmp_path)))
+    assert set(done.codes) == {2} and copy.is_file()
 
 
 def test_nothing_to_resume_from_is_a_new_run(tmp_path):

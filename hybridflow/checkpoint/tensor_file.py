@@ -35,6 +35,8 @@ _OWN_DTYPES = {name: dtype for dtype, name in _FORMAT_DTYPES.items()}
 _CODE_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8}
 """Dtypes of one byte, as the format calls them, in which weights may be coded."""
 
+_MASK_DTYPES = ("BOOL", "U8")
+"""Dtypes of one byte in which older files keep masks of attention."""
 
 _PIECE_BYTES = 1 << 20
 _BUFFER_BYTES = 4 << 20
@@ -100,20 +102,23 @@ class TensorFile:
     Args:
         path: The file.
         has_codes: Whether codes may lie in it beside tensors.
+        has_masks: Whether masks may lie in it, of booleans or bytes, which are no weights and are left out.
 
     Attributes:
         path: The file.
         entries: Its tensors by key, in the order of the file.
         codes: Its codes by key.
+        masks: Keys of its masks.
 
     Raises:
         CheckpointError: The file is missing, truncated or not safetensors, or has a tensor of a dtype unknown here.
     """
 
-    def __init__(self, path: Path, *, has_codes: bool = False) -> None:
+    def __init__(self, path: Path, *, has_codes: bool = False, has_masks: bool = False) -> None:
         self.path = path
         self.entries: dict[str, TensorEntry] = {}
         self.codes: dict[str, CodeEntry] = {}
+        self.masks: set[str] = set()
         held: dict[str, TensorEntry | CodeEntry] = {}
         try:
             with open_regular(path) as handle:
@@ -124,6 +129,9 @@ class TensorFile:
                         dtype, shape = part.get_dtype(), tuple(part.get_shape())
                         if has_codes and dtype in _CODE_DTYPES:
                             held[key] = self.codes[key] = CodeEntry(dtype, shape)
+                        elif has_masks and dtype in _MASK_DTYPES:
+                            held[key] = CodeEntry(dtype, shape)
+                            self.masks.add(key)
                         else:
                             held[key] = self.entries[key] = TensorEntry(self._dtype(key, dtype), shape)
                 (header_bytes,) = struct.unpack("<Q", handle.read(8))

@@ -369,20 +369,21 @@ def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
-def open_files(path: Path, *, has_codes: bool = False) -> dict[str, TensorFile]:
+def open_files(path: Path, *, has_codes: bool = False, has_masks: bool = False) -> dict[str, TensorFile]:
     """Open the files of tensors by name: the single one, or those of the index, which must agree with it.
 
     Args:
         path: The directory.
         has_codes: Whether weights may lie in codes.
+        has_masks: Whether masks are left out, see ``TensorFile``.
 
     Raises:
         CheckpointError: A file is missing or damaged, or they are pickles.
     """
     if (path / INDEX).is_file():
-        return _open_shards(path, has_codes=has_codes)
+        return _open_shards(path, has_codes=has_codes, has_masks=has_masks)
     if (path / SINGLE).is_file():
-        return {SINGLE: TensorFile(path / SINGLE, has_codes=has_codes)}
+        return {SINGLE: TensorFile(path / SINGLE, has_codes=has_codes, has_masks=has_masks)}
     pickled = sorted(file.name for file in path.glob("*.bin")) + sorted(file.name for file in path.glob("*.pt*"))
     if pickled:
         raise CheckpointError(
@@ -393,7 +394,7 @@ def open_files(path: Path, *, has_codes: bool = False) -> dict[str, TensorFile]:
     raise CheckpointError(f"{path}: found {found}, expected {SINGLE} or {INDEX}; restore the weights from a copy")
 
 
-def _open_shards(path: Path, *, has_codes: bool) -> dict[str, TensorFile]:
+def _open_shards(path: Path, *, has_codes: bool, has_masks: bool) -> dict[str, TensorFile]:
     index = path / INDEX
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) and name for name in places.values()):
@@ -415,8 +416,8 @@ def _open_shards(path: Path, *, has_codes: bool) -> dict[str, TensorFile]:
             )
     files = {}
     for name in sorted(by_file):
-        files[name] = TensorFile(path / name, has_codes=has_codes)
-        held = files[name].entries.keys() | files[name].codes.keys()
+        files[name] = TensorFile(path / name, has_codes=has_codes, has_masks=has_masks)
+        held = files[name].entries.keys() | files[name].codes.keys() | files[name].masks
         if held != by_file[name]:
             raise CheckpointError(
                 f"{path / name}: does not hold what {INDEX} says: "

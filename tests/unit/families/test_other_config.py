@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from hybridflow.checkpoint.formats.registry import open_source
 from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.errors import ConfigError
 from hybridflow.families.other_config import has_no_table, read_other_config
@@ -100,3 +101,17 @@ def test_code_and_tokenizer_of_a_directory_travel_along(tmp_path):
     again = convert(model, "hf", tmp_path / "again")
     assert sorted(file.name for file in again.iterdir()) == sorted(file.name for file in model.iterdir())
     assert (again / "own.py").read_text() == "own.py"
+
+
+@pytest.mark.parametrize("has_index", [False, True])
+def test_masks_of_older_files_are_left_out(has_index, tmp_path):
+    """``transformers`` 4 saved those of GPT-NeoX as booleans, and those of GPT-J as bytes."""
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    masks = {"a.bias": torch.ones(3, 3, dtype=torch.bool), "b.bias": torch.ones(5, dtype=torch.uint8)}
+    tensors = {**masks, "c.weight": torch.arange(4.0)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    if has_index:
+        places = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(places))
+    source = open_source(tmp_path)
+    assert [*source.tensors] == ["c.weight"] and torch.equal(source.read("c.weight"), tensors["c.weight"])

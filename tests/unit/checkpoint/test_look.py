@@ -268,11 +268,11 @@ def test_pieces_that_would_take_hours_to_compare_are_refused(monkeypatch):
 def test_what_is_printed_holds_no_command_for_a_terminal(tmp_path, capsys):
     run_dir = write_run(tmp_path / "run\x1b[31m")
     (run_dir / "checkpoints/latest").write_text("step\x1b[2J\x9b\u202e\nok\x7f")
-    assert hybridflow("inspect", run_dir) == 0
+    assert hybridflow("inspect", run_dir) == 3
     out = capsys.readouterr().out
     assert r"latest names step\u001b[2J\u009b\u202e ok\u007f, which is not there" in out
     assert r"run\u001b[31m" in out and all(line.isprintable() for line in out.split("\n"))
-    assert hybridflow("inspect", run_dir, "--json") == 0
+    assert hybridflow("inspect", run_dir, "--json") == 3
     assert json.loads(capsys.readouterr().out)["latest"] == "step\x1b[2J\x9b\u202e\nok\x7f"
     assert hybridflow("inspect", tmp_path / "a\nhybridflow: all is well\x1b[0m") == 3
     assert capsys.readouterr().err.count("\n") == 2, "the second line is indented"

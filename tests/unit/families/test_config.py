@@ -334,7 +334,7 @@ def written_config(described):
 def meaning(values):
     """What transformers makes of a file, but for what tells nothing of the computation."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.AutoConfig.for_model(**values).to_dict()
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(values)).to_dict()
     nothing = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "cache_implementation"}
     nothing |= {"hidden_act", "auto_map", "router_aux_loss_coef", "max_window_layers", "head_dim", "attention_bias"}
     nothing |= {
@@ -545,7 +545,7 @@ def test_a_shorter_context_changes_no_factor_of_positions():
 @pytest.mark.parametrize("max_context", [131072, 4096, 8192])
 def test_phi3_is_written_with_the_three_keys_that_older_readers_allow(max_context):
     """They take the ratio of the two contexts for the factor, also of a model that was trained with a shorter one."""
-    values = {**copy.deepcopy(real("Phi-3-mini-128k")[0]), "something_new": 1}
+    values = {**real("Phi-3-mini-128k")[0], "something_new": 1}
     described = read_config(values, where="config.json")
     described = replace(described, model=replace(described.model, max_context=max_context))
     for written in (written_config(described), update_config(values, described, dtype="bfloat16")):

@@ -32,17 +32,17 @@ def open_regular(path: str | Path) -> BufferedReader:
 
 
 def read_small(path: str | Path, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
-    """Read a file that is small in every honest checkpoint.
+    """Read a file that is small in every honest checkpoint, as long as it is when it is opened.
 
     Raises:
         OSError: It cannot be opened, is no regular file, or has more than ``max_bytes`` bytes.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        content = b"" if size > max_bytes else file.read(max_bytes + 1)
-    if max(size, len(content)) > max_bytes:
-        raise OSError(errno.EOVERFLOW, f"has {size} bytes, more than {max_bytes}", str(path))
-    return content
+        if size > max_bytes:
+            raise OSError(errno.EOVERFLOW, f"has {size} bytes, more than {max_bytes}", str(path))
+        # Python takes memory for as much as is asked for, whatever is there.
+        return file.read(size)
 
 
 def check_link(path: Path) -> None:

@@ -283,8 +283,11 @@ def naming_others(checkpoint: Checkpoint, role: str) -> Iterator[None]:
 
 
 def _sha256(path: Path) -> str:
+    found = hashlib.sha256()
     with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
 
 
 def _remove(path: Path, *, may_stay: bool = False) -> None:

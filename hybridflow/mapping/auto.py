@@ -201,12 +201,12 @@ def _text(found: Sequence[Found], request: Request, arguments: argparse.Namespac
     return "\n".join([*lines, "", f"wrote {arguments.out}: hybridflow launch slurm {arguments.out} --time TIME"])
 
 
-def placed(found: Found) -> str:
+def placed(found: Found, separator: str = " | ") -> str:
     """Return in words which models share how many GPUs."""
     words = {"actor.update": "actor", "actor.rollout": "rollout"}
     sets = [f"{len(one.ranks)}: {', '.join(words.get(mesh, mesh) for mesh in one.meshes)}" for one in found.placement]
     ahead = found.recipe.trainer.max_staleness
-    return " | ".join(sets) + (f" (max_staleness={ahead})" if ahead else "")
+    return separator.join(sets) + (f" (max_staleness={ahead})" if ahead else "")
 
 
 def _longest(found: Found) -> str:

@@ -262,7 +262,7 @@ def refusals(folder: Path, size: int):
             (DPOTrainer, [{"prompt": "1", "chosen": "2", "rejected": "2"}], {}, "same text"),
             (
                 DPOTrainer,
-                [{"prompt": "1", "chosen": [{"role": "user"}], "rejected": "2"}],
+                [{"prompt": "1", "chosen": [{"role": "assistant", "content": "2"}], "rejected": "3"}],
                 {},
                 "the tokenizer has no chat template",
             ),

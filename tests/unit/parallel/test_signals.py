@@ -36,16 +36,20 @@ from hybridflow.parallel.signals import leave, listen
 mine = lambda number, frame: print("my own", flush=True)
 signal.signal(signal.SIGUSR2, mine)
 tell = lambda reason: print(reason, flush=True)
+at_interrupt = signal.getsignal(signal.SIGINT)
 listen(tell)
-assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+assert signal.getsignal(signal.SIGINT) is at_interrupt
 for number in (signal.SIGUSR2, signal.SIGUSR1):
     os.kill(os.getpid(), number)
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 leave(tell)
 listen(tell)
+reading, writing = os.pipe()
 child = os.fork()
 if child == 0:
+    os.write(writing, b"here")
     signal.pause()
+os.read(reading, 4)
 os.kill(child, signal.SIGTERM)
 os.kill(os.getpid(), signal.SIGTERM)
 leave(tell)

@@ -93,7 +93,10 @@ def test_within_a_step_nobody_who_learns_waits_for_the_rollout(algorithm):
     # Whose age is checked where they are taken need not travel.
     assert not any("versions" in each.columns for each in moved)
     names = [each.name for each in work if isinstance(each, Call)]
-    assert names.index("buffer.put") < names.index("actor.update") and names.index("reward.score") > sample - phase
+    order = [
+        names.index(each) for each in ("buffer.take", "actor.sample", "reward.score", "buffer.put", "actor.update")
+    ]
+    assert order == sorted(order)
 
 
 def test_without_working_ahead_there_is_no_buffer():

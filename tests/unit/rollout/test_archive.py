@@ -195,12 +195,12 @@ def test_nothing_sampled_makes_no_file(tmp_path):
 def test_example_of_the_docs_reads_an_archive(tmp_path):
     page = (Path(__file__).parents[3] / "docs/checkpoints.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
-    write(tmp_path / "run/rollouts")
+    write(tmp_path / "runs/grpo/rollouts")
     done = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[:2] == ["20 0 [200 201 202] -3.0", "20 1 [201 202] -2.5"] and len(lines) == 6
-    (tmp_path / "run/rollouts/segments" / str(NAMES[0])).unlink()
+    (tmp_path / "runs/grpo/rollouts/segments" / str(NAMES[0])).unlink()
     done = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "a segment is missing" in done.stderr
 

@@ -82,6 +82,7 @@ def test_training_ends_when_validations_do_not_become_better_and_the_best_stays(
     assert (summary["best_step"], summary["score_after_rl"]) == (1, 0.5) and "ended" not in summary
 
 
+@pytest.mark.slow
 def test_the_critic_learns_alone_at_first_and_rates_follow_the_step(tmp_path):
     write_recipe(tmp_path)
     run, run_dir = ["train", "tiny.yaml", "algorithm=ppo", "trainer.steps=4", "trainer.save_every=1"], tmp_path / "run"

@@ -238,6 +238,7 @@ def a_flow_gone_on_with(folder: Path):
     return lasting(whole), lasting(first), lasting(rest), done, again
 
 
+@pytest.mark.slow
 def test_a_flow_is_gone_on_with(folder: Path) -> None:
     ((whole, first, rest, done, again),) = run(a_flow_gone_on_with, 1, folder)
     assert len(first) == 2 and [*first, *rest] == whole and done == []

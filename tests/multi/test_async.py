@@ -45,6 +45,7 @@ def assert_same(made: Recipe, other: Recipe, tolerance: float = 1e-5) -> None:
                 assert abs(found[metric] - value) <= tolerance * (abs(value) + 0.1), (other.name, step, metric)
 
 
+@pytest.mark.slow
 def test_a_rollout_on_ranks_of_its_own_gives_the_same_numbers(tmp_path):
     validating = {"validate_every": 1}
     together = recipe(tmp_path, "together", "grpo", 1, trainer=validating)

@@ -219,7 +219,8 @@ def test_conversations_are_what_was_said_and_heard_in_turn(reference):
 
 # Few at a time, so that conversations wait for each other.
 @pytest.mark.parametrize(
-    ("size", "max_concurrent", "count"), [(1, 4, 18), (2, 3, 54), pytest.param(4, 256, 108, marks=pytest.mark.slow)]
+    ("size", "max_concurrent", "count"),
+    [(1, 4, 18), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 3, 54), (4, 256, 108)))],
 )
 def test_conversations_are_the_same_in_every_layout_with_the_log_probs_of_training(
     reference, size, max_concurrent, count
@@ -290,6 +291,7 @@ def with_failures(world, layout: ParallelLayout):
     return texts, ends, [talk.error for talk in both[: len(well)]], len(well)
 
 
+@pytest.mark.slow
 def test_an_environment_that_fails_ends_its_own_sample_alone():
     one, two = run_ranks(with_failures, 2, ParallelLayout(tp=2))
     assert one == two, "all ranks of a replica know the same"

@@ -108,7 +108,8 @@ DISTILL = {
 }
 
 
-@pytest.mark.parametrize("top_k", [TOP_K, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("top_k", [TOP_K, 0])
 def test_where_the_teacher_is_changes_nothing(folder, top_k):
     teacher = {"top_k": top_k}
     expected = record(recipe(folder, f"alone {top_k}".replace(" ", "-"), "distill", teacher=teacher))

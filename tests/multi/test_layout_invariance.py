@@ -422,7 +422,7 @@ def test_experts_on_several_ranks_change_nothing(size, expected):
     check(size, cases_of_experts(size), expected)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.long)])
 def test_context_parallelism_changes_nothing(size, expected):
     check(size, cases_of_context(size), expected)
 

@@ -327,7 +327,7 @@ def truth() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 4))])
 def test_a_step_is_that_of_plain_torch_in_every_layout(size, truth):
     cases = cases_of(size)
     every = run_ranks(steps, size, cases)

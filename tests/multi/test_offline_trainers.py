@@ -190,6 +190,7 @@ def resumed(folder: Path, size: int):
     return [step["loss"] for step in straight], [step["loss"] for step in rest]
 
 
+@pytest.mark.slow
 def test_resumed(folder: Path) -> None:
     ((straight, rest),) = run(resumed, 1, folder)
     assert len(straight) == 4 and rest == straight[2:]

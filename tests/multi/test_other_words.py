@@ -262,6 +262,7 @@ def replicas(world: World, folder: Path) -> Any:
     return found, trainer._values["actor"]["update"], unknown
 
 
+@pytest.mark.slow
 def test_a_trainer_of_replicas_is_a_trainer(folder: Path) -> None:
     (((one, other), update, unknown),) = run_ranks(replicas, 1, folder)
     assert one == other and one[2] > 0

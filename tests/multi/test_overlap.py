@@ -189,6 +189,7 @@ def updates(world: World) -> tuple[dict[str, Any], dict[str, Any]]:
     return updated(world, None), updated(world, BUCKET_SIZE)
 
 
+@pytest.mark.slow
 def test_who_reads_weights_between_mini_batches_waits_for_them() -> None:
     for plain, overlapped in run_ranks(updates, 4):
         for name in ("log_probs", "actor", "critic"):

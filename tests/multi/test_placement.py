@@ -167,15 +167,16 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm, names, model",
     [
         ("ppo", ("overlapping",), "plain"),
-        pytest.param("grpo", ("strided",), "plain", marks=pytest.mark.slow),
-        pytest.param("ppo", ("two", "colocated", "split"), "plain", marks=pytest.mark.slow),
-        pytest.param("grpo", ("four", "reference apart"), "plain", marks=pytest.mark.slow),
-        pytest.param("ppo", ("overlapping",), "capped", marks=pytest.mark.slow),
-        pytest.param("ppo", ("overlapping",), "mixture", marks=pytest.mark.slow),
+        ("grpo", ("strided",), "plain"),
+        ("ppo", ("two", "colocated", "split"), "plain"),
+        ("grpo", ("four", "reference apart"), "plain"),
+        ("ppo", ("overlapping",), "capped"),
+        ("ppo", ("overlapping",), "mixture"),
     ],
 )
 def test_every_placement_logs_the_same_numbers(algorithm, names, model, tmp_path):

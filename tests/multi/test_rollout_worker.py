@@ -70,6 +70,7 @@ CASES: list[tuple[int, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 def test_every_kind_and_layout_generates_what_transformers_does_and_follows_new_weights(folder):
     wanted = [greedy_of(folder / f"model-{seed}") for seed in (1, 2)]
     assert wanted[0] != wanted[1]

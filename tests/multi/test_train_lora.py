@@ -101,6 +101,7 @@ def pieces(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*.safetensors")}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_and_in_another_layout(whole: Path, folder: Path) -> None:
     run_ranks(run, 2, cut_to(values(folder, "cut"), 1))
     shutil.copytree(folder / "cut", folder / "moved")

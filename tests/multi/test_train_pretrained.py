@@ -173,6 +173,7 @@ def test_grpo_begins_with_the_model_of_a_directory(folder):
     assert all(row["rollout/logprob_abs_diff"] < 1e-4 for row in rows)
 
 
+@pytest.mark.slow
 def test_the_trained_actor_is_exported_and_trained_on(folder):
     """Its checkpoint has family, settings and tokenizer: ``transformers`` and the next run begin where it ended.
 

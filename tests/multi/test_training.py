@@ -189,6 +189,7 @@ def differences_of_sharing(world):
     return [difference_of_sharing(world, model, each) for model in (TINY, CAPPED, MIXTURE) for each in layouts]
 
 
+@pytest.mark.slow
 def test_a_shared_prompt_changes_no_output_and_no_gradient():
     for found in run_ranks(differences_of_sharing, 2):
         for each in found:

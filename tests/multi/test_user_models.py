@@ -63,6 +63,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_grpo_is_the_same_on_one_rank_and_on_two_and_improves(folder):
     # The second rank begins with other weights, which must not count.
     ((alone, weights),) = run_ranks(grpo, 1, folder, TinyActor, 12)

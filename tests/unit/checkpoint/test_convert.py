@@ -327,7 +327,8 @@ def test_ranks_share_the_files_and_surplus_ranks_leave(source, tmp_path):
     assert len(set.union(*wrote)) == 3
 
 
-@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
 def test_rank_that_is_killed_ends_the_others_in_time(source, tmp_path, lost):
     out = tmp_path / "out"
 

@@ -16,7 +16,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.mapping.hardware import DEFAULT_HARDWARE, Hardware, hardware
 from hybridflow.mapping.rl_step import Texts, check_estimated, phase_seconds, spread_lengths, step_calls
 from hybridflow.observe.metrics import read_metrics
-from hybridflow.observe.starts import RECIPE_FILE
+from hybridflow.observe.starts import kept_recipe
 from hybridflow.recipe.load import load_recipe
 from hybridflow.recipe.meshes import role_meshes
 
@@ -153,11 +153,11 @@ def observed_run(run_dir: Path) -> Observed:
         DataError: It has no metrics.
         ConfigError: It kept no recipe, or has made fewer than three steps.
     """
-    recipes = sorted(run_dir.glob(f"logs/*/{RECIPE_FILE}"))
+    kept = kept_recipe(run_dir)
     rows = [row for row in read_metrics(run_dir) if "time/step_s" in row][1:][-_LATEST:]
-    if not recipes or len(rows) < 2:
+    if kept is None or len(rows) < 2:
         raise ConfigError(f"{run_dir}: a recipe below logs/ and three steps are needed; let the run go on")
-    recipe = load_recipe(recipes[-1])
+    recipe = load_recipe(kept)
 
     def middle(name: str) -> float:
         return statistics.median(row.get(name, 0.0) for row in rows)

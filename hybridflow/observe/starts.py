@@ -138,6 +138,11 @@ def keep_recipe(run_dir: Path, number: int, recipe: Mapping[str, Any]) -> Path:
     return path
 
 
+def kept_recipe(run_dir: Path) -> Path | None:
+    """Return the recipe of the last start that kept one, or None."""
+    return max(run_dir.glob(f"{LOGS_DIR}/*/{RECIPE_FILE}"), default=None)
+
+
 def idle_starts(
     records: Sequence[StartRecord], *, job_id: str, step: int | None, restart_count: int | None
 ) -> list[StartRecord]:

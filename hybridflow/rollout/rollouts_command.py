@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridflow.errors import ConfigError, DataError, WriteError
 from hybridflow.observe.rank_log import LOGS_DIR
-from hybridflow.observe.starts import RECIPE_FILE
+from hybridflow.observe.starts import RECIPE_FILE, kept_recipe
 from hybridflow.rollout.export import KINDS, Export, as_lines
 from hybridflow.sections import read_yaml
 
@@ -166,8 +166,8 @@ def _stop_texts(run_dir: Path) -> list[str]:
     Raises:
         ConfigError: It kept no recipe.
     """
-    recipes = sorted(run_dir.glob(f"{LOGS_DIR}/*/{RECIPE_FILE}"))
-    recipe = read_yaml(recipes[-1]) if recipes else None
+    kept = kept_recipe(run_dir)
+    recipe = None if kept is None else read_yaml(kept)
     if not isinstance(recipe, dict) or not isinstance(recipe.get("rollout"), dict):
         raise ConfigError(
             f"{run_dir}: {LOGS_DIR}/*/{RECIPE_FILE} is missing or no recipe, so the texts that ended responses "

@@ -46,38 +46,43 @@ class Texts:
 class GrowingText:
     """The text of one response while it grows: as the tokenizer's of all its tokens, in a time that does not grow.
 
-    The last token that is text in itself is decoded again with each token behind it, see ``Watch``.
+    All before the last token that is text in itself (the anchor) is settled. The anchor is decoded again with each
+    token behind it, since the first token of a text may lose its leading space.
 
     Args:
         texts: Texts of the tokenizer.
+        reach: How many characters of what is settled are kept; None: all.
+
+    Attributes:
+        text: The text so far, as far as it is kept.
     """
 
-    def __init__(self, texts: Texts) -> None:
-        self._texts = texts
-        self._settled = ""
+    def __init__(self, texts: Texts, reach: int | None = None) -> None:
+        self._texts, self._reach = texts, reach
+        self._settled = self.text = ""
         self._open: list[int] = []
         self._num_anchor = 0
 
+    def text_with(self, token: int) -> str:
+        """Return the text with one more token."""
+        return self._settled + self._texts.decode([*self._open, token])[self._num_anchor :]
+
     def add(self, tokens: Iterable[int]) -> str:
-        """Add the response's next tokens; return its text."""
+        """Add the response's next tokens; return the text before less of it is kept."""
+        whole = self.text
         for token in tokens:
+            self.text = whole = self.text_with(token)
             self._open.append(token)
             anchor = self._texts.alone(token)
             if anchor is not None:
-                self._settled += self._text()
+                kept = len(whole) if self._reach is None else self._reach
+                self.text = self._settled = whole[max(len(whole) - kept, 0) :]
                 self._open, self._num_anchor = [token], len(anchor)
-        return self._settled + self._text()
-
-    def _text(self) -> str:
-        return self._texts.decode(self._open)[self._num_anchor :]
+        return whole
 
 
 class Watch:
-    """Looks for strings in one response.
-
-    All before the last token that is text in itself (the anchor) is settled: of it, only as many characters are kept as
-    a string may reach back. The anchor is decoded again with each token behind it, since the first token of a text may
-    lose its leading space.
+    """Looks for strings in one response, of whose text only as much is kept as a string may reach back.
 
     Args:
         texts: Texts of the tokenizer.
@@ -87,39 +92,18 @@ class Watch:
     """
 
     def __init__(self, texts: Texts, stop: Sequence[str], bad: Sequence[str], tokens: Iterable[int] = ()) -> None:
-        self._texts = texts
         self._stop, self._bad = tuple(stop), tuple(bad)
-        self._reach = max(map(len, (*stop, *bad)), default=1) - 1
-        self._settled = ""
-        self._open: list[int] = []
-        self._num_anchor = 0
-        self._text = ""
-        for token in tokens:
-            self.add(token)
+        self._growing = GrowingText(texts, max(map(len, (*stop, *bad)), default=1) - 1)
+        self._growing.add(tokens)
 
     def would_complete_bad(self, token: int) -> bool:
         """Return whether this token, as the next one, would complete a bad string."""
-        return self._has_new(self._text_with(token), self._bad)
+        return first_new(self._growing.text, self._growing.text_with(token), self._bad) is not None
 
     def add(self, token: int) -> bool:
         """Add the response's next token; return whether it completes a stop string."""
-        text = self._text_with(token)
-        is_stop = self._has_new(text, self._stop)
-        self._open.append(token)
-        self._text = text
-        anchor = self._texts.alone(token)
-        if anchor is not None:
-            whole = self._settled + text
-            self._settled = whole[max(len(whole) - self._reach, 0) :]
-            self._open, self._num_anchor, self._text = [token], len(anchor), ""
-        return is_stop
-
-    def _text_with(self, token: int) -> str:
-        """Return the text behind the settled text, with one more token."""
-        return self._texts.decode([*self._open, token])[self._num_anchor :]
-
-    def _has_new(self, text: str, strings: Sequence[str]) -> bool:
-        return first_new(self._settled + self._text, self._settled + text, strings) is not None
+        before = self._growing.text
+        return first_new(before, self._growing.add([token]), self._stop) is not None
 
 
 def with_stop_tokens(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:

@@ -21,7 +21,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.families.fp8 import LAYERS
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
-from hybridflow.mapping.activations import activation_bytes, decoding_bytes, vocab_size_of
+from hybridflow.mapping.activations import activation_bytes, decoding_bytes
 from hybridflow.mapping.hardware import Hardware, hardware
 from hybridflow.models.adapters import adapter_spec, parts_of
 from hybridflow.models.shapes import model_spec, shape_of
@@ -274,7 +274,7 @@ def _placed(
     return _Placed(
         model=model,
         spec=_specs(model, has_value_head),
-        adapters=None if lora is None else adapter_spec(shape_of(model, vocab_size_of(model)), lora),
+        adapters=None if lora is None else adapter_spec(shape_of(model), lora),
         mesh=mesh,
         update=update,
         has_value_head=has_value_head,
@@ -283,7 +283,7 @@ def _placed(
 
 @functools.lru_cache(maxsize=16)
 def _specs(model: ModelConfig, has_value_head: bool) -> ModelSpec:
-    return model_spec(shape_of(model, vocab_size_of(model)), has_value_head=has_value_head)
+    return model_spec(shape_of(model), has_value_head=has_value_head)
 
 
 def _mesh_memory(

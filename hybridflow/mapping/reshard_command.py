@@ -151,8 +151,7 @@ def _model_shape(name: str) -> ModelShape:
             f"--model {name}: not one of {', '.join(named_shapes())}, no directory; and as a {error}"
         ) from None
     recipe = load_recipe(path)
-    model = recipe.sized_model_of("actor")
-    return shape_of(model, model.vocab_size or 0)
+    return shape_of(recipe.sized_model_of("actor"))
 
 
 def _reshard_header(name: str, model: ModelSpec, source: DeviceMesh, target: DeviceMesh) -> str:

@@ -23,8 +23,7 @@ def reshard_seconds(recipe: Recipe, source: DeviceMesh, target: DeviceMesh, hard
     if shares_storage(source, target):
         return 0.0
     model = recipe.sized_model_of("actor.update")
-    assert model.vocab_size is not None, "sized_model_of puts it in"
-    spec = model_spec(shape_of(model, model.vocab_size))
+    spec = model_spec(shape_of(model))
     bandwidth = Bandwidth(
         node=hardware.node_bandwidth * hardware.node_share / 1e9,
         network=hardware.network_bandwidth * hardware.network_share / 1e9,

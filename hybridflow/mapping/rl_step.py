@@ -354,7 +354,7 @@ def role_size(recipe: Recipe, node: Node) -> Size | None:
     section: Any = getattr(recipe, node.role, None)
     if section is None or node.role == "advantage" or (node.role in REWARDS and section.model is None):
         return None
-    size = size_of(shape_of(model := recipe.sized_model_of(node.role), model.vocab_size or 0))
+    size = size_of(shape_of(model := recipe.sized_model_of(node.role)))
     size = replace(size, item_bytes=ITEM_BYTES[model.dtype])
     return replace(size, columns=1, tied=False) if recipe.has_value_head(node.role) else size
 

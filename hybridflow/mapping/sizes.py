@@ -75,8 +75,7 @@ def model_shape(text: str) -> ModelShape:
             "layers=32,hidden=4096,…"
         )
     model = read_model_info(path if path.is_dir() else path.parent).model
-    assert model.vocab_size is not None, "a directory tells it"
-    return shape_of(model, model.vocab_size)
+    return shape_of(model)
 
 
 def _given_size(text: str) -> Size:

@@ -98,13 +98,15 @@ def named_shapes() -> dict[str, ModelShape]:
     return dict(_SHAPES)
 
 
-def shape_of(model: ModelConfig, vocab_size: int) -> ModelShape:
+def shape_of(model: ModelConfig, vocab_size: int | None = None) -> ModelShape:
     """Return the shape of a recipe's model.
 
     Args:
         model: The section.
-        vocab_size: True vocabulary, before padding.
+        vocab_size: True vocabulary, before padding; None: the model tells it.
     """
+    vocab_size = model.vocab_size if vocab_size is None else vocab_size
+    assert vocab_size is not None, "jobs, directories and Recipe.sized_model_of tell it"
     return ModelShape(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,

@@ -35,9 +35,8 @@ def role_spec(job: Job, role: str = "actor", *, has_value_head: bool = False) ->
     if own is not None:
         return Uncut(own).describe()
     model = job.model_of(role)
-    assert model.vocab_size is not None, "a job's models have a vocabulary"
     lora = job.recipe.actor.lora if role == "actor" else None
-    return whole_spec(shape_of(model, model.vocab_size), has_value_head=has_value_head, lora=lora)
+    return whole_spec(shape_of(model), has_value_head=has_value_head, lora=lora)
 
 
 def part_of(job: Job, mesh: str, spec: ModelSpec, model: PlacedModel | None) -> ModelOnMesh:

@@ -70,10 +70,9 @@ def from_pretrained(
         max_context=source.model.max_context if max_context is None else max_context,
         dtype=source.model.dtype if dtype is None else dtype,
     )
-    assert model.vocab_size is not None, "a source's model has a vocabulary"
     has_value_head = role != "actor"
     world.make_groups(rank_sets([mesh], world.size))
-    spec = model_spec(shape_of(model, model.vocab_size), has_value_head=has_value_head)
+    spec = model_spec(shape_of(model), has_value_head=has_value_head)
     made = ModelOnMesh(world, mesh, model, spec, seed=seed)
     if world.rank in mesh:
         made.build(has_value_head=has_value_head)

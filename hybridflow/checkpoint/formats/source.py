@@ -159,8 +159,7 @@ def num_blocks(model: ModelConfig) -> int:
 
 def spec_of_model(model: ModelConfig, *, has_value_head: bool = False) -> ModelSpec:
     """Return the tensors of a model's settings, the vocabulary included."""
-    assert model.vocab_size is not None, "a checkpoint's settings have a vocabulary"
-    return model_spec(shape_of(model, model.vocab_size), has_value_head=has_value_head)
+    return model_spec(shape_of(model), has_value_head=has_value_head)
 
 
 def check_shapes(

@@ -53,7 +53,7 @@ def test_a_signal_saves_and_requeues(cluster, folder, curve):
     job = begin(cluster, folder, reward_s=1)
     cluster.run("scancel", "--signal=USR1", "--batch", job)
     finish(cluster, folder, job, restarts=1)
-    assert lasting_metrics(folder / "run") == curve
+    same_curve(cluster, folder, job, curve)
     stopped, last = starts(folder)
     assert (stopped.outcome, last.outcome) == ("requeue", "finished") and "USR1" in (stopped.detail or "")
     assert last.step is not None and last.step >= 2 and last.restart_count == 1
@@ -79,7 +79,7 @@ def test_preemption_requeues(cluster, folder, curve, grace_s):
     urgent = cluster.sbatch("--partition=high", "--nodes=4", "--exclusive", "--wrap=true", cwd=folder)
     cluster.wait_for_end(urgent, within_s=90)
     finish(cluster, folder, job, restarts=1)
-    assert lasting_metrics(folder / "run") == curve
+    same_curve(cluster, folder, job, curve)
     preempted, last = starts(folder)
     # Without a grace time there is Slurm's KillWait, which may be too short to save.
     assert preempted.outcome == "requeue" or not grace_s
@@ -92,7 +92,7 @@ def test_a_killed_rank_begins_again_in_the_allocation(cluster, folder, curve):
     kill(first[1])
     cluster.wait_for(lambda: not any(map(is_running, first.values())), within_s=30, what="the ranks' end")
     finish(cluster, folder, job, restarts=0)
-    assert lasting_metrics(folder / "run") == curve
+    same_curve(cluster, folder, job, curve)
     assert [start.outcome for start in starts(folder)] == ["failed", "finished"]
 
 
@@ -113,7 +113,7 @@ def test_without_its_first_node_a_job_begins_anew(cluster, folder, curve):
     job = begin(cluster, folder)
     cluster.kill_node(cluster.job(job)["BatchHost"])
     finish(cluster, folder, job, restarts=1)
-    assert lasting_metrics(folder / "run") == curve
+    same_curve(cluster, folder, job, curve)
 
 
 def test_scancel_leaves_a_checkpoint_and_no_job(cluster, folder, curve):
@@ -147,6 +147,12 @@ def finish(cluster: SlurmCluster, folder: Path, job: str, *, restarts: int, with
     """Wait for the job's end, which must be a good one after so many of Slurm's restarts."""
     ended = cluster.wait_for_end(job, within_s=within_s)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", str(restarts)), output(cluster, job)
+
+
+def same_curve(cluster: SlurmCluster, folder: Path, job: str, curve: list[dict[str, float]]) -> None:
+    """See that the job has learned as if nothing had happened, on two ranks each time."""
+    assert {start.ranks for start in starts(folder)} == {2}, output(cluster, job)
+    assert lasting_metrics(folder / "run") == curve
 
 
 def starts(folder: Path) -> list[StartRecord]:

@@ -14,7 +14,9 @@ SCRIPTS = Path(__file__).parents[3] / "slurm"
 NOTE = r"""
 name=${0##*/}
 [ $name != srun ] || echo "$SLURM_EXPORT_ENV $SLURM_KILL_BAD_EXIT" > settings
-{ printf '%s' "$name"; printf '|%s' "$@"; echo; } >> "$LOG"
+# One write, since programs that a script runs at once share the log.
+words=$(printf '|%s' "$@")
+printf '%s\n' "$name${words//$'\n'/ }" >> "$LOG"
 case $name in
     sbatch) echo $((100 + $(grep -c ^sbatch "$LOG"))) ;;
     scontrol) echo "JobId=7 JobState=${STATE:-RUNNING} Reason=None" ;;

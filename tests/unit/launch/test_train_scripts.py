@@ -38,7 +38,8 @@ def test_what_survival_rests_on(name):
     assert subprocess.run(["bash", "-n", SLURM / name], check=False).returncode == 0
 
 
-# Three nodes; a step of ranks ends with the next status of a list, a task beside them answers on the nodes that are up.
+# Three nodes; a step of ranks ends with the next status of a list, a task beside them answers on the nodes that are up,
+# the second time on those that are up late.
 # Ranks of a step that hangs are gone when they are looked for again.
 FAKES = {
     "srun": r"""
@@ -49,7 +50,7 @@ case "$*" in
         [ ! "$left" ] || tr ' ' '\n' <<<"$left" > up
         [ "$status" != hang ] || { touch hanging; exec /bin/sleep 600; }
         exit "$status" ;;
-    *SLURMD_NODENAME*) cat up ;;
+    *SLURMD_NODENAME*) cat up; [ ! -e late ] || mv late up ;;
 esac""",
     "scontrol": r"""
 [ "$1" = listpids ] || [ "$1 $2" = "show hostnames" ] || {
@@ -81,10 +82,12 @@ def run(tmp_path):
     for name, text in FAKES.items():
         put_program(tmp_path / "bin" / name, text)
 
-    def run(*statuses, argv=("tiny.yaml",), up="n1 n2 n3", state="RUNNING", away="0", **environ):
+    def run(*statuses, argv=("tiny.yaml",), up="n1 n2 n3", late=None, state="RUNNING", away="0", **environ):
         (tmp_path / "away").write_text(away + "\n")
         (tmp_path / "statuses").write_text("".join(f"{status}\n" for status in statuses))
         (tmp_path / "up").write_text(up.replace(" ", "\n") + "\n")
+        if late is not None:
+            (tmp_path / "late").write_text(late.replace(" ", "\n") + "\n")
         (tmp_path / "trains").write_text("")
         (tmp_path / "requeued").unlink(missing_ok=True)
         environ = {**JOB, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "STATE": state, **environ}
@@ -153,6 +156,21 @@ def test_nodes_that_are_too_few_are_given_back_for_all(run):
     assert (status, len(steps), is_requeued) == (75, 2, True)
     status, steps, is_requeued = run(1, up="")
     assert (status, len(steps), is_requeued) == (75, 1, True)
+    # A single rank would start the others itself, all on its node.
+    status, steps, is_requeued = run(1, 0, up="n1", SLURM_NTASKS_PER_NODE="1")
+    assert (status, len(steps), is_requeued) == (75, 1, True)
+
+
+def test_a_node_that_answers_late_is_kept(run):
+    status, steps, is_requeued = run(1, 0, up="n1 n3", late="n1 n2 n3")
+    assert (status, len(steps), is_requeued) == (0, 2, False)
+    assert steps[1][:2] == ["--nodes=3", "--nodelist=n1,n2,n3"]
+
+
+def test_a_job_of_one_rank_begins_again(run):
+    job = {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS_PER_NODE": "1"}
+    status, steps, is_requeued = run(1, 0, up="n1", **job)
+    assert (status, len(steps), is_requeued) == (0, 2, False)
 
 
 @pytest.mark.parametrize(("array", "of_job", "asked"), [("7", "7", "7_1"), ("5", "", "7")])

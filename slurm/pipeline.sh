@@ -40,7 +40,6 @@ submit sft "${train[@]}" "$slurm/train.sbatch" "$recipe" "$@" "run_dir=$out/sft"
     trainer.steps=0
 submit rl "${train[@]}" "$slurm/train.sbatch" "$recipe" "$@" "run_dir=$out/rl" \
     "model.path=$out/sft/checkpoints/step_000000/actor" warm_start=null "trainer.steps=$steps"
-submit export "${convert[@]}" "$slurm/convert.sbatch" \
-    "$out/rl/checkpoints/$(printf 'step_%06d' "$steps")/actor" "$out/model" --to hf
+submit export "${convert[@]}" "$slurm/convert.sbatch" "$out/rl" "$out/model" --to hf
 submit evaluate "${train[@]}" "$slurm/train.sbatch" "$recipe" "$@" "run_dir=$out/evaluation" \
     "model.path=$out/model" warm_start=null trainer.steps=0

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -44,6 +45,9 @@ from hybridflow.observe.files import sync_path, write_remedy, writing
 
 BASE = "base"
 """The role that is the actor's weights below its adapters."""
+
+_REMOVED = ".removed.tmp"
+"""Ends the name of what is being removed."""
 
 FORMAT = "hybridflow-job-1"
 """Raised when a change makes old checkpoints unreadable."""
@@ -81,7 +85,8 @@ def clear_leftovers(run_dir: Path) -> None:
         return
     with writing(folder):
         for path in [*folder.glob("*.tmp"), *folder.glob(".*.part")]:
-            _remove(path)
+            # What could not be removed before may stay: NFS keeps files that a process holds.
+            _remove(path, may_stay=path.name.endswith(_REMOVED))
         if latest_step(run_dir) is None:
             # Written by a run that was killed before its first checkpoint; nothing names it.
             for path in folder.iterdir():
@@ -298,7 +303,7 @@ def _remove(path: Path, *, may_stay: bool = False) -> None:
         may_stay: Whether files that cannot be removed are left for the next start, under such a name.
     """
     if path.is_dir() and path.suffix != ".tmp":
-        path = path.rename(path.with_name(path.name + ".removed.tmp"))
+        path = path.rename(path.with_name(f"{path.name}.{secrets.token_hex(4)}{_REMOVED}"))
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=may_stay)
     else:

@@ -96,10 +96,11 @@ def _is_one(value: object, kinds: tuple[type, ...]) -> bool:
 def claim_start(run_dir: Path, number: int) -> None:
     """Make the directory of a start's logs. Of two jobs that begin a run in the same moment only one can.
 
+    Where it is there, another job is about to add this start, or a kill came before that: this waits for the start.
     What the file system refuses ``add_start`` tells.
 
     Raises:
-        ConfigError: Another job made it just now. An older one is what a kill left before the start was added.
+        ConfigError: Another job added the start.
     """
     folder = run_dir / LOGS_DIR / f"{number:04d}"
     with contextlib.suppress(OSError):
@@ -107,11 +108,15 @@ def claim_start(run_dir: Path, number: int) -> None:
         try:
             folder.mkdir()
         except FileExistsError:
-            if time.time() - folder.stat().st_mtime < _CLAIM_S:
-                raise ConfigError(
-                    f"{run_dir}: another job began start {number} of this run just now; end one of them (scancel), or "
-                    f"give this one another run_dir. If there is no other, begin again in {_CLAIM_S:.0f} s"
-                ) from None
+            age_s = time.time() - folder.stat().st_mtime
+            until_s = time.monotonic() + min(_CLAIM_S, _CLAIM_S - age_s)
+            while time.monotonic() < until_s:
+                time.sleep(0.5)
+                if any(record.number == number for record in read_starts(run_dir)):
+                    raise ConfigError(
+                        f"{run_dir}: another job began start {number} of this run just now; end one of them (scancel), "
+                        "or give this one another run_dir"
+                    ) from None
 
 
 def add_start(run_dir: Path, record: StartRecord) -> None:

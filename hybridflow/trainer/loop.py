@@ -22,6 +22,7 @@ def training_loop(step: Step, meshes: Mapping[str, DeviceMesh], validation: Prog
     """Return the training loop: sample; compute experience; update; validate, record and save where due.
 
     Until the update, a step can be left as if it had never begun. So the ranks agree before each stage on going on.
+    What comes after the rollout is begun only if there is time for the update, too.
 
     Args:
         step: The stages of a training step.
@@ -31,7 +32,7 @@ def training_loop(step: Step, meshes: Mapping[str, DeviceMesh], validation: Prog
     sample, experience, update = compile_stages((step.sample, step.score >> step.experience, step.update), meshes)
     learn = (*update.body, *_end_of_step(validation))
     train = (*experience.whole, *update.moves, Branch("go_on_to_update", "job", learn))
-    return (Loop("train_step", "job", (*sample.whole, Branch("go_on", "job", train))),)
+    return (Loop("train_step", "job", (*sample.whole, Branch("go_on_to_update", "job", train))),)
 
 
 def training_loop_ahead(step: Step, meshes: Mapping[str, DeviceMesh], validation: Program) -> tuple[Program, Program]:

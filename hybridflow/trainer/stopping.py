@@ -39,6 +39,7 @@ class Stopping:
         reason: Why the job stops, once ranks have agreed that it does: all of them, or those of a rollout's replica.
         asked: Why this rank wants to stop, where it has no watch that says so; None: it does not.
         job_end_s: Unix time of the job's end, in seconds; known to the lowest rank alone, and there None without one.
+        rest_s: How long a step took after its rollout, in seconds; of the last one that was measured, else 0.
     """
 
     def __init__(self, world: World, earlier: Iterable[StartRecord] = (), *, works_ahead: bool = False) -> None:
@@ -47,10 +48,11 @@ class Stopping:
         self.job_end_s = find_job_end() if world.rank == 0 else None
         self._watch = world.watch
         self._works_ahead = works_ahead
-        self._began_s = self._asked_s = time.time()
+        self.rest_s = 0.0
+        # What the environment says may be old: a start within an allocation comes after it was prolonged.
+        self._began_s, self._asked_s = time.time(), float("-inf")
         self._saves_s = [record.save_s for record in earlier if record.save_s is not None][-_NUM_SAVES:]
         self._blocked_s = 0.0
-        self._rest_s = 0.0
         if self._watch is not None and self.job_end_s is not None:
             threading.Thread(target=self._keep_time, name="time", daemon=True).start()
 
@@ -66,7 +68,7 @@ class Stopping:
             self._saves_s = [*self._saves_s, self._blocked_s + metrics["checkpoint/write_s"]][-_NUM_SAVES:]
         if "time/step_s" in metrics:
             before_s = 0.0 if self._works_ahead else metrics.get("time/rollout_s", 0.0)
-            self._rest_s = metrics["time/step_s"] - before_s
+            self.rest_s = metrics["time/step_s"] - before_s
 
     def local_reason(self, *, before_update: bool = False) -> str | None:
         """Return why the job should stop, as far as this rank knows.
@@ -77,7 +79,7 @@ class Stopping:
         known = self.reason or (self.asked if self._watch is None else self._watch.stop_reason)
         if known is not None:
             return known
-        return self.find_time_up(self._rest_s if before_update else 0.0)
+        return self.find_time_up(self.rest_s if before_update else 0.0)
 
     def settle(self, reasons: Iterable[str | None]) -> bool:
         """Return whether the job stops, from the reasons of all ranks, which are the same on every rank."""

@@ -364,6 +364,7 @@ class Trainer(Role):
             "kl_coef": self.kl_coef.value,
             "next_prompt_index": progress.next_prompt_index,
             "rollouts": self._rollouts.state(),
+            "rest_s": self._stopping.rest_s,
             "validations": asdict(progress.validations),
             **self._record.state(),
         }
@@ -387,6 +388,7 @@ class Trainer(Role):
             progress.next_prompt_index = operator.index(state["next_prompt_index"])
             progress.validations = Validations(**state.get("validations", {}))
             self.kl_coef.value = float(state["kl_coef"])
+            self._stopping.rest_s = float(state.get("rest_s", 0.0))
             if self._multiplier is not None:
                 self._multiplier.value = float(state["multiplier"])
             self._record.resume(state)

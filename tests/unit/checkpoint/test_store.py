@@ -427,8 +427,13 @@ def test_an_old_one_that_cannot_be_removed_does_not_end_the_run(
     with monkeypatch.context() as patched:
         patched.setattr(os, "rmdir", refuse)
         save(tmp_path, 20, keep_last=1)
-    assert names(tmp_path) == ["latest", "reference", "step_000010.removed.tmp", "step_000020"]
-    assert_is(tmp_path, 20, first=10)
+        left = [name for name in names(tmp_path) if name.endswith(".removed.tmp")]
+        assert len(left) == 1 and left[0].startswith("step_000010.")
+        assert names(tmp_path) == ["latest", "reference", *left, "step_000020"]
+        assert_is(tmp_path, 20, first=10)
+        # The file may be held still when the job begins again.
+        clear_leftovers(tmp_path)
+        assert left[0] in names(tmp_path)
     clear_leftovers(tmp_path)
     assert names(tmp_path) == ["latest", "reference", "step_000020"]
 

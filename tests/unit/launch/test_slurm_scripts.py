@@ -10,17 +10,24 @@ from tests.support.programs import put_program
 
 SCRIPTS = Path(__file__).parents[3] / "slurm"
 
-# Each call is a line, its words between bars. An id counts up; the job that is asked for runs; srun ends as it is told.
+# Each call is a line, its words between bars. An id counts up; the job that is asked for runs; steps of srun end as a
+# list tells, and ask the script to stop where they hang.
 NOTE = r"""
 name=${0##*/}
+[ $name != sleep ] || exec /bin/sleep 0.1
 [ $name != srun ] || echo "$SLURM_EXPORT_ENV $SLURM_KILL_BAD_EXIT" > settings
+[ $name != srun ] || echo "${!SLURM_CPU_BIND@}" "${!SLURM_DISTRIBUTION@}" | tr -d ' ' > places
 # One write, since programs that a script runs at once share the log.
 words=$(printf '|%s' "$@")
 printf '%s\n' "$name${words//$'\n'/ }" >> "$LOG"
 case $name in
     sbatch) echo $((100 + $(grep -c ^sbatch "$LOG"))) ;;
     scontrol) echo "JobId=7 JobState=${STATE:-RUNNING} Reason=None" ;;
-    srun) exit "${STATUS:-0}" ;;
+    squeue) case $* in *%L) echo "${LEFT:-10:00}" ;; *) echo n1 ;; esac ;;
+    srun)
+        [[ $* != *hybridflow* || -z $HANGS ]] || { trap '' USR1; kill -USR1 $PPID; /bin/sleep 1; }
+        statuses=(${STATUS:-0}) number=$(grep -c ^srun "$LOG")
+        exit "${statuses[number - 1]:-${statuses[-1]}}" ;;
 esac
 """
 
@@ -28,7 +35,7 @@ esac
 @pytest.fixture
 def call(tmp_path):
     """Runs a script in a folder of its own; returns its status, the calls it made, and what it complained of."""
-    for name in ("sbatch", "scontrol", "srun"):
+    for name in ("sbatch", "scontrol", "srun", "squeue", "sleep"):
         put_program(tmp_path / "bin" / name, NOTE)
 
     def run(script, *argv, **environ):
@@ -107,17 +114,40 @@ def test_sweep_without_such_a_line_says_so(call, tmp_path, text):
 
 
 @pytest.mark.parametrize("script", ["sweep.sbatch", "hetjob.sbatch"])
-@pytest.mark.parametrize("status", [0, 1, 2, 3, 4, 75, 137])
+@pytest.mark.parametrize("status", [0, 2, 3, 4, 75, 137])
 def test_begins_again_where_that_helps(call, tmp_path, script, status):
     (tmp_path / "lr.txt").write_text("a=1\nb=1\n")
     argv = ["tiny.yaml", "lr.txt"] if script == "sweep.sbatch" else ["tiny.yaml"]
     job = "12_2" if script == "sweep.sbatch" else "7"
-    again = [["scontrol", "show", "job", "-o", job], ["scontrol", "requeue", job]]
+    again = [] if status in (0, 2, 3, 4) else [["scontrol", "show", "job", "-o", job], ["scontrol", "requeue", job]]
     found, (_, *calls), _ = call(script, *argv, STATUS=str(status), SLURM_JOB_ID="7", **ARRAY)
-    assert found == status and calls == ([] if status in (0, 2, 3, 4) else again)
+    assert (found, calls) == (75 if again else status, again)
     # After scancel it would be there again.
     found, (_, *calls), _ = call(script, *argv, STATUS=str(status), STATE="CANCELLED", SLURM_JOB_ID="7", **ARRAY)
-    assert found == status and calls == ([] if status in (0, 2, 3, 4) else again[:1])
+    assert (found, calls) == (75 if again else status, again[:1])
+
+
+@pytest.mark.parametrize("script", ["train.sbatch", "sweep.sbatch", "hetjob.sbatch"])
+def test_what_does_not_stop_in_time_is_requeued_before_the_time_is_up(call, tmp_path, script):
+    (tmp_path / "lr.txt").write_text("a=1\nb=1\n")
+    argv = ["tiny.yaml", "lr.txt"] if script == "sweep.sbatch" else ["tiny.yaml"]
+    job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS_PER_NODE": "1", **ARRAY}
+    found, calls, _ = call(script, *argv, HANGS="yes", LEFT="0:15", **job)
+    assert found == 75 and ["scontrol", "requeue", "12_2" if script == "sweep.sbatch" else "7"] in calls
+    found, calls, _ = call(script, *argv, HANGS="yes", LEFT="10:15", STATUS="0", **job)
+    assert found == 0 and not any(words[:2] == ["scontrol", "requeue"] for words in calls)
+
+
+@pytest.mark.parametrize("script", [path.name for path in sorted(SCRIPTS.glob("*.sbatch"))])
+def test_places_of_a_step_that_submitted_the_job_are_not_those_of_its_ranks(call, tmp_path, script):
+    (tmp_path / "lr.txt").write_text("a=1\na=2\n")
+    of_step = {"SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_CPU_BIND_LIST": "0x1", "SLURM_DISTRIBUTION": "cyclic"}
+    job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS_PER_NODE": "1", **ARRAY}
+    call(script, "tiny.yaml", "lr.txt", SLURM_STEP_ID="0", **of_step, **job)
+    assert (tmp_path / "places").read_text() == "\n"
+    # What a user sets for the ranks is theirs.
+    call(script, "tiny.yaml", "lr.txt", SLURM_CPU_BIND="cores", **job)
+    assert (tmp_path / "places").read_text() == "SLURM_CPU_BIND\n"
 
 
 @pytest.mark.parametrize("script", [path.name for path in sorted(SCRIPTS.glob("*.sbatch"))])
@@ -132,15 +162,14 @@ def test_ranks_have_the_environment_of_the_script_and_end_by_themselves(call, tm
 
 
 @pytest.mark.parametrize("script", ["sweep.sbatch", "hetjob.sbatch"])
-def test_what_fails_early_each_time_is_not_requeued_for_ever(call, tmp_path, script):
+def test_what_fails_early_each_time_is_not_begun_again_for_ever(call, tmp_path, script):
     (tmp_path / "lr.txt").write_text("a=1\nb=1\n")
     argv = ["tiny.yaml", "lr.txt"] if script == "sweep.sbatch" else ["tiny.yaml"]
-    ends = {}
-    for status in (1, 75, 127, 137):
-        environ = {"STATUS": str(status), "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "3", **ARRAY}
-        found, (_, *calls), _ = call(script, *argv, **environ)
-        ends[status] = found, len(calls)
-    assert ends == {1: (1, 0), 75: (75, 2), 127: (127, 0), 137: (137, 2)}
+    for statuses, end, num_calls in (("1", 1, 4), ("127", 127, 4), ("1 1 1 0", 0, 4), ("1 0", 0, 2)):
+        # How often Slurm began it again, at time limits, does not count.
+        environ = {"STATUS": statuses, "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "5", **ARRAY}
+        found, calls, _ = call(script, *argv, **environ)
+        assert (found, [words[0] for words in calls]) == (end, ["srun"] * num_calls)
 
 
 @pytest.mark.parametrize("script", ["convert.sbatch", "hetjob.sbatch", "sweep.sbatch", "train.sbatch"])
@@ -186,7 +215,7 @@ def test_pipeline_submits_five_jobs_that_wait_for_each_other(call, tmp_path):
     assert convert[1:] == ["models/a b", "out/start", "--to", "megatron"]
     assert sft[1:] == ["my.yaml", "seed=$(touch bad)", "run_dir=out/sft", "model.path=out/start", "trainer.steps=0"]
     assert rl[4:] == ["model.path=out/sft/checkpoints/step_000000/actor", "warm_start=null", "trainer.steps=40"]
-    assert export[1:] == ["out/rl/checkpoints/step_000040/actor", "out/model", "--to", "hf"]
+    assert export[1:] == ["out/rl", "out/model", "--to", "hf"]
     assert evaluate[4:] == ["model.path=out/model", "warm_start=null", "trainer.steps=0"]
     assert [Path(script_of(words)).name for words in calls] == [
         *("convert.sbatch", "train.sbatch", "train.sbatch", "convert.sbatch", "train.sbatch")

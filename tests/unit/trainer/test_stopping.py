@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 from hybridflow.api.world import _note_failures
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import REQUEST, SOURCE, TARGET
-from hybridflow.observe import status_file
+from hybridflow.observe import starts, status_file
 from hybridflow.observe.starts import StartRecord, add_end, add_start, idle_starts, read_starts
 from hybridflow.parallel.cause import cause_of
 from hybridflow.parallel.coordinator import Coordinator
@@ -86,6 +87,15 @@ def test_prolonged_job_goes_on(monkeypatch):
     assert stops.find_time_up() is None and clock.num_asked == 1
     clock.now_s = 4900.0
     assert "100 s are left" in stops.find_time_up()
+
+
+def test_a_start_after_the_job_was_prolonged_asks_at_once(monkeypatch):
+    """What the batch script's environment says of the end is old."""
+    clock = Clock(monkeypatch, end_s=1000.0)
+    clock.now_s = 2000.0
+    stops = Stopping(WORLD, [start(1, None, save_s=100.0)])
+    clock.end_s = 5000.0
+    assert stops.find_time_up() is None and clock.num_asked == 1
 
 
 def test_a_controller_that_does_not_answer_takes_no_limit_away(monkeypatch):
@@ -203,7 +213,7 @@ def test_what_keeps_a_start_from_being_noted_has_its_own_status(tmp_path, monkey
 WRITER = """
 import sys, time
 from pathlib import Path
-from hybridflow.observe import status_file
+from hybridflow.observe import starts, status_file
 from hybridflow.observe.starts import StartRecord, add_start
 run_dir = Path(sys.argv[1])
 add_start(run_dir, StartRecord(number=1, began_s=time.time(), step=None, ranks=1))
@@ -240,11 +250,20 @@ def test_a_run_that_another_job_writes_is_left_to_it(is_told, tmp_path, monkeypa
 def test_of_two_jobs_in_the_same_moment_one_begins(tmp_path):
     alone, recipe = Coordinator(0, (0,), None), load_recipe("quickstart", [f"run_dir={tmp_path}"])
     (tmp_path / "logs/0001").mkdir(parents=True)
+    other = threading.Timer(0.2, add_start, (tmp_path, start(1, None)))
+    other.start()
     with pytest.raises(ConfigError, match="another job began start 1 of this run just now"):
         note_start(recipe, {}, alone)
-    assert read_starts(tmp_path) == []
-    os.utime(tmp_path / "logs/0001", (0, 0))
+    other.join()
+
+
+def test_a_start_that_was_killed_before_it_was_added_holds_up_the_next_one_for_a_while(tmp_path, monkeypatch):
+    monkeypatch.setattr(starts, "_CLAIM_S", 1.0)
+    alone, recipe = Coordinator(0, (0,), None), load_recipe("quickstart", [f"run_dir={tmp_path}"])
+    (tmp_path / "logs/0001").mkdir(parents=True)
+    began_s = time.monotonic()
     assert note_start(recipe, {}, alone).number == 1
+    assert time.monotonic() - began_s >= 0.5
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"time_s": "now"}', b"\xff", b'{"time_s": 1e300, "pid": -1}'])

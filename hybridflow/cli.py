@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import signal
 import socket
@@ -11,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybridflow import __version__
 from hybridflow.checkpoint.convert.command import add_convert
@@ -162,19 +161,23 @@ def _answer_with_key(parser: argparse.ArgumentParser, option: str, words: Sequen
     parser.error(f"{name}: not an option; write {key}={value}")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Keeps the lines of descriptions and examples, as those of its commands do."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="hybridflow",
         description="RL post-training of language models on HPC clusters.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"hybridflow {__version__}")
     # For commands without a recipe.
     parser.set_defaults(recipe=None, overrides=())
-    raw = functools.partial(argparse.ArgumentParser, formatter_class=argparse.RawDescriptionHelpFormatter)
-    # A function that makes parsers does as well as a class.
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=raw)  # type: ignore[call-overload]
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train = commands.add_parser(
         "train",
         help="run a recipe",
@@ -200,7 +203,6 @@ def _parser() -> argparse.ArgumentParser:
         "--nodes or --script these are of its Slurm job. With --script, check the job against the site settings and "
         "print the batch file too. The command starts no process and imports no torch.",
         epilog=_JOB_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_recipe(job)
     what = job.add_mutually_exclusive_group()

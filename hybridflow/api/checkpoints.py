@@ -11,9 +11,9 @@ from hybridflow.checkpoint.convert.engine import convert
 from hybridflow.checkpoint.formats.registry import make_target, open_model
 from hybridflow.checkpoint.manifest import read_manifest
 from hybridflow.checkpoint.store import load_latest
-from hybridflow.errors import CheckpointError, WriteError
+from hybridflow.errors import CheckpointError
 from hybridflow.models.user_model import FAMILY
-from hybridflow.observe.files import write_remedy
+from hybridflow.observe.files import writing
 from hybridflow.parallel.world import World
 
 
@@ -68,13 +68,10 @@ def _on_the_first(write: Callable[[], None], path: Path, world: World) -> None:
     """Write on the lowest rank; all learn how it went."""
 
     def work() -> None:
-        try:
-            if os.path.lexists(path):
-                raise CheckpointError(f"{path}: is there already; remove it, or choose another place")
+        if os.path.lexists(path):
+            raise CheckpointError(f"{path}: is there already; remove it, or choose another place")
+        with writing(path, "choose another place"):
             path.parent.mkdir(parents=True, exist_ok=True)
             write()
-        except OSError as error:
-            remedy = write_remedy(error, "choose another place")
-            raise WriteError(f"{path}: cannot be written: {error}; {remedy}") from error
 
     world.everyone().on_lead("the checkpoint", work)

@@ -25,7 +25,7 @@ from hybridflow.checkpoint.manifest import (
 from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, TensorFile, TensorFileWriter, entry_of
 from hybridflow.errors import CheckpointError, WriteError
 from hybridflow.families.assets import ADAPTER_CONFIG, ASSETS, FOLDER, read_assets
-from hybridflow.observe.files import replace_file, write_remedy
+from hybridflow.observe.files import replace_file, writing
 from hybridflow.reshard.spec import Box, intersect, num_elements
 
 ASSET_NAMES = (*ASSETS, ADAPTER_CONFIG)
@@ -237,11 +237,8 @@ def write_bytes(path: Path, content: bytes) -> None:
     Raises:
         WriteError: The file system refuses.
     """
-    try:
+    with writing(path, "choose another place"):
         replace_file(path, content)
-    except OSError as error:
-        remedy = write_remedy(error, "choose another place")
-        raise WriteError(f"{path}: cannot be written: {error}; {remedy}") from error
 
 
 def write_assets(folder: Path, assets: Mapping[str, bytes]) -> dict[str, Any]:
@@ -250,11 +247,8 @@ def write_assets(folder: Path, assets: Mapping[str, bytes]) -> dict[str, Any]:
     Raises:
         WriteError: The file system refuses.
     """
-    try:
+    with writing(folder / FOLDER, "choose another place"):
         (folder / FOLDER).mkdir(exist_ok=True)
-    except OSError as error:
-        remedy = write_remedy(error, "choose another place")
-        raise WriteError(f"{folder / FOLDER}: cannot be made: {error}; {remedy}") from error
     for name, content in assets.items():
         write_bytes(folder / FOLDER / name, content)
     return {FOLDER: {name: hashlib.sha256(content).hexdigest() for name, content in assets.items()}}

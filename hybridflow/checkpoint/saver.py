@@ -28,7 +28,7 @@ from hybridflow.checkpoint.model_dir import Share, write_assets, write_manifest,
 from hybridflow.checkpoint.store import complete_role, complete_step, role_path
 from hybridflow.errors import CheckpointError, DeadlineError, WriteError
 from hybridflow.families.model import ModelConfig
-from hybridflow.observe.files import write_remedy
+from hybridflow.observe.files import writing
 from hybridflow.reshard.spec import ModelSpec
 
 _POLL_S = 0.05
@@ -227,10 +227,8 @@ class Saver:
 
     def _write_part(self, step: Step, role: str, part: RolePart, advance: Callable[[int], None]) -> dict[str, Any]:
         folder = role_path(self._run_dir, step.number, role, is_frozen=part.is_frozen)
-        try:
+        with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise WriteError(f"{folder}: cannot be made: {error}; {write_remedy(error)}") from error
         record: dict[str, Any] = {"trained": part.trained, "progress": part.progress, "pieces": []}
         if part.shares:
             file = f"rank-{self._rank:05d}.safetensors"

@@ -12,7 +12,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +31,6 @@ from hybridflow.data.row_store import RowStore, Stored
 from hybridflow.data.shaping import Shape, examples_of
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
-from hybridflow.observe.console import print_out
 
 FOLDER = "rows"
 """Where stores are kept in a run's directory."""
@@ -258,7 +257,6 @@ def open_problems(
     *,
     seed: int,
     everyone: Everyone | None = None,
-    say: Callable[[str], None] = print_out,
 ) -> StoredProblems:
     """Prepare what training draws from, or find it prepared. Collective: ``everyone``.
 
@@ -269,12 +267,11 @@ def open_problems(
         folder: Where stores are kept, but for ``data.cache_dir``.
         seed: Seed of the order.
         everyone: The ranks; None: this process alone.
-        say: As for ``prepare``.
 
     Raises:
         DataError: As ``prepare``.
     """
-    stores = open_stores(sources, shape, folder, everyone=everyone, say=say)
+    stores = open_stores(sources, shape, folder, everyone=everyone)
     return StoredProblems(Stores(stores, [each.weight for each in sources], seed), shape, tokenizer)
 
 
@@ -284,11 +281,8 @@ def open_stores(
     folder: Path,
     *,
     everyone: Everyone | None = None,
-    say: Callable[[str], None] = print_out,
 ) -> list[RowStore]:
     """Open the stores of sources; see ``open_problems``."""
     data = shape.data
     where = folder if data.cache_dir is None else Path(data.cache_dir)
-    return [
-        prepare(source, shape, where, everyone=everyone, num_workers=data.num_workers, say=say) for source in sources
-    ]
+    return [prepare(source, shape, where, everyone=everyone, num_workers=data.num_workers) for source in sources]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from hybridflow.config.data import KafkaConfig, SpoolConfig
@@ -22,7 +21,6 @@ def open_queue(
     folder: Path,
     *,
     everyone: Everyone | None = None,
-    say: Callable[[str], None] = print_out,
 ) -> StoredProblems:
     """Begin to take from a queue, on the lowest rank, and to wait for what it takes. Collective: ``everyone``.
 
@@ -32,7 +30,6 @@ def open_queue(
         tokenizer: Gives the tokens.
         folder: Where the run keeps its rows.
         everyone: The ranks; None: this process alone.
-        say: Told of rows that are left out, and of brokers that are away.
 
     Raises:
         DataError: The directory cannot be used, or another run takes from it; or the topic cannot be reached, or cannot
@@ -41,8 +38,8 @@ def open_queue(
     everyone = Alone() if everyone is None else everyone
     if isinstance(queue, SpoolConfig):
         inner, path, poll_s = folder / "spool", Path(queue.path), queue.poll_s
-        agree(everyone, "the spool", lambda: SpoolTaker(path, inner, shape, poll_s, say).start())
+        agree(everyone, "the spool", lambda: SpoolTaker(path, inner, shape, poll_s, print_out).start())
         return StoredProblems(spooled(inner, path, queue.deadline_s), shape, tokenizer)
     inner = folder / "kafka"
-    agree(everyone, "the topic", lambda: KafkaTaker(queue, inner, shape, say).start())
+    agree(everyone, "the topic", lambda: KafkaTaker(queue, inner, shape, print_out).start())
     return StoredProblems(topic_rows(inner, queue), shape, tokenizer)

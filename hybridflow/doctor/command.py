@@ -190,24 +190,26 @@ def _start_on_all_nodes(arguments: argparse.Namespace) -> int:
     command, environ = srun_command(os.environ, nodes, words)
     try:
         status = subprocess.run(command, env=environ, timeout=_SRUN_S, check=False).returncode
-    except FileNotFoundError:
-        return _complain("srun is not on PATH; load the site's Slurm module, or start with mpirun or torchrun")
-    except subprocess.TimeoutExpired:
-        return _complain(f"srun did not end within {_SRUN_S:g} s; see `squeue --steps` and `sinfo -R`")
+    except FileNotFoundError as error:
+        raise ConfigError(
+            "doctor --nodes: srun is not on PATH; load the site's Slurm module, or start with mpirun or torchrun"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"doctor --nodes: srun did not end within {_SRUN_S:g} s; see `squeue --steps` and `sinfo -R`"
+        ) from error
     if status not in (DONE, REQUEST):
         first = environ.get("SLURM_JOB_NODELIST", "the job")
-        return _complain(
-            f"srun ended with status {status} and maybe without a report, see above; a node of {first} does not take "
-            "tasks, or the first node is not reached by the others: see `sinfo -R`, and try with --exclude=NODE"
+        raise ConfigError(
+            f"doctor --nodes: srun ended with status {status} and maybe without a report, see above; a node of {first} "
+            "does not take tasks, or the first node is not reached by the others: see `sinfo -R`, and try with "
+            "--exclude=NODE"
         )
     if lost:
-        return _complain(f"the job has lost {', '.join(lost)}, which the report above leaves out: see `sinfo -R`")
+        raise ConfigError(
+            f"doctor --nodes: the job has lost {', '.join(lost)}, which the report above leaves out: see `sinfo -R`"
+        )
     return status
-
-
-def _complain(text: str) -> int:
-    print(f"hybridflow: doctor --nodes: {text}", file=sys.stderr, flush=True)
-    return REQUEST
 
 
 def _run_across(arguments: argparse.Namespace, start: Start) -> int:

@@ -83,6 +83,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_json(content, str(path))
 
 
+def to_json(values: Mapping[str, Any]) -> bytes:
+    """Return the text of such a file, as transformers writes it."""
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
 def parse_json(content: bytes, where: str) -> dict[str, Any]:
     """Parse JSON text that holds an object.
 

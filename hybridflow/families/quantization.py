@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybridflow.errors import ConfigError
-from hybridflow.families.assets import CONFIG, parse_json
+from hybridflow.families.assets import CONFIG, parse_json, to_json
 from hybridflow.families.family import Family
 
 _KEY = "quantization_config"
@@ -98,4 +97,4 @@ def plain_assets(assets: Mapping[str, bytes]) -> dict[str, bytes]:
         return dict(assets)
     if values.get("dtype") is None and values.get("torch_dtype") is None:
         values["dtype"] = "bfloat16"
-    return {**assets, CONFIG: (json.dumps(values, indent=2) + "\n").encode()}
+    return {**assets, CONFIG: to_json(values)}

@@ -61,7 +61,6 @@ def add_launch(commands: Any) -> None:
         "source in RUN_DIR/launch/. The job runs these copies, so later edits do not change a waiting job. The job "
         "resumes from the run's latest checkpoint, if there is one.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_recipe(slurm)
     add_slurm_options(slurm)

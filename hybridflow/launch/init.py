@@ -18,7 +18,7 @@ from hybridflow.errors import ConfigError, DataError, WriteError
 from hybridflow.exit_status import DONE
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.observe.console import complain
-from hybridflow.observe.files import replace_file
+from hybridflow.observe.files import replace_file, writing
 from hybridflow.plugins import split_name
 from hybridflow.recipe.defaults import one_line
 from hybridflow.recipe.load import recipe_from_dict
@@ -74,7 +74,6 @@ def add_init(commands: Any) -> None:
         "terminal, the command asks unless --algorithm, --model and --data are given. `hybridflow train FILE` runs the "
         "recipe.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", nargs="?", default="recipe.yaml", help="recipe to write (default: recipe.yaml)")
     parser.add_argument("--algorithm", metavar="NAME", help=f"one of {', '.join(ALGORITHMS)}")
@@ -331,8 +330,6 @@ def _comments(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _write(path: Path, text: str) -> None:
-    try:
+    with writing(path, "give another file"):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text.encode())
-    except OSError as error:
-        raise WriteError(f"{path}: cannot be written: {error.strerror}; give another file") from error

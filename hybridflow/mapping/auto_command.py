@@ -30,7 +30,6 @@ def add_auto(plans: Any, step_of: Callable[[Recipe], Step]) -> None:
         "share GPUs, and with --out write the fastest as a recipe. Times are those of `hybridflow plan estimate`. The "
         "command starts no process and imports no torch.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file, or the name of a shipped recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")

@@ -70,7 +70,6 @@ def add_estimate(plans: Any, step_of: Callable[[Recipe], Step]) -> None:
         "the memory of a GPU by what it is for, and how far such estimates are from published measurements. The "
         "command starts no process and imports no torch.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="YAML file, or the name of a shipped recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")

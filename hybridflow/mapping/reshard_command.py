@@ -37,7 +37,6 @@ def add_reshard(plans: Any) -> None:
         description="Print what each rank holds, receives and sends, the least possible traffic, and an estimate of "
         "the time. The command starts no process and imports no torch.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--from",

@@ -78,6 +78,17 @@ def replace_by_pieces(path: Path, pieces: Iterable[bytes]) -> None:
     sync_path(path.parent)
 
 
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write to a file's descriptor until all is written.
+
+    Raises:
+        OSError: The file system refuses.
+    """
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
 def sync_path(path: Path) -> None:
     """Flush a file's content, or a directory's names, to the disk.
 

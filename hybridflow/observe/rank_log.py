@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.observe.console import accept_all_letters, has_styles, printable, styled
-from hybridflow.observe.files import writing
+from hybridflow.observe.files import write_all, writing
 
 LOGS_DIR = "logs"
 LOG_KINDS = ("text", "json")
@@ -155,6 +155,4 @@ def _write(descriptor: int, text: str) -> None:
 
 
 def _write_raw(descriptor: int, text: str) -> None:
-    left = text.encode()
-    while left:
-        left = left[os.write(descriptor, left) :]
+    write_all(descriptor, text.encode())

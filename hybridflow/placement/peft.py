@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from hybridflow.checkpoint.formats.peft_dir import PeftSource, is_peft
 from hybridflow.checkpoint.formats.registry import open_source
 from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.families.assets import to_json
 from hybridflow.families.config_json import Described, describe
 from hybridflow.models.adapters import factor_spec
 from hybridflow.placement.job import Job
@@ -103,4 +103,4 @@ def adapter_config(job: Job) -> bytes:
         "bias": "none",
         "inference_mode": True,
     }
-    return (json.dumps(values, indent=2) + "\n").encode()
+    return to_json(values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.data.tokenizer import JSON, PIECES, Tokenizer
 from hybridflow.errors import ConfigError
-from hybridflow.families.assets import ASSETS, CONFIG, GENERATION, ends_in, parse_json, read_assets
+from hybridflow.families.assets import ASSETS, CONFIG, GENERATION, ends_in, parse_json, read_assets, to_json
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.quantization import plain_assets
 from hybridflow.layout.mesh import DeviceMesh
@@ -127,7 +126,7 @@ def _aligned(assets: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, byt
     eos_ids = list(dict.fromkeys((tokenizer.eos_id, *ends.eos_ids)))
     values["eos_token_id"] = eos_ids[0] if len(eos_ids) == 1 else eos_ids
     values["pad_token_id"] = tokenizer.pad_id if ends.pad_id is None else ends.pad_id
-    return {GENERATION: (json.dumps(values, indent=2) + "\n").encode()}
+    return {GENERATION: to_json(values)}
 
 
 def _padded(assets: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
@@ -138,7 +137,7 @@ def _padded(assets: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, byte
     values = parse_json(assets[CONFIG], CONFIG)
     if values.get("pad_token_id") is not None or tokenizer.pad_id in tokenizer.stop_ids:
         return {}
-    return {CONFIG: (json.dumps({**values, "pad_token_id": tokenizer.pad_id}, indent=2) + "\n").encode()}
+    return {CONFIG: to_json({**values, "pad_token_id": tokenizer.pad_id})}
 
 
 def align_ends(job: Job) -> None:

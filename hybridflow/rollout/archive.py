@@ -21,8 +21,8 @@ import numpy as np
 
 from hybridflow.data.arrays import join_arrays, lengths_of_arrays, read_arrays, read_slices, write_arrays
 from hybridflow.data.rollout_log import FINISHES, Sampled
-from hybridflow.errors import CheckpointError, WriteError
-from hybridflow.observe.files import write_remedy
+from hybridflow.errors import CheckpointError
+from hybridflow.observe.files import writing
 
 ALL = "all.h5"
 FORMAT = "hybridflow-rollouts-3"
@@ -120,11 +120,9 @@ def write_segment(
         "versions": np.concatenate([each.versions for _, each in rows]),
     }
     path = folder / _SEGMENTS / str(name)
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_arrays(path, {key: np.asarray(values, _DTYPES[key]) for key, values in arrays.items()}, FORMAT)
-    except OSError as error:
-        raise _refused(path, error) from error
 
 
 class Archived(NamedTuple):
@@ -253,11 +251,9 @@ def join_segments(folder: Path) -> list[str]:
             parts[f"{_SEGMENTS}/{name}"] = lengths_of_arrays(folder / _SEGMENTS / name, _DTYPES, FORMAT)
         except CheckpointError as error:
             complaints.append(f"{error}; {folder / ALL} does without it")
-    try:
+    with writing(folder / ALL):
         if parts:
             join_arrays(folder / ALL, parts, _DTYPES, FORMAT)
-    except OSError as error:
-        raise _refused(folder / ALL, error) from error
     return complaints
 
 
@@ -276,7 +272,3 @@ def drop_segments(folder: Path, *, after: int | None) -> None:
         (folder / _SEGMENTS / str(name)).unlink()
     for path in [*folder.glob(".*.tmp"), *(folder / _SEGMENTS).glob(".*.tmp")]:
         path.unlink()
-
-
-def _refused(path: Path, error: OSError) -> WriteError:
-    return WriteError(f"{path}: cannot be written: {error}; {write_remedy(error)}")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.errors import ConfigError, DataError, WriteError
+from hybridflow.errors import ConfigError, DataError
 from hybridflow.observe.rank_log import LOGS_DIR
 from hybridflow.observe.starts import RECIPE_FILE, kept_recipe
 from hybridflow.rollout.export import KINDS, Export, as_lines
@@ -147,14 +147,12 @@ def _export(
     tokenizer: Tokenizer,
 ) -> int:
     """Write rows, all of them or none."""
-    from hybridflow.observe.files import replace_by_pieces
+    from hybridflow.observe.files import replace_by_pieces, writing
 
     export = Export(arguments.kind, tokenizer, arguments.min_score, _stop_texts(arguments.run_dir))
     rows = export.rows(_matching(folder, steps, pattern, tokenizer))
-    try:
+    with writing(arguments.export, "give --export another file"):
         replace_by_pieces(arguments.export, as_lines(rows))
-    except OSError as error:
-        raise WriteError(f"--export {arguments.export}: cannot be written: {error}") from error
     left_out = f"; left out: {export.told()}" if export.left_out else ""
     print(f"hybridflow: wrote {len(rows)} rows to {arguments.export}{left_out}", file=sys.stderr, flush=True)
     return 0

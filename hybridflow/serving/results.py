@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridflow.errors import ConfigError, WriteError
-from hybridflow.observe.files import make_own_folder, replace_by_pieces, replace_file, sync_path, writing
+from hybridflow.observe.files import make_own_folder, replace_by_pieces, replace_file, sync_path, write_all, writing
 from hybridflow.serving.prompts import HDF5_SUFFIXES, Prompt
 
 Row = dict[str, Any]
@@ -158,10 +158,8 @@ class ResultLog:
         Raises:
             WriteError: The file system refuses.
         """
-        left = memoryview(b"".join(map(_line, rows)))
         with writing(self._path, _REMEDY):
-            while left:
-                left = left[os.write(self._file, left) :]
+            write_all(self._file, b"".join(map(_line, rows)))
 
     def close(self) -> None:
         """Return when all is on disk.

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from hybridflow.checkpoint.model_dir import write_bytes
 from hybridflow.errors import WriteError
+from hybridflow.observe.files import write_all
 
 FILES = "files"
 _PLAN = "plan.json"
@@ -122,9 +123,7 @@ class Journal:
 
     def append(self, parts: Iterable[Part]) -> None:
         """Note parts whose bytes have been synced."""
-        data = memoryview("".join(json.dumps(part) + "\n" for part in parts).encode())
-        while data:
-            data = data[os.write(self._file, data) :]
+        write_all(self._file, "".join(json.dumps(part) + "\n" for part in parts).encode())
         os.fsync(self._file)
 
     def close(self) -> None:

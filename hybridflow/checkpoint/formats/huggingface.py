@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +18,7 @@ from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_bytes
 from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, HeldTensors, TensorFile, TensorFileWriter
 from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.families.assets import ASSETS, CONFIG, identity_of, parse_json, read_assets, read_json
+from hybridflow.families.assets import ASSETS, CONFIG, identity_of, parse_json, read_assets, read_json, to_json
 from hybridflow.families.config_json import Described, describe, read_config, update_config
 from hybridflow.families.family import Form
 from hybridflow.families.model import ModelConfig
@@ -337,7 +336,7 @@ class HuggingFaceTarget(Target):
         assets = self._source.assets()
         original = parse_json(assets[CONFIG], f"{self._source.path}: {CONFIG}") if CONFIG in assets else None
         config = self._config(original)
-        for name, content in {**assets, CONFIG: _to_json(config)}.items():
+        for name, content in {**assets, CONFIG: to_json(config)}.items():
             write_bytes(folder / name, content)
         if len(self.files) > 1:
             entries = [entry for held in self.files.values() for entry in held.values()]
@@ -345,7 +344,7 @@ class HuggingFaceTarget(Target):
                 "metadata": {"total_size": sum(entry.num_bytes for entry in entries)},
                 "weight_map": dict(sorted(self._where.items())),
             }
-            write_bytes(folder / INDEX, _to_json(index))
+            write_bytes(folder / INDEX, to_json(index))
 
 
 def deal(entries: Mapping[str, TensorEntry], max_shard_bytes: int) -> list[dict[str, TensorEntry]]:
@@ -359,10 +358,6 @@ def deal(entries: Mapping[str, TensorEntry], max_shard_bytes: int) -> list[dict[
         shards[-1][name] = entry
         room -= entry.num_bytes
     return shards
-
-
-def _to_json(values: Mapping[str, Any]) -> bytes:
-    return (json.dumps(values, indent=2) + "\n").encode()
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

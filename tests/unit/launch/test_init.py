@@ -160,7 +160,7 @@ def test_what_options_give_is_not_asked_and_an_end_is_told(monkeypatch, capsys):
 
 def test_a_place_that_cannot_be_written_is_told(folder, capsys):
     assert init("train.jsonl/mine.yaml", "--algorithm", "grpo") == 4
-    assert "train.jsonl/mine.yaml: cannot be written: " in capsys.readouterr().err
+    assert "train.jsonl: cannot be written: File exists" in capsys.readouterr().err
     assert not (folder / "rewards.py").exists()
 
 

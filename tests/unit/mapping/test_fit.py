@@ -41,6 +41,7 @@ def seconds_of(recipe, machine):
     return {name: found[name] for name in PHASES}
 
 
+@pytest.mark.slow
 def test_what_another_machine_does_is_found_from_its_times(described):
     mine = hardware(described())
     other = replace(mine, launch=4e-3, pass_launch=3e-4, update_launch=5e-3, node_latency=8e-3, elementwise_share=0.1)

@@ -102,7 +102,9 @@ def test_ranks_in_another_order_stay():
     assert fewer_replicas(source, permuted) == (source, permuted)
 
 
-@pytest.mark.parametrize("shape", [DENSE, MIXTURE], ids=["dense", "mixture"])
+@pytest.mark.parametrize(
+    "shape", [pytest.param(DENSE, id="dense"), pytest.param(MIXTURE, id="mixture", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("first", [0, 1024], ids=["together", "apart"])
 def test_no_reshard_takes_less_than_the_bound(shape, first):
     size, machine = size_of(shape), hardware("h100-sxm")

@@ -179,7 +179,7 @@ def brute_force(path, num_ranks, limit, texts, algorithm_meshes, machine):
     [
         ("grpo", 2, 80, ("actor.update", "actor.rollout", "reference"), MACHINE),
         ("grpo", 2, 25, ("actor.update", "actor.rollout", "reference"), MACHINE),
-        ("grpo", 8, 9, ("actor.update", "actor.rollout"), MACHINE),
+        pytest.param("grpo", 8, 9, ("actor.update", "actor.rollout"), MACHINE, marks=pytest.mark.slow),
         ("grpo", 16, 30, ("actor.update", "actor.rollout"), MACHINE),
         pytest.param("grpo", 4, 14, ("actor.update", "actor.rollout", "reference"), MACHINE, marks=pytest.mark.slow),
         pytest.param("grpo", 4, 30, ("actor.update", "actor.rollout", "reference"), CROWDED, marks=pytest.mark.slow),

@@ -176,7 +176,10 @@ def test_regions_of_the_picture_are_the_shares_and_their_origins():
     assert held_regions(model, source.mesh, 7) == []
 
 
-@pytest.mark.parametrize(("before", "after"), [("tp4.dp2", "tp2.dp4"), ("tp2.pp2.vpp2.dp16", "tp4.dp16")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("tp4.dp2", "tp2.dp4"), pytest.param("tp2.pp2.vpp2.dp16", "tp4.dp16", marks=pytest.mark.slow)],
+)
 def test_picture_is_a_png_of_some_colours(tmp_path, before, after):
     path = tmp_path / "plan.png"
     assert cli.main(["plan", "reshard", "--from", before, "--to", after, "--draw", str(path)]) == 0

@@ -19,6 +19,7 @@ def test_models_share_all_of_64_gpus_and_have_half_of_128_each(name, gpus, sets)
     assert {len(one.ranks) for one in found[0].placement} == {gpus // sets}
 
 
+@pytest.mark.slow
 def test_models_are_apart_on_96_gpus_where_batches_are_cut_evenly():
     # Their nodes are no power of two, and 12 replicas have 1,024 responses in unequal parts, which verl refuses.
     found = best_placements("34b", 96, 1024, "a100-80g-one-port", is_even=True)

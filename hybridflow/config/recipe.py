@@ -35,6 +35,15 @@ REWARDS = ("reward", "cost")
 FROZEN = ("reference", *REWARDS, "teacher")
 """Roles by what their models do. Frozen ones never learn."""
 
+ROLES = ("actor", *CRITICS, *FROZEN)
+"""Roles that may have a model, in the order of tables and messages. Each is a section of the recipe."""
+
+MODEL_MESHES = ("actor.update", "actor.rollout", *CRITICS, *FROZEN)
+"""Meshes of these roles."""
+
+MODEL_SECTIONS = {"actor": "model", **{role: f"{role}.model" for role in (*CRITICS, *REWARDS, "teacher")}}
+"""Role -> section of its model. The reference has the actor's."""
+
 _SOME_STEPS, _SOME_PROMPTS = 100, 2
 """What is archived where the recipe does not say."""
 

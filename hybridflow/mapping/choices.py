@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from hybridflow.config.recipe import Recipe
+from hybridflow.config.recipe import CRITICS, REWARDS, Recipe
 from hybridflow.dataflow.graph import Flow, Node
 from hybridflow.errors import LayoutError
 from hybridflow.families.cut import check_cut
@@ -47,7 +47,7 @@ _SHORTEST_SLICE = 2048
 _NORMS = 8
 """Vectors as wide as the activations that a layer has at most: norms and biases, which no layout cuts."""
 
-LEARNERS = ("actor.update", "critic", "cost_critic")
+LEARNERS = ("actor.update", *CRITICS)
 
 
 class Load(NamedTuple):
@@ -82,7 +82,7 @@ class Load(NamedTuple):
         if part.mesh == "actor.update":
             return cls(part.kept, away, 0, part.weights, 1, 0, passing)
         passing += away
-        is_scorer = part.mesh in ("reward", "cost")
+        is_scorer = part.mesh in REWARDS
         return cls(part.kept - away, 0, 0, 0, 0, passing if is_scorer else 0, 0 if is_scorer else passing)
 
     def __add__(self, other: Load) -> Load:  # type: ignore[override]

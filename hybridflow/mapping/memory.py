@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from hybridflow.config.recipe import CRITICS, FROZEN, REWARDS, Recipe
+from hybridflow.config.recipe import CRITICS, FROZEN, MODEL_MESHES, REWARDS, Recipe
 from hybridflow.config.roles import LoRAConfig, OptimizerConfig
 from hybridflow.errors import ConfigError
 from hybridflow.families.fp8 import LAYERS
@@ -130,7 +130,7 @@ def job_memory(
     functions = [name for name in REWARDS if name in meshes and getattr(recipe, name).model is None]
     # What a server generates takes nothing here.
     silent = [] if recipe.traits.generates and not recipe.rollout.engine.is_server else ["actor.rollout"]
-    names = [name for name in _HOSTED if name in meshes and name not in (*functions, *silent)]
+    names = [name for name in MODEL_MESHES if name in meshes and name not in (*functions, *silent)]
     found: dict[int, list[MeshMemory]] = {rank: [] for rank in range(recipe.cluster.ranks)}
     for name in names:
         placed = _place(recipe, meshes, name)
@@ -145,10 +145,6 @@ def job_memory(
     away = frozenset(name for name in (*FROZEN, *CRITICS) if name in meshes and getattr(recipe, name).offload)
     is_offloaded = bool(recipe.actor.offload)
     return tuple(rank_memory(tuple(parts), away, spare, is_offloaded=is_offloaded) for parts in found.values())
-
-
-_HOSTED = ("actor.update", "actor.rollout", *CRITICS, *FROZEN)
-"""Meshes that may have a model, in the order of the table."""
 
 
 @dataclass(frozen=True, kw_only=True)

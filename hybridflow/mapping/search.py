@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybridflow.config.recipe import Recipe
+from hybridflow.config.recipe import REWARDS, Recipe
 from hybridflow.config.rewards import RewardConfig
 from hybridflow.dataflow.graph import Flow
 from hybridflow.errors import HybridflowError
@@ -505,7 +505,7 @@ def cleared(recipe: Recipe) -> tuple[str, ...]:
 
     That is ``layout: auto``, fallbacks, and the ranks of reward functions.
     """
-    overrides = [f"{name}.ranks=null" for name in ("reward", "cost") if _names_ranks(getattr(recipe, name))]
+    overrides = [f"{name}.ranks=null" for name in REWARDS if _names_ranks(getattr(recipe, name))]
     overrides += ["layout=null"] if recipe.layout is not None else []
     overrides += ["fallbacks=[]"] if recipe.fallbacks else []
     return tuple(overrides)

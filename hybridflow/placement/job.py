@@ -6,16 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from hybridflow.config.recipe import Recipe
+from hybridflow.config.recipe import MODEL_SECTIONS, Recipe
 from hybridflow.data.preferences import Response
 from hybridflow.data.prompts import Example, PromptSource, Solution
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.parallel.world import World
-
-READERS = ("actor", "critic", "reward", "cost", "cost_critic", "teacher")
-"""Roles whose models read what the actor writes."""
 
 
 class Problems(Protocol):
@@ -125,7 +122,7 @@ class Job:
     @property
     def vocab_size(self) -> int:
         """Return the number of token ids that the actor chooses among; every model that reads them has these."""
-        models = (self.model_of(role) for role in READERS)
+        models = (self.model_of(role) for role in MODEL_SECTIONS)
         return min(model.vocab_size for model in models if model.vocab_size is not None)
 
     def model_of(self, name: str) -> ModelConfig:

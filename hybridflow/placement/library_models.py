@@ -12,7 +12,7 @@ from torch import nn
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.manifest import NAME
 from hybridflow.checkpoint.model_info import read_model_info
-from hybridflow.config.recipe import FROZEN
+from hybridflow.config.recipe import FROZEN, MODEL_SECTIONS
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.hf_adapters import add_adapters
@@ -33,16 +33,6 @@ from hybridflow.models.user_model import Uncut
 from hybridflow.placement.job import Job
 from hybridflow.placement.user_objects import object_of
 
-_MESHES = {
-    "actor": ("actor.update", "actor.rollout", "reference"),
-    "critic": ("critic",),
-    "cost_critic": ("cost_critic",),
-    "reward": ("reward",),
-    "cost": ("cost",),
-    "teacher": ("teacher",),
-}
-"""Role -> the meshes whose ranks need its module."""
-
 
 def with_library_models(job: Job) -> Job:
     """Return the job with the modules of its models that run in ``transformers``; one that has none as it is.
@@ -56,12 +46,12 @@ def with_library_models(job: Job) -> Job:
         CheckpointError: A directory is damaged, or its tensors are not the model's.
     """
     recipe, modules = job.recipe, dict[str, nn.Module]()
-    for role, names in _MESHES.items():
+    for role in MODEL_SECTIONS:
         section = getattr(recipe, role)
         if section is None or (role in FROZEN and section.model is None):
             continue
         if recipe.model_of(role).implementation == "transformers":
-            given, filling = object_of(job, role), _filling(job, role, names)
+            given, filling = object_of(job, role), _filling(job, role)
             how: dict[str, Any] = {"has_value_head": recipe.has_value_head(role), "seed": recipe.seed}
             if given is None:
                 module = _make(job.model_of(role), filling, **how)
@@ -74,8 +64,9 @@ def with_library_models(job: Job) -> Job:
     return replace(job, modules=modules) if modules else job
 
 
-def _filling(job: Job, role: str, names: tuple[str, ...]) -> Filling:
+def _filling(job: Job, role: str) -> Filling:
     """Return what fills a role's module on this rank."""
+    names = ("actor.update", "actor.rollout", "reference") if role == "actor" else (role,)
     meshes, rank = [job.meshes[name] for name in names if name in job.meshes], job.world.rank
     if not any(rank in mesh for mesh in meshes):
         return "never"

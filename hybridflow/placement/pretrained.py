@@ -13,6 +13,7 @@ from hybridflow.checkpoint.formats.in_memory import InMemoryModel, in_memory_mod
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.model_info import read_model_info
+from hybridflow.config.recipe import CRITICS
 from hybridflow.data.tokenizer import JSON, PIECES, Tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.families.assets import ASSETS, CONFIG, GENERATION, ends_in, parse_json, read_assets, to_json
@@ -109,7 +110,7 @@ def assets_of(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
     tokenizer[JSON if file.suffix == ".json" else PIECES] = file.read_bytes()
     assets = {name: content for name, content in assets.items() if name in kept or name.endswith(".py")}
     if CONFIG in assets:
-        is_scorer = role in ("critic", "cost_critic") or job.recipe.traits.is_scorer
+        is_scorer = role in CRITICS or job.recipe.traits.is_scorer
         if is_scorer:
             assets |= _padded(assets, job.tokenizer)
         elif role == "actor":

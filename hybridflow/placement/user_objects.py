@@ -10,6 +10,7 @@ from torch import nn
 from hybridflow.checkpoint.formats.in_memory import in_memory_model, is_model, library_assets
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.formats.source import Source
+from hybridflow.config.recipe import CRITICS
 from hybridflow.data.tokenizer import split_stop
 from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.families.model import differing
@@ -94,7 +95,7 @@ def check_objects(job: Job) -> None:
         ConfigError: What was given is no model, or the recipe asks for what it cannot do.
         LayoutError: Its mesh would cut it.
     """
-    for role in ("actor", "reference", "critic", "cost_critic", "teacher"):
+    for role in ("actor", "reference", *CRITICS, "teacher"):
         given = job.objects.get(role)
         if given is not None and not is_model(given) and user_class_of(job, role) is None:
             raise ConfigError(
@@ -131,7 +132,7 @@ def _check_user_actor(job: Job) -> None:
     for key, is_there in refused.items():
         if is_there:
             raise ConfigError(f"{key}: cannot be had with an actor of your own class; remove it")
-    for name in ("critic", "cost_critic"):
+    for name in CRITICS:
         if getattr(recipe, name) is not None and name not in job.objects and getattr(recipe, name).model is None:
             raise ConfigError(
                 f"{name}: would begin as a copy of the actor, which is a class of your own; give one for it too, or "

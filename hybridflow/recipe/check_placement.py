@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from hybridflow.config.recipe import Recipe
+from hybridflow.config.recipe import CRITICS, ROLES, Recipe
 from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.families.cut import check_cut
 from hybridflow.families.model_info import ModelInfo
@@ -38,7 +38,7 @@ def check_recompute(recipe: Recipe, in_memory: Mapping[str, ModelInfo]) -> None:
         ConfigError: A key asks for it.
     """
     foreign = {key.rpartition(".")[0] or "actor" for key, settings in in_memory.items() if not settings.is_cut}
-    for role in ("actor", "critic", "cost_critic"):
+    for role in ("actor", *CRITICS):
         section = getattr(recipe, role)
         if section is None:
             continue
@@ -57,7 +57,7 @@ def check_recompute(recipe: Recipe, in_memory: Mapping[str, ModelInfo]) -> None:
 
 def check_placement(recipe: Recipe) -> None:
     """Refuse ranks that do not exist, and layouts that do not fit their model. Raises LayoutError."""
-    given = {f"{role}.ranks": getattr(recipe, role) for role in _PLACED}
+    given = {f"{role}.ranks": getattr(recipe, role) for role in ROLES}
     named = {key: () if section is None else section.ranks or () for key, section in given.items()}
     named["actor.rollout_ranks"] = recipe.actor.rollout_ranks or ()
     for key, ranks in named.items():
@@ -108,10 +108,6 @@ def _check_offload(recipe: Recipe) -> None:
             "actor.reshard=shared: lets ranks read each other's accelerator, and actor.offload=always keeps the "
             "weights in host memory; set reshard to auto, torch or mpi"
         )
-
-
-_PLACED = ("actor", "critic", "reference", "reward", "cost", "cost_critic", "teacher")
-"""Sections that name ranks."""
 
 
 def check_split(recipe: Recipe) -> None:

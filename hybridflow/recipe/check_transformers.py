@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
-from hybridflow.config.recipe import Recipe
+from hybridflow.config.recipe import MODEL_SECTIONS, REWARDS, Recipe
 from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.recipe.meshes import meshes_in_recipe_order
@@ -12,7 +12,7 @@ from hybridflow.recipe.meshes import meshes_in_recipe_order
 
 def transformers_meshes(recipe: Recipe) -> tuple[str, ...]:
     """Return the names of the meshes whose models run in ``transformers``."""
-    scorers = [name for name in ("reward", "cost") if getattr(getattr(recipe, name), "model", None) is None]
+    scorers = [name for name in REWARDS if getattr(getattr(recipe, name), "model", None) is None]
     return tuple(
         name
         for name in meshes_in_recipe_order(recipe)
@@ -20,19 +20,18 @@ def transformers_meshes(recipe: Recipe) -> tuple[str, ...]:
     )
 
 
-def check_transformers(recipe: Recipe, sections: Sequence[str], in_memory: Collection[str] = ()) -> None:
+def check_transformers(recipe: Recipe, in_memory: Collection[str] = ()) -> None:
     """Refuse what a model that runs in ``transformers`` cannot do.
 
     Args:
         recipe: The recipe.
-        sections: Those of the recipe that are models.
-        in_memory: Those of them that a program has given.
+        in_memory: Sections of models that a program has given.
 
     Raises:
         ConfigError: A key asks for it.
     """
-    for key in sections:
-        model = recipe.model_of(key.removesuffix(".model"))
+    for role, key in MODEL_SECTIONS.items():
+        model = recipe.model_of(role)
         is_given = key in in_memory or (model is recipe.model and "model" in in_memory)
         if model.implementation == "transformers" and model.path is None and not is_given:
             raise ConfigError(

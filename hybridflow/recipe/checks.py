@@ -10,7 +10,7 @@ from typing import Any
 from hybridflow.config.data import check_data
 from hybridflow.config.losses import AdvantageConfig, KLConfig, ShapingConfig, check_correction
 from hybridflow.config.metrics import check_prometheus
-from hybridflow.config.recipe import Recipe
+from hybridflow.config.recipe import CRITICS, MODEL_SECTIONS, REWARDS, Recipe
 from hybridflow.config.rewards import check_reward
 from hybridflow.config.roles import ActorConfig, CriticConfig
 from hybridflow.config.rollout import RolloutConfig
@@ -33,9 +33,6 @@ from hybridflow.recipe.check_placement import (
 from hybridflow.recipe.check_sampling import check_engine, check_environment
 from hybridflow.recipe.check_transformers import check_transformers
 from hybridflow.sections import changed_keys
-
-MODELS = ("model", "critic.model", "reward.model", "cost.model", "cost_critic.model", "teacher.model")
-"""The sections of a recipe that are models."""
 
 
 def check_settings(recipe: Recipe, found: Mapping[str, ModelInfo]) -> None:
@@ -69,7 +66,7 @@ def check_settings(recipe: Recipe, found: Mapping[str, ModelInfo]) -> None:
             f"teacher.model.path={recipe.model_of('teacher').path!r}: is a scorer, which gives no text; choose a "
             "causal language model"
         )
-    for role in ("reward", "cost"):
+    for role in REWARDS:
         if f"{role}.model" in found and not found[f"{role}.model"].has_value_head:
             raise ConfigError(
                 f"{role}.model.path={recipe.model_of(role).path!r}: is a language model, which gives no score; choose "
@@ -95,8 +92,8 @@ def check_recipe(recipe: Recipe, in_memory: Mapping[str, ModelInfo] | None = Non
         check_reward(recipe.cost, "cost", is_in_memory="cost.model" in in_memory)
         if recipe.cost.kind is None:
             raise ConfigError("cost.function: missing; name what tells the cost of a response, or give cost.model.path")
-    for key in MODELS:
-        model = recipe.model_of(key.removesuffix(".model"))
+    for role, key in MODEL_SECTIONS.items():
+        model = recipe.model_of(role)
         if model.implementation == "megatron":
             check_model(model, key)
         if model.dtype == "fp16":
@@ -104,7 +101,7 @@ def check_recipe(recipe: Recipe, in_memory: Mapping[str, ModelInfo] | None = Non
     _check_contexts(recipe)
     check_uncut(recipe, in_memory)
     check_recompute(recipe, in_memory)
-    check_transformers(recipe, MODELS, in_memory)
+    check_transformers(recipe, in_memory)
     check_data(recipe.data)
     _check_live(recipe)
     check_placement(recipe)
@@ -187,7 +184,7 @@ def _check_live(recipe: Recipe) -> None:
 
 
 def _check_contexts(recipe: Recipe) -> None:
-    for role in ("critic", "reward", "cost", "cost_critic", "teacher"):
+    for role in MODEL_SECTIONS:
         context = recipe.model_of(role).max_context
         if context < recipe.model.max_context:
             raise ConfigError(
@@ -256,7 +253,7 @@ def _check_shaping(recipe: Recipe) -> None:
 
 def _check_schedules(recipe: Recipe) -> None:
     steps = recipe.trainer.steps
-    for key in ("actor", "critic", "cost_critic"):
+    for key in ("actor", *CRITICS):
         section: ActorConfig | CriticConfig | None = getattr(recipe, key)
         if section is None:
             continue

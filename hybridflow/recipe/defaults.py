@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from hybridflow.config.algorithm import AlgorithmTraits
+from hybridflow.config.recipe import CRITICS
 from hybridflow.config.trainer import TrainerConfig
 from hybridflow.data.files import is_gzip
 from hybridflow.data.readers import format_of
@@ -124,7 +125,7 @@ def fill_in(
     put("name", re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._") or "run")
     put("cluster.ranks", _ranks(values, num_ranks))
     _fill_in_actor(values, traits, put)
-    for role in ("critic", "cost_critic"):
+    for role in CRITICS:
         if role in traits.needs or isinstance(values.get(role), Mapping):
             is_beside = inner(values, f"{role}.ranks") is None and inner(values, "actor.ranks") is None
             layout = inner(values, "actor.update") if is_beside else _replicas(values, f"{role}.ranks")

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterator
 
 from hybridflow.config.data import DataSourceConfig
-from hybridflow.config.recipe import Recipe
+from hybridflow.config.recipe import REWARDS, Recipe
 from hybridflow.config.rewards import RewardConfig
 from hybridflow.data.arithmetic import check_files, make_problems
 from hybridflow.data.problems import held_out_shape, training_shape
@@ -54,7 +54,7 @@ def try_inputs(recipe: Recipe, *, is_node: bool = True) -> list[str]:
     for title, each in _first_examples(recipe, shape):
         example = each if example is None else example
         found.append(f"{title}: {each.place} can be read")
-    for role in ("reward", "cost") if example is not None else ():
+    for role in REWARDS if example is not None else ():
         section: RewardConfig | None = getattr(recipe, role)
         if section is not None and example is not None and _is_tried(section, recipe, is_node=is_node):
             found.append(_try_reward(section, role, example))
@@ -73,7 +73,7 @@ def _try_names(recipe: Recipe, *, is_node: bool) -> None:
     if not is_node:
         return
     values = to_dict(recipe)
-    for key in (*(f"{role}.{kind}" for role in ("reward", "cost") for kind in ("service", "judge")), "rollout.engine"):
+    for key in (*(f"{role}.{kind}" for role in REWARDS for kind in ("service", "judge")), "rollout.engine"):
         token_of(inner(values, f"{key}.auth_env"), f"{key}.auth_env")
 
 

@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.recipe import Recipe
+from hybridflow.config.recipe import MODEL_SECTIONS, Recipe
 from hybridflow.data.files import is_address
 from hybridflow.data.tokenizer import tokenizer_in
 from hybridflow.errors import ConfigError, MissingFileError
-from hybridflow.recipe.checks import MODELS
 from hybridflow.sections import to_dict
 
 _FILES = (
@@ -91,7 +90,7 @@ def _paths(values: Any) -> Iterator[tuple[Any, Any, str]]:
     data = values.get("data") if isinstance(values, dict) else None
     is_made = isinstance(data, dict) and data.get("arithmetic") is not None
     names = [name for name in _FILES if not (is_made and name in _MADE)]
-    for name in (*names, *(f"{model}.path" for model in MODELS)):
+    for name in (*names, *(f"{model}.path" for model in MODEL_SECTIONS.values())):
         *outer, key = name.split(".")
         section = values
         for part in outer:

@@ -12,11 +12,11 @@ from typing import Any
 from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.config.algorithm import AlgorithmTraits
 from hybridflow.config.cluster import FallbackConfig
-from hybridflow.config.recipe import Recipe
+from hybridflow.config.recipe import CRITICS, FROZEN, MODEL_SECTIONS, Recipe
 from hybridflow.errors import ConfigError, HybridflowError, LayoutError, MissingFileError
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.flows.registry import ALGORITHMS
-from hybridflow.recipe.checks import MODELS, check_recipe, check_settings
+from hybridflow.recipe.checks import check_recipe, check_settings
 from hybridflow.recipe.defaults import brings_its_own, check_needed, fill_in, in_full, num_gpus
 from hybridflow.recipe.inputs import places, with_paths_beside
 from hybridflow.recipe.nested import inner
@@ -113,8 +113,7 @@ def recipe_for_ranks(
 def _scaled(recipe: Recipe, name: str | Path, overrides: Sequence[str], num_ranks: int) -> str | None:
     """Return overrides that put the recipe on other ranks by more or fewer replicas; None where this does not do."""
     sections = {"actor.update": recipe.actor.update, "actor.rollout": recipe.actor.rollout}
-    roles = ("critic", "cost_critic", "reference", "reward", "cost", "teacher")
-    sections |= {f"{role}.layout": getattr(getattr(recipe, role), "layout", None) for role in roles}
+    sections |= {f"{role}.layout": getattr(getattr(recipe, role), "layout", None) for role in (*CRITICS, *FROZEN)}
     found = [f"cluster.ranks={num_ranks}"]
     for key, layout in sections.items():
         if layout is None:
@@ -228,7 +227,7 @@ def _filled_in(values: Any, source: str, num_ranks: int, *, has_context: bool) -
 def _settings_of_paths(values: Any, in_memory: Mapping[str, ModelInfo], folder: Path | None) -> dict[str, ModelInfo]:
     """Return the settings of directories that a recipe names, or of in-memory models, by key of the section."""
     found = dict(in_memory)
-    for key in MODELS:
+    for key in MODEL_SECTIONS.values():
         path = inner(values, f"{key}.path")
         if key in in_memory:
             if path is not None:
@@ -275,7 +274,7 @@ def _with_inherited_models(values: Any, found: Mapping[str, ModelInfo]) -> Any:
     A section within a model, such as ``rotary_scaling``, is inherited whole or not at all.
     """
     actors = inner(values, "model")
-    for key in MODELS:
+    for key in MODEL_SECTIONS.values():
         role, _, name = key.rpartition(".")
         given = inner(values, key)
         if role and key not in found and isinstance(given, dict) and isinstance(actors, dict):

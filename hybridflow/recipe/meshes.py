@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hybridflow.config.recipe import Recipe
+from hybridflow.config.recipe import CRITICS, REWARDS, Recipe
 from hybridflow.config.rewards import RewardConfig
 from hybridflow.config.roles import CriticConfig, ReferenceConfig, TeacherConfig
 from hybridflow.layout.mesh import DeviceMesh
@@ -43,7 +43,7 @@ def meshes_in_recipe_order(recipe: Recipe) -> dict[str, DeviceMesh]:
         "actor.update": (actor.update, actor_ranks),
         "actor.rollout": (actor.update.for_rollout() if actor.rollout is None else actor.rollout, rollout_ranks),
     }
-    for name in ("critic", "cost_critic"):
+    for name in CRITICS:
         critic: CriticConfig | None = getattr(recipe, name)
         if critic is not None:
             placed[name] = (critic.layout, others if critic.ranks is None else critic.ranks)
@@ -80,5 +80,5 @@ def reference_is_base(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> bool:
     return is_fixed and "reference" in meshes and meshes["reference"].key == meshes["actor.update"].key
 
 
-SAMPLING_MESHES = ("actor.rollout", "reward", "cost")
+SAMPLING_MESHES = ("actor.rollout", *REWARDS)
 """Those that work on the next batches, where ``trainer.max_staleness`` is above 0; all others learn."""

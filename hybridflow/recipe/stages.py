@@ -5,27 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hybridflow.config.recipe import Recipe
+from hybridflow.config.recipe import ROLES, Recipe
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.balance import balanced_layers
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.flops import model_flops, sequence_pairs
 
-_LAYOUTS = {
-    "actor": ("update", "rollout"),
-    "critic": ("layout",),
-    "cost_critic": ("layout",),
-    "reference": ("layout",),
-    "reward": ("layout",),
-    "cost": ("layout",),
-    "teacher": ("layout",),
-}
-"""Section -> its keys that are layouts."""
-
 
 def with_layers(recipe: Recipe) -> Recipe:
     """Return the recipe with the layers of each stage in the place of ``auto``; ``defaults`` has them too."""
-    for role, keys in _LAYOUTS.items():
+    for role in ROLES:
+        keys = ("update", "rollout") if role == "actor" else ("layout",)
         section: Any = getattr(recipe, role)
         found = {} if section is None else {key: getattr(section, key) for key in keys}
         found = {key: layout for key, layout in found.items() if layout is not None and layout.layers == "auto"}

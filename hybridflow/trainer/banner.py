@@ -8,13 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.recipe import Recipe
+from hybridflow.config.recipe import MODEL_MESHES, REWARDS, Recipe
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.observe.console import duration
 from hybridflow.observe.report import REPORT_FILE
 from hybridflow.reshard.spec import ModelSpec
-
-_MODEL_MESHES = ("actor.update", "actor.rollout", "critic", "cost_critic", "reference", "reward", "cost", "teacher")
 
 
 def first_line(recipe: Recipe) -> str:
@@ -84,8 +82,8 @@ def farewell(recipe: Recipe, summary: Mapping[str, Any], *, saved_step: int | No
 
 def _layouts(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> list[str]:
     """Return each model's role with its layout; the actor's two as one where they are the same."""
-    found = {name: str(meshes[name].layout) for name in _MODEL_MESHES if name in meshes}
-    for role in ("reward", "cost"):
+    found = {name: str(meshes[name].layout) for name in MODEL_MESHES if name in meshes}
+    for role in REWARDS:
         scorer = getattr(recipe, role)
         if scorer is None or scorer.model is None:
             found.pop(role, None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hybridflow.checkpoint.job_file import latest_step, step_path
 from hybridflow.config.data import DataSourceConfig
-from hybridflow.config.recipe import Recipe
+from hybridflow.config.recipe import MODEL_SECTIONS, Recipe
 from hybridflow.data.arithmetic import ensure_files
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.preferences import Response, encode_responses, pairs_of
@@ -19,7 +19,7 @@ from hybridflow.data.tokenizer import Tokenizer, check_same_pieces, open_tokeniz
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.families.assets import FOLDER as ASSETS
 from hybridflow.parallel.world import World
-from hybridflow.placement.job import READERS, Job
+from hybridflow.placement.job import Job
 from hybridflow.recipe.check_sampling import check_stop
 from hybridflow.recipe.inputs import tokenizer_path
 from hybridflow.trainer.plan import JobPlan
@@ -89,8 +89,9 @@ def check_vocabularies(recipe: Recipe, tokenizer: Tokenizer) -> None:
         ConfigError: A model's vocabulary is too small.
         DataError: A model was trained with another tokenizer.
     """
-    for key, model in {name: recipe.model_of(name) for name in READERS}.items():
-        prefix = "model" if model is recipe.model else f"{key}.model"
+    for role, section in MODEL_SECTIONS.items():
+        model = recipe.model_of(role)
+        prefix = "model" if model is recipe.model else section
         if model.vocab_size is not None and model.vocab_size < tokenizer.vocab_size:
             raise ConfigError(
                 f"{prefix}.vocab_size={model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; raise "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hybridflow.config.recipe import Recipe
+from hybridflow.config.recipe import CRITICS, Recipe
 from hybridflow.dataflow.compiler import compile_flow, compile_stages
 from hybridflow.dataflow.graph import Flow, Step
 from hybridflow.dataflow.schedule import Branch, Program, project, rank_sets, role_ranks
@@ -74,7 +74,7 @@ class JobPlan:
         sets = dict.fromkeys(rank_sets(self.whole + self.rollout + self.learn, self.meshes))
         # What was sampled is dealt anew among those who sample, and goes back from the replica that generated it.
         sets[tuple(sorted(self.meshes["actor.rollout"].ranks))] = None
-        for name in ("actor.rollout", "reference", "critic", "cost_critic"):
+        for name in ("actor.rollout", "reference", *CRITICS):
             if name in self.meshes:
                 sets[participants(self.meshes["actor.update"], self.meshes[name])] = None
         return tuple(sets)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hybridflow.config.recipe import CRITICS, REWARDS
 from hybridflow.dataflow.role import Role
 from hybridflow.placement.job import Job
 from hybridflow.placement.user_objects import check_objects
@@ -57,14 +58,14 @@ def make_roles(job: Job, kl_coef: KLCoefficient) -> Roles:
     actor = OfflineActor(job, kl_coef) if is_offline else Actor(job, kl_coef)
     reference = Reference(job, actor) if recipe.has_reference else None
     roles: dict[str, Role | None] = {"actor": actor, "reference": reference}
-    for name in ("reward", "cost"):
+    for name in REWARDS:
         if name in reads:
             roles[name] = Reward(job, name) if getattr(recipe, name).model is None else RewardModel(job, name)
     roles["teacher"] = None if recipe.teacher is None else Teacher(job)
     roles["offline"] = OfflineSamples(job) if is_offline else None
     advantage = roles["advantage"] = Advantage(job, kl_coef) if "loss" in reads else None
     groups = roles["groups"] = make_groups(job)
-    critics = {name: Critic(job, name) for name in ("critic", "cost_critic") if getattr(recipe, name) is not None}
+    critics = {name: Critic(job, name) for name in CRITICS if getattr(recipe, name) is not None}
     roles |= critics
     roles |= {name.removeprefix(NODE): each for name, each in job.objects.items() if name.startswith(NODE)}
     roles["buffer"] = RolloutBuffer(job) if recipe.trainer.max_staleness > 0 else None

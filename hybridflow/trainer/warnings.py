@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hybridflow.checkpoint.model_info import read_model_info
-from hybridflow.config.recipe import Recipe
-from hybridflow.recipe.checks import MODELS
+from hybridflow.config.recipe import MODEL_SECTIONS, Recipe
 
 _MANY_EPOCHS = 100
 _LONG_S = 30 * 86400.0
@@ -19,10 +18,10 @@ _MEASURED_STEPS = 3
 def recipe_warnings(recipe: Recipe) -> tuple[str, ...]:
     """Describe in words what a recipe asks for that works and is seldom meant."""
     found = []
-    for key in MODELS:
+    for role, key in MODEL_SECTIONS.items():
+        model = recipe.model_of(role)
         # The critic's may be the actor's.
-        model, role = recipe.model_of(key.removesuffix(".model")), key.removesuffix(".model")
-        if model.path is None or (role != "model" and model == recipe.model):
+        if model.path is None or (role != "actor" and model == recipe.model):
             continue
         limit = read_model_info(Path(model.path)).model.max_context
         if model.max_context > limit:

@@ -17,6 +17,7 @@ from hybridflow.checkpoint.formats.huggingface import HuggingFaceSource
 from hybridflow.checkpoint.formats.in_memory_megatron import MegatronSource, read_megatron
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.tensor_file import HeldTensors
+from hybridflow.config.recipe import MODEL_SECTIONS
 from hybridflow.errors import ConfigError
 from hybridflow.families.assets import CONFIG, GENERATION
 from hybridflow.families.config_json import Described, read_config
@@ -26,16 +27,6 @@ from hybridflow.families.other_config import has_no_table, read_other_config
 from hybridflow.families.quantization import plain_assets
 from hybridflow.models.hf_model import names_as_saved
 from hybridflow.models.user_model import user_model_info
-
-SECTIONS = {
-    "actor": "model",
-    "critic": "critic.model",
-    "reward": "reward.model",
-    "cost": "cost.model",
-    "cost_critic": "cost_critic.model",
-    "teacher": "teacher.model",
-}
-"""Role -> the section of a recipe with its model."""
 
 
 class InMemoryModel(NamedTuple):
@@ -96,9 +87,9 @@ def in_memory_info(objects: Mapping[str, Any]) -> dict[str, ModelInfo]:
     """
     found = {}
     for role, given in objects.items():
-        settings = _settings(given) if role in SECTIONS else None
+        settings = _settings(given) if role in MODEL_SECTIONS else None
         if settings is not None:
-            found[SECTIONS[role]] = settings
+            found[MODEL_SECTIONS[role]] = settings
     return found
 
 

@@ -176,6 +176,14 @@ class ActorConfig:
     lora: LoRAConfig | None = None
     moe: MoEConfig = MoEConfig()
 
+    @property
+    def keeps_rollout_apart(self) -> bool:
+        """Return whether the weights that generate are never those that learn, also where both layouts are equal.
+
+        They may stay behind, be elsewhere, or be rounded.
+        """
+        return self.reshard_every > 1 or self.offload == "always" or self.fp8 != "none"
+
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:

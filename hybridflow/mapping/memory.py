@@ -221,11 +221,9 @@ class _Placed:
     def own_bytes(self, rank: int, *, is_apart: bool, is_base: bool = False) -> int:
         """Return the bytes of the rollout's weights that are no views of the update's.
 
-        If the rollout may stay behind the update, or the update is in host memory, no weights are views.
-
         Args:
             rank: The rank.
-            is_apart: Whether no weights are views.
+            is_apart: Whether no weights are views, as of ``ActorConfig.keeps_rollout_apart``.
             is_base: Whether to leave out adapters.
         """
         if shares_storage(self.update, self.mesh) and not is_apart:
@@ -321,11 +319,10 @@ def _rollout_memory(
 ) -> MeshMemory:
     """Return what generating needs. vLLM's share of a GPU holds its own weights too, which are loaded from ours."""
     model, mesh = placed.model, placed.mesh
-    is_behind = recipe.actor.reshard_every > 1
-    is_apart = is_behind or recipe.actor.offload == "always" or recipe.actor.fp8 != "none"
+    is_apart = recipe.actor.keeps_rollout_apart
     copied = placed.own_bytes(rank, is_apart=is_apart)
     base = 0 if placed.adapters is None else placed.own_bytes(rank, is_apart=is_apart, is_base=True)
-    lasting = copied if is_behind else base
+    lasting = copied if recipe.actor.reshard_every > 1 else base
     is_vllm = recipe.rollout.engine.kind == "vllm"
     if is_vllm and gpu_bytes is not None:
         return MeshMemory(mesh=mesh.name, weights=copied, lasting=lasting, cache=vllm_bytes(recipe, gpu_bytes))

@@ -61,9 +61,7 @@ class RolloutWeights:
         self.unshared: list[Tensor] = []
         self._own_bytes = 0
         if rollout is not None:
-            # Weights that stay behind cannot be those that learn, nor can those that are elsewhere.
-            actor = job.recipe.actor
-            is_apart = actor.reshard_every > 1 or actor.offload == "always" or actor.fp8 != "none"
+            is_apart = job.recipe.actor.keeps_rollout_apart
             shared = frozenset[str]() if is_apart else aliases(spec, *self._holdings(spec), job.world.rank)
             if update is not None:
                 mine, theirs = logical_tensors(rollout.transformer), logical_tensors(update.transformer)

@@ -78,8 +78,7 @@ class Actor(Role):
         self._rollout_weights: RolloutWeights | None = None
         generates = job.recipe.traits.generates
         self._reshard_every = job.recipe.actor.reshard_every
-        is_rounded = job.recipe.actor.fp8 != "none"
-        is_one = shares_storage(update, rollout) and self._reshard_every == 1 and not is_rounded
+        is_one = shares_storage(update, rollout) and not job.recipe.actor.keeps_rollout_apart
         is_apart = generates and not engine.is_server and not is_one
         if is_apart and (rank in update or rank in rollout):
             self._rollout = place_model(job, rollout, self.spec, is_filled_later=True)

@@ -24,7 +24,7 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.mapping.activations import activation_bytes, decoding_bytes
 from hybridflow.mapping.hardware import Hardware, hardware
 from hybridflow.models.adapters import adapter_spec, parts_of
-from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.models.shapes import cached_token_bytes, model_spec, shape_of
 from hybridflow.recipe.meshes import reference_is_base
 from hybridflow.reshard.fsdp import weight_holdings
 from hybridflow.reshard.holdings import Holdings, WeightHoldings, tensors_alike
@@ -326,7 +326,7 @@ def _rollout_memory(
     is_vllm = recipe.rollout.engine.kind == "vllm"
     if is_vllm and gpu_bytes is not None:
         return MeshMemory(mesh=mesh.name, weights=copied, lasting=lasting, cache=vllm_bytes(recipe, gpu_bytes))
-    cache = cache_bytes(recipe, model, mesh) if cached is None else cached * _token_bytes(model, mesh)
+    cache = cache_bytes(recipe, model, mesh) if cached is None else cached * cached_token_bytes(model, mesh.layout)
     beside = placed.stage_bytes[0] if is_vllm else packed_bytes(placed.spec, model, mesh, rank)
     # A CPU in fp32 merges adapters into its packed matrices.
     lora = None if beside else recipe.actor.lora
@@ -476,7 +476,7 @@ def cached_tokens(recipe: Recipe, meshes: Mapping[str, DeviceMesh], machine: Har
     if room < 1:
         memory = job_memory(recipe, meshes, cached=0)
         room *= machine.memory_bytes - max(memory[rank].resident for rank in mesh.ranks)
-    return max(0, int(room)) // _token_bytes(recipe.sized_model_of(mesh.name), mesh)
+    return max(0, int(room)) // cached_token_bytes(recipe.sized_model_of(mesh.name), mesh.layout)
 
 
 def vllm_bytes(recipe: Recipe, gpu_bytes: float) -> int:
@@ -488,7 +488,7 @@ def vllm_tokens(recipe: Recipe, mesh: DeviceMesh, gpu_bytes: float) -> int:
     """Return how many tokens' keys and values vLLM has room for in its share of a GPU, beside the whole model."""
     model = recipe.sized_model_of(mesh.name)
     weights = sum(tensor.num_bytes for tensor in _specs(model, False).tensors)
-    return max(0, vllm_bytes(recipe, gpu_bytes) - weights) // _token_bytes(model, mesh)
+    return max(0, vllm_bytes(recipe, gpu_bytes) - weights) // cached_token_bytes(model, mesh.layout)
 
 
 def _spare_bytes(recipe: Recipe, mesh: DeviceMesh) -> int:
@@ -500,13 +500,7 @@ def _spare_bytes(recipe: Recipe, mesh: DeviceMesh) -> int:
 
 def _sequence_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:
     """Return keys and values of a sequence as long as the context, in whole blocks, on the longest stage."""
-    return -(-model.max_context // BLOCK_TOKENS) * BLOCK_TOKENS * _token_bytes(model, mesh)
-
-
-def _token_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:
-    """Return keys and values of a token on the longest stage."""
-    layers = max(mesh.layout.num_layers_of(stage, model.num_layers) for stage in range(mesh.layout.pp))
-    return layers * model.cached_size(mesh.layout.tp) * ITEM_BYTES[model.dtype]
+    return -(-model.max_context // BLOCK_TOKENS) * BLOCK_TOKENS * cached_token_bytes(model, mesh.layout)
 
 
 def usable_bytes(recipe: Recipe, gpu_bytes: float | None) -> float | None:

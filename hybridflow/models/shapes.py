@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hybridflow.families.model import ModelConfig
-from hybridflow.reshard.spec import DType, ModelSpec, Place, TensorSpec
+from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.reshard.spec import ITEM_BYTES, DType, ModelSpec, Place, TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,12 @@ def named_shapes() -> dict[str, ModelShape]:
     ``vocab_size``) in the Hugging Face repositories of their makers.
     """
     return dict(_SHAPES)
+
+
+def cached_token_bytes(model: ModelConfig, layout: ParallelLayout) -> int:
+    """Return the keys and values of a token on a rank of the longest pipeline stage, in bytes."""
+    layers = max(layout.num_layers_of(stage, model.num_layers) for stage in range(layout.pp))
+    return layers * model.cached_size(layout.tp) * ITEM_BYTES[model.dtype]
 
 
 def shape_of(model: ModelConfig, vocab_size: int | None = None) -> ModelShape:

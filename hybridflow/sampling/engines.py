@@ -11,9 +11,11 @@ from hybridflow.checkpoint.formats.huggingface import DTYPE_WORDS
 from hybridflow.config.rollout import SamplingEngineConfig
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.families.assets import CONFIG, parse_json
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.adapters import base_spec
 from hybridflow.models.hf_model import TransformersActor, names_as_saved
 from hybridflow.models.lora import adapted, merged_weight
+from hybridflow.models.shapes import cached_token_bytes
 from hybridflow.models.weights import Region
 from hybridflow.placement.job import Job
 from hybridflow.placement.peft import described
@@ -21,7 +23,6 @@ from hybridflow.placement.placed_model import PlacedModel
 from hybridflow.placement.pretrained import given_assets
 from hybridflow.placement.user_model import UserModel
 from hybridflow.placement.user_objects import runs_in_transformers
-from hybridflow.reshard.spec import ITEM_BYTES
 from hybridflow.rollout.budget import cache_bytes
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.engines.hf_engine import HFEngine
@@ -163,8 +164,7 @@ def make_server_engine(
 def _cache_bytes(job: Job) -> int:
     """Return the bytes of a CPU's key-value cache for the samples decoded together, within ``rollout.cache_memory``."""
     rollout, model = job.recipe.rollout, job.model_of("actor")
-    per_token = model.num_layers * model.cached_size(1) * ITEM_BYTES[model.dtype]
     # vLLM deals the cache out in blocks of up to 128 tokens, and keeps one for itself.
     blocks = rollout.max_concurrent * (-(-model.max_context // 128)) + 1
     most = cache_bytes(rollout.cache_memory, job.world.device, min(job.world.ranks_per_node, job.world.size))
-    return min(blocks * 128 * per_token, most)
+    return min(blocks * 128 * cached_token_bytes(model, ParallelLayout()), most)

@@ -17,14 +17,13 @@ from hybridflow.families.cut import check_cut
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.models.shapes import cached_token_bytes, model_spec, shape_of
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.world import World
 from hybridflow.placement.pretrained import check_table, from_pretrained
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.plan import held_bytes
 from hybridflow.reshard.report import format_bytes
-from hybridflow.reshard.spec import ITEM_BYTES
 from hybridflow.rollout.engine import MegatronEngine
 
 
@@ -171,9 +170,7 @@ def memory_line(model: ModelConfig, layout: ParallelLayout, cached_tokens: int, 
     )
     held = WeightHoldings(spec, mesh)
     weights = max(held_bytes(spec, held, mesh.rank_at(pp=stage)) for stage in range(layout.pp))
-    max_layers = max(layout.num_layers_of(stage, model.num_layers) for stage in range(layout.pp))
-    of_a_token = max_layers * model.cached_size(layout.tp) * ITEM_BYTES[model.dtype]
-    cache = cached_tokens * of_a_token
+    cache = cached_tokens * cached_token_bytes(model, layout)
     most = int(cache_memory) if cache_memory >= 1 else cache
     least = format_bytes(min(cache, most))
     return f"memory of a rank: weights {format_bytes(weights)}, key-value cache up to {least}"

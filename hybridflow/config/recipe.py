@@ -28,6 +28,7 @@ from hybridflow.config.rollout import RolloutConfig
 from hybridflow.config.trainer import ProfileConfig, TrainerConfig
 from hybridflow.config.types import Name
 from hybridflow.families.model import ModelConfig
+from hybridflow.layout.mesh import role_of
 from hybridflow.sections import FILLED_IN, MAY_CHANGE, NOT_A_KEY, Seed, may_change_below
 
 CRITICS = ("critic", "cost_critic")
@@ -207,6 +208,6 @@ class Recipe:
 
     def has_value_head(self, name: str) -> bool:
         """Return whether the model of a role or mesh gives one number for each token in the place of logits."""
-        if name.partition(".")[0] == "actor":
+        if role_of(name) == "actor":
             return self.traits.is_scorer and name != "actor.rollout"
         return name in (*CRITICS, *REWARDS)

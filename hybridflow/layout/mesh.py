@@ -69,6 +69,16 @@ class DeviceMesh:
         """Return layout and ranks in order; two meshes with equal keys are the same place."""
         return self.layout, self.ranks
 
+    @property
+    def role(self) -> str:
+        """Return the role whose mesh it is."""
+        return role_of(self.name)
+
+    @property
+    def layout_key(self) -> str:
+        """Return the key of a recipe that sets its layout."""
+        return self.name if self.name != self.role else f"{self.name}.layout"
+
     def coordinate(self, rank: int) -> Coordinate:
         """Return the place of a global rank.
 
@@ -131,6 +141,11 @@ class DeviceMesh:
     def spans_nodes(self, *axes: str) -> bool:
         """Return whether some ranks that differ only along ``axes`` are on different nodes."""
         return any(len({self.node(rank) for rank in group}) > 1 for group in self.groups(*axes))
+
+
+def role_of(mesh_name: str) -> str:
+    """Return the role whose mesh has this name."""
+    return mesh_name.partition(".")[0]
 
 
 def format_ranks(ranks: list[int]) -> str:

@@ -52,7 +52,7 @@ def activation_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh, rank:
         # What FSDP gathers does not lie side by side.
         passing += _stacked_bytes(model, mesh) if mesh.layout.fsdp > 1 else 0
         return passing + _exchanged_bytes(model, mesh, whole, copies=2) + output(copies=1)
-    section: Any = getattr(recipe, name.partition(".")[0])
+    section: Any = getattr(recipe, mesh.role)
     lora = recipe.actor.lora if name == "actor.update" else None
     passing = training_bytes(
         model, mesh, rank, tokens, lora, recompute=section.recompute, recompute_layers=section.recompute_layers

@@ -15,7 +15,7 @@ from hybridflow.dataflow.graph import Flow, Node
 from hybridflow.errors import LayoutError
 from hybridflow.families.cut import check_cut
 from hybridflow.families.model import ModelConfig
-from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.layout.mesh import DeviceMesh, role_of
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.activations import activation_bytes, decoding_bytes
 from hybridflow.mapping.estimate import Size, kept_bytes
@@ -243,7 +243,7 @@ class Choices:
 
     def _computing(self, mesh: str, num_ranks: int, micro_batch_tokens: int) -> Iterator[Choice]:
         size, calls = self._sizes[mesh], self._nodes[mesh]
-        role, learns = mesh.partition(".")[0], mesh in LEARNERS
+        role, learns = role_of(mesh), mesh in LEARNERS
         model = self._recipe.sized_model_of(role)
         for recompute in ("none", "full") if learns else ("none",):
             recipe = _changed(self._recipe, role, micro_batch_tokens, recompute)

@@ -286,7 +286,7 @@ def _mesh_memory(
     model, name = placed.model, mesh.name
     if name == "actor.rollout":
         return _rollout_memory(recipe, placed, rank, cached, gpu_bytes)
-    stage, section = mesh.coordinate(rank).pp, getattr(recipe, name.partition(".")[0])
+    stage, section = mesh.coordinate(rank).pp, getattr(recipe, mesh.role)
     # What is always in host memory takes none of the accelerator but for what is gathered.
     share = 0 if section.offload == "always" else 1
     weights = share * placed.stage_bytes[stage]

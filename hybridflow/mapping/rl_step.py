@@ -361,7 +361,7 @@ def role_size(recipe: Recipe, node: Node) -> Size | None:
 
 def work_of(recipe: Recipe, mesh: DeviceMesh) -> Work:
     """Return how the recipe has a mesh's model work."""
-    section: Any = getattr(recipe, mesh.name.partition(".")[0])
+    section: Any = getattr(recipe, mesh.role)
     return Work(
         layout=mesh.layout,
         micro_batch_tokens=recipe.trainer.micro_batch_tokens,

@@ -7,7 +7,7 @@ from hybridflow.placement.fsdp_model import FsdpModel, FsdpUserModel
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import PlacedModel
 from hybridflow.placement.user_model import UserModel
-from hybridflow.placement.user_objects import role_of, user_class_of
+from hybridflow.placement.user_objects import user_class_of
 from hybridflow.reshard.spec import ModelSpec
 
 
@@ -27,7 +27,7 @@ def place_model(
     """
     if job.world.rank not in mesh:
         return None
-    is_module, is_sharded = user_class_of(job, role_of(mesh.name)) is not None, mesh.layout.fsdp > 1
+    is_module, is_sharded = user_class_of(job, mesh.role) is not None, mesh.layout.fsdp > 1
     kind: type[PlacedModel] = FsdpModel if is_sharded else PlacedModel
     if is_module:
         kind = FsdpUserModel if is_sharded else UserModel

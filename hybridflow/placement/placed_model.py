@@ -24,7 +24,7 @@ from hybridflow.models.user_model import Uncut
 from hybridflow.placement.job import Job
 from hybridflow.placement.model_on_mesh import ModelOnMesh
 from hybridflow.placement.routing import ROUTER_CHOICES, attach_choices, set_dispatcher
-from hybridflow.placement.user_objects import has_weights, role_of, user_class_of, weights_of
+from hybridflow.placement.user_objects import has_weights, user_class_of, weights_of
 from hybridflow.reshard.optimizer import bucket_elements
 from hybridflow.reshard.spec import ModelSpec
 
@@ -68,7 +68,7 @@ class PlacedModel(ModelOnMesh):
     ) -> None:
         recipe = job.recipe
         self._job = job
-        self._role = role_of(mesh.name)
+        self._role = mesh.role
         super().__init__(job.world, mesh, job.model_of(self._role), spec, seed=recipe.seed)
         self.vocab_size = job.vocab_size
         self.temperature = recipe.rollout.temperature

@@ -18,11 +18,6 @@ from hybridflow.models.user_model import FAMILY, is_user_class
 from hybridflow.placement.job import Job
 
 
-def role_of(mesh_name: str) -> str:
-    """Return the role whose mesh has this name."""
-    return mesh_name.partition(".")[0]
-
-
 def has_weights(job: Job, role: str) -> bool:
     """Return whether a role's weights come from somewhere other than the seed."""
     return role in job.objects or job.model_of(role).path is not None
@@ -109,7 +104,7 @@ def check_objects(job: Job) -> None:
     if "reference" in job.objects and job.recipe.actor.lora is not None:
         raise ConfigError("reference: was given, and actor.lora makes it the actor without adapters; remove one")
     for name, mesh in job.meshes.items():
-        if user_class_of(job, role_of(name)) is not None and mesh.layout.tp * mesh.layout.pp > 1:
+        if user_class_of(job, mesh.role) is not None and mesh.layout.tp * mesh.layout.pp > 1:
             raise LayoutError(f"{name}: layout {mesh.layout}: a class of your own is not cut; set tp and pp to 1")
     if user_class_of(job, "actor") is not None and not runs_in_transformers(job, "actor"):
         _check_user_actor(job)

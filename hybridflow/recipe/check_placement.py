@@ -21,13 +21,12 @@ def check_uncut(recipe: Recipe, in_memory: Mapping[str, ModelInfo]) -> None:
     whole = {key.rpartition(".")[0] or "actor" for key, settings in in_memory.items() if not settings.is_cut}
     if "actor" in whole:
         whole.add("reference")
-    for name, mesh in meshes_in_recipe_order(recipe).items() if whole else ():
-        key = name if name in ("actor.update", "actor.rollout") else f"{name}.layout"
+    for mesh in meshes_in_recipe_order(recipe).values() if whole else ():
         for axis in ("tp", "pp", "cp", "ep"):
-            if name.partition(".")[0] in whole and getattr(mesh.layout, axis) > 1:
+            if mesh.role in whole and getattr(mesh.layout, axis) > 1:
                 raise LayoutError(
-                    f"{key}.{axis}={getattr(mesh.layout, axis)}: a class of your own is not cut; set {axis}=1, and dp "
-                    f"to its {len(mesh.ranks)} ranks"
+                    f"{mesh.layout_key}.{axis}={getattr(mesh.layout, axis)}: a class of your own is not cut; "
+                    f"set {axis}=1, and dp to its {len(mesh.ranks)} ranks"
                 )
 
 
@@ -96,12 +95,10 @@ def _check_fsdp_adapters(recipe: Recipe) -> None:
 def _check_offload(recipe: Recipe) -> None:
     """Refuse to keep in host memory what FSDP does not bring to the accelerator layer by layer."""
     for name, mesh in meshes_in_recipe_order(recipe).items():
-        role, _, phase = name.partition(".")
-        if phase != "rollout" and getattr(recipe, role).offload == "always" and mesh.layout.fsdp == 1:
+        if name != "actor.rollout" and getattr(recipe, mesh.role).offload == "always" and mesh.layout.fsdp == 1:
             raise LayoutError(
-                f"{role}.offload=always: needs fsdp, which brings one layer at a time to the accelerator, and "
-                f"{name if phase else f'{role}.layout'} is {mesh.layout}; set fsdp to 2 or more there, or offload to "
-                "true"
+                f"{mesh.role}.offload=always: needs fsdp, which brings one layer at a time to the accelerator, and "
+                f"{mesh.layout_key} is {mesh.layout}; set fsdp to 2 or more there, or offload to true"
             )
     if recipe.actor.offload == "always" and recipe.actor.reshard == "shared":
         raise ConfigError(
@@ -219,7 +216,7 @@ def _check_async(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> None:
                 section = "actor.rollout_ranks" if other == "actor.rollout" else f"{other}.ranks"
                 raise LayoutError(
                     f"{staleness}: ranks {common} are in {name}, which learns, and in {other}, which works on the next "
-                    f"batch at the same time; take them out of one, with {name.split('.')[0]}.ranks or {section}"
+                    f"batch at the same time; take them out of one, with {mesh.role}.ranks or {section}"
                 )
 
 

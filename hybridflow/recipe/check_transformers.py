@@ -16,7 +16,7 @@ def transformers_meshes(recipe: Recipe) -> tuple[str, ...]:
     return tuple(
         name
         for name in meshes_in_recipe_order(recipe)
-        if name not in scorers and recipe.model_of(name.partition(".")[0]).implementation == "transformers"
+        if name not in scorers and recipe.model_of(name).implementation == "transformers"
     )
 
 
@@ -47,13 +47,12 @@ def check_transformers(recipe: Recipe, in_memory: Collection[str] = ()) -> None:
 
 def check_whole(mesh: DeviceMesh) -> None:
     """Refuse to cut a model that runs in ``transformers``. Raises LayoutError."""
-    key = mesh.name if mesh.name in ("actor.update", "actor.rollout") else f"{mesh.name}.layout"
     for axis in ("tp", "pp", "cp", "ep"):
         size = getattr(mesh.layout, axis)
         if size > 1:
             raise LayoutError(
-                f"{key}.{axis}={size}: the model runs in transformers (docs/families.md), whole on each rank; set "
-                f"{axis}=1, and dp or fsdp to its {len(mesh.ranks)} ranks"
+                f"{mesh.layout_key}.{axis}={size}: the model runs in transformers (docs/families.md), whole on each "
+                f"rank; set {axis}=1, and dp or fsdp to its {len(mesh.ranks)} ranks"
             )
 
 

@@ -135,7 +135,6 @@ class VllmWorker:
         chosen = {"max_context": options.max_context, "dtype": options.dtype}
         chosen = {name: value for name, value in chosen.items() if value is not None}
         self._model = replace(source.model, path=None, **chosen)
-        assert self._model.vocab_size is not None, "a source's model has a vocabulary"
         self.max_context = self._model.max_context
         self._described = describe(self._model, family=source.family, has_value_head=False)
         self.engine = VllmEngine(
@@ -143,7 +142,7 @@ class VllmWorker:
             config_of(self._described),
             log_probs="processed",
             seed=options.seed,
-            vocab_size=self._model.vocab_size,
+            vocab_size=self._model.known_vocab_size,
             max_concurrent=options.max_concurrent,
             memory_share=0.4,
             device=world.device,

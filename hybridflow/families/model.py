@@ -204,6 +204,12 @@ class ModelConfig:
             return self.ffn_hidden_size
         return self.dense_ffn_hidden_size if layer < self.num_dense_layers else None
 
+    @property
+    def known_vocab_size(self) -> int:
+        """Return the vocabulary size of a model that has one: of a job, a directory, or ``Recipe.sized_model_of``."""
+        assert self.vocab_size is not None, "only a recipe leaves it to the tokenizer"
+        return self.vocab_size
+
     def cached_size(self, tp: int) -> int:
         """Return the numbers that a tensor-parallel rank caches of each token in each layer.
 

@@ -28,12 +28,6 @@ _FP32_BYTES = ITEM_BYTES["fp32"]
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
-def vocab_size_of(model: ModelConfig) -> int:
-    """Return the vocabulary size of a model of ``Recipe.sized_model_of``."""
-    assert model.vocab_size is not None, "put in by Recipe.sized_model_of"
-    return model.vocab_size
-
-
 def activation_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh, rank: int, *, has_value_head: bool) -> int:
     """Return the most that passes of a model which does not generate keep at one time, logits included.
 
@@ -72,7 +66,7 @@ def decoding_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh, rank: i
     logits, edits = _output_bytes(model, mesh, rank, concurrent, has_value_head=False, copies=1), 0
     if recipe.rollout.min_new_tokens > 1 or changed_keys(recipe.rollout, _PENALTIES):
         # How often each token was seen, the edited logits in fp32, and the tokens of each text.
-        columns = -(-vocab_size_of(model) // mesh.layout.tp)
+        columns = -(-model.known_vocab_size // mesh.layout.tp)
         edits = concurrent * (2 * columns + model.max_context) * _FP32_BYTES
     # Experts of which some lie with the weights that learn are copied.
     return _passing_bytes(model, mesh, STEP_TOKENS) + _stacked_bytes(model, mesh) + logits + edits
@@ -303,6 +297,6 @@ def _output_bytes(
     """Return the logits on the last stage, all copies at one time, and four fp32 chunks of them."""
     if mesh.coordinate(rank).pp != mesh.layout.pp - 1:
         return 0
-    columns = 1 if has_value_head else -(-vocab_size_of(model) // mesh.layout.tp)
+    columns = 1 if has_value_head else -(-model.known_vocab_size // mesh.layout.tp)
     logits = copies * tokens * columns * ITEM_BYTES[model.dtype]
     return logits + 4 * min(tokens, CHUNK_TOKENS) * columns * _FP32_BYTES

@@ -183,8 +183,7 @@ def make_actor(folder: Path, model: ModelConfig, *, filling: Filling) -> Transfo
 
 def wrap_actor(inner: Any, model: ModelConfig) -> TransformersActor:
     """Return a causal language model of ``transformers`` as an actor, with the settings of the recipe."""
-    assert model.vocab_size is not None, "a model of transformers has a vocabulary"
-    return TransformersActor(inner, vocab_size=model.vocab_size, max_context=model.max_context)
+    return TransformersActor(inner, vocab_size=model.known_vocab_size, max_context=model.max_context)
 
 
 def make_critic(folder: Path, model: ModelConfig, *, is_scorer: bool, filling: Filling) -> TransformersCritic:

@@ -105,15 +105,8 @@ def cached_token_bytes(model: ModelConfig, layout: ParallelLayout) -> int:
     return layers * model.cached_size(layout.tp) * ITEM_BYTES[model.dtype]
 
 
-def shape_of(model: ModelConfig, vocab_size: int | None = None) -> ModelShape:
-    """Return the shape of a recipe's model.
-
-    Args:
-        model: The section.
-        vocab_size: True vocabulary, before padding; None: the model tells it.
-    """
-    vocab_size = model.vocab_size if vocab_size is None else vocab_size
-    assert vocab_size is not None, "jobs, directories and Recipe.sized_model_of tell it"
+def shape_of(model: ModelConfig) -> ModelShape:
+    """Return the shape of a model whose vocabulary is known."""
     return ModelShape(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -125,7 +118,7 @@ def shape_of(model: ModelConfig, vocab_size: int | None = None) -> ModelShape:
         q_lora_rank=model.q_lora_rank,
         qk_rope_head_dim=model.qk_rope_head_dim or 0,
         v_head_dim=model.v_head_dim or 0,
-        vocab_size=vocab_size,
+        vocab_size=model.known_vocab_size,
         vocab_divisible_by=model.vocab_divisible_by,
         tied_embeddings=model.tied_embeddings,
         qkv_bias=model.qkv_bias,

@@ -122,8 +122,7 @@ class Job:
     @property
     def vocab_size(self) -> int:
         """Return the number of token ids that the actor chooses among; every model that reads them has these."""
-        models = (self.model_of(role) for role in MODEL_SECTIONS)
-        return min(model.vocab_size for model in models if model.vocab_size is not None)
+        return min(self.model_of(role).known_vocab_size for role in MODEL_SECTIONS)
 
     def model_of(self, name: str) -> ModelConfig:
         """Return the settings of the model of a role or mesh, with the vocabulary size."""

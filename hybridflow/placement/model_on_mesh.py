@@ -54,8 +54,7 @@ class ModelOnMesh:
     transformer: Transformer | Chunks | Uncut | None
 
     def __init__(self, world: World, mesh: DeviceMesh, model: ModelConfig, spec: ModelSpec, *, seed: int = 1) -> None:
-        assert model.vocab_size is not None, "a model on a mesh has a vocabulary"
-        self.model, self.mesh, self.spec, self.vocab_size = model, mesh, spec, model.vocab_size
+        self.model, self.mesh, self.spec, self.vocab_size = model, mesh, spec, model.known_vocab_size
         self.groups = collection(world, mesh) if world.rank in mesh else None
         self.transformer = None
         self._world, self._seed = world, seed
@@ -71,14 +70,14 @@ class ModelOnMesh:
             has_value_head: Values instead of logits.
             lora: Adapters.
         """
-        assert self.groups is not None and self.model.vocab_size is not None, "built on a rank of its mesh"
+        assert self.groups is not None, "built on a rank of its mesh"
         layout = self.mesh.layout
         self.transformer = build_stage(
             self.model,
             layout,
             self.groups,
             self._world.device,
-            vocab_size=self.model.vocab_size,
+            vocab_size=self.model.known_vocab_size,
             has_value_head=has_value_head,
             lora=lora,
             seed=self._seed,

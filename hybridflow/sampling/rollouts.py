@@ -93,8 +93,7 @@ class Rollouts:
         self._mesh = job.meshes["actor.rollout"]
         self._place = self._mesh.coordinate(job.world.rank)
         model = job.model_of("actor.rollout")
-        assert model.vocab_size is not None, "a job's models have a vocabulary"
-        self._flops = model_flops(model, vocab_size=model.vocab_size)
+        self._flops = model_flops(model, vocab_size=model.known_vocab_size)
         self._claims: Claims | None = None
         self._carry_over = PartialRollouts()
         replayed = job.recipe.rollout.replay

@@ -35,7 +35,6 @@ from hybridflow.serving.placed import (
     memory_line,
     model_settings,
     place_model,
-    vocab_of,
 )
 from hybridflow.serving.prompts import Prompt, deal, encode_prompt, read_prompts
 from hybridflow.serving.results import Key, ResultLog, Results, Row
@@ -76,7 +75,9 @@ def dry_run(arguments: argparse.Namespace) -> int:
     prompts, sha256 = read_prompts(arguments.prompts)
     run = identity(arguments, sha256, model.dtype, model.max_context)
     Results(arguments.out).check(run, is_forced=arguments.force)
-    tasks, bad = _tasks(prompts, find_tokenizer(arguments), sampling_of(arguments), vocab_of(model), model.max_context)
+    tasks, bad = _tasks(
+        prompts, find_tokenizer(arguments), sampling_of(arguments), model.known_vocab_size, model.max_context
+    )
     if arguments.strict and bad:
         raise _strict(prompts, bad)
     longest = max((len(task.ids) for task in tasks), default=0)

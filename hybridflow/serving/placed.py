@@ -52,18 +52,12 @@ class Placed:
     @property
     def vocab_size(self) -> int:
         """Return the true vocabulary size."""
-        return vocab_of(self.model)
+        return self.model.known_vocab_size
 
     @property
     def dp(self) -> int:
         """Return the number of this replica."""
         return self.mesh.coordinate(self.everyone.rank).dp
-
-
-def vocab_of(model: ModelConfig) -> int:
-    """Return the true vocabulary size of a model from a directory."""
-    assert model.vocab_size is not None, "a source's model has a vocabulary"
-    return model.vocab_size
 
 
 def layout_of(arguments: argparse.Namespace, num_ranks: int) -> ParallelLayout:
@@ -164,7 +158,7 @@ def memory_line(model: ModelConfig, layout: ParallelLayout, cached_tokens: int, 
         cached_tokens: Most tokens in the key-value cache at a time.
         cache_memory: Most memory of the cache: in bytes, or, below 1, a share of what will be free.
     """
-    spec = model_spec(shape_of(model, vocab_of(model)))
+    spec = model_spec(shape_of(model))
     mesh = DeviceMesh(
         name="--layout", layout=layout, ranks=tuple(range(layout.world_size)), ranks_per_node=layout.world_size
     )

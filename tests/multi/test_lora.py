@@ -117,7 +117,7 @@ class Placed:
         self.rank, self.layout = world.rank, ParallelLayout.parse(text)
         self.mesh, self.groups = place(world, self.layout)
         self.spec = describe_model(world, model, vocab_size=101, lora=lora)
-        assert factor_spec(self.spec).tensors == adapter_spec(shape_of(model, 101), lora).tensors, name
+        assert factor_spec(self.spec).tensors == adapter_spec(shape_of(model), lora).tensors, name
         if self.groups is None:
             return
         made = ModelOnMesh(world, self.mesh, model, self.spec)

@@ -53,7 +53,7 @@ def held(
         sum(parameter.main_grad.nbytes for parameter in built.parameters()),
         sum(tensor.nbytes for kind in ("exp_avg", "exp_avg_sq", "master") for tensor in state[kind].values()),
     ]
-    spec = model_spec(shape_of(model, VOCAB), has_value_head=has_value_head)
+    spec = model_spec(shape_of(model), has_value_head=has_value_head)
     weights = held_bytes(spec, WeightHoldings(spec, mesh), world.rank)
     states = OptimizerHoldings(spec, mesh, bucket_size) if distributed else None
     optimizer = memory.optimizer_bytes(states, world.rank, model, weights)
@@ -221,7 +221,7 @@ def packed(world) -> list[tuple[int, int]]:
     for model in PACKED:
         built, mesh, groups, _ = make_model(world, ParallelLayout(tp=2, pp=2), model=model)
         quick = CpuTransformer(built, groups.tp, VOCAB)
-        spec = model_spec(shape_of(model, VOCAB), has_value_head=False)
+        spec = model_spec(shape_of(replace(model, vocab_size=VOCAB)), has_value_head=False)
         sizes = memory.packed_bytes(spec, model, mesh, world.rank)
         found.append((sum(each.nbytes for each in quick.matrices), sizes))
     return found

@@ -29,7 +29,7 @@ SMALL = ModelConfig(
 def logical_values(model: ModelConfig, seed: int = 0, *, has_value_head: bool = False) -> dict[str, Tensor]:
     """Random values of every logical tensor of a model."""
     generator = torch.Generator().manual_seed(seed)
-    specs = model_spec(shape_of(model, model.vocab_size), has_value_head=has_value_head).tensors
+    specs = model_spec(shape_of(model), has_value_head=has_value_head).tensors
     return {spec.name: torch.randn(spec.shape, generator=generator).to(TORCH_DTYPES[spec.dtype]) for spec in specs}
 
 

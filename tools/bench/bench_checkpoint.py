@@ -130,7 +130,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     mesh = DeviceMesh(name="mesh", layout=ParallelLayout(), ranks=(0,), ranks_per_node=1)
     world.make_groups(rank_sets([mesh], 1))
     groups = collection(world, mesh)
-    spec = model_spec(shape_of(model, options.vocab))
+    spec = model_spec(shape_of(model))
     with _peak_memory() as peak:
         built = build_transformer(model, mesh.layout, groups, world.device, vocab_size=options.vocab)
         if options.part == "first":

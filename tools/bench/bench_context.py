@@ -151,7 +151,7 @@ def _passes(options: argparse.Namespace, world: Any, name: str) -> Any:
     world.make_groups(rank_sets([mesh], world.size))
     groups = collection(world, mesh)
     built = build_transformer(model, layout, groups, world.device, vocab_size=vocab)
-    spec = model_spec(shape_of(model, vocab))
+    spec = model_spec(shape_of(model))
     initialize(built, spec, mesh, world.rank, seed=1, std=0.02)
     trainable = Trainable(built, groups, OptimizerConfig(lr=1e-3))
     generator = torch.Generator().manual_seed(1)

@@ -85,7 +85,7 @@ class RandomSource:
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
-        specs = model_spec(shape_of(model, model.vocab_size)).tensors
+        specs = model_spec(shape_of(model)).tensors
         self.tensors = {spec.name: TensorEntry(spec.dtype, spec.shape) for spec in specs}
         self._generator = torch.Generator().manual_seed(0)
 

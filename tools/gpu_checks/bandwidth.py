@@ -53,7 +53,7 @@ def _be_a_rank(is_dry: bool) -> None:
     for layout in ("tp2", "dp2"):
         built, mesh, _ = build(world, model, layout)
         fill(built)
-        spec = model_spec(shape_of(model, model.vocab_size))
+        spec = model_spec(shape_of(model))
         sides.append(WeightHoldings(spec, mesh))
         tensors.append({name: held for name, (held, _) in local_shards(built, spec, mesh, world.rank).items()})
     gather = world.coordinator((0, 1)).gather

@@ -134,7 +134,7 @@ def _compute(world: Any, model: Any) -> dict[str, Any]:
 
     vocab = model.vocab_size
     built, mesh, groups = build(world, model)
-    initialize(built, whole_spec(shape_of(model, vocab)), mesh, 0, seed=3, std=0.1)
+    initialize(built, whole_spec(shape_of(model)), mesh, 0, seed=3, std=0.1)
     engine = MegatronEngine(built, groups, vocab_size=vocab, seed=7, max_concurrent=8)
     found = {}
     for index, response in enumerate(engine.generate(_requests(vocab))):

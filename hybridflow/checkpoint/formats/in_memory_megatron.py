@@ -167,7 +167,7 @@ class MegatronSource(Source):
         tp, pp = groups.tp.size(), groups.pp.size()
         self.layout = None if tp == pp == 1 else f"tp{tp}.pp{pp}"
         # Its own padding may be more than a layout of ours would have.
-        specs = model_spec(shape_of(self.model, given.vocab_size)).tensors
+        specs = model_spec(shape_of(replace(self.model, vocab_size=given.vocab_size))).tensors
         held = logical_tensors(given)
         _check_held(held, {spec.name for spec in specs}, is_whole=pp == 1)
         if self.layout is None:

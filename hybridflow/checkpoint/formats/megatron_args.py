@@ -251,8 +251,7 @@ def to_args(model: ModelConfig, dtype: DType) -> dict[str, Any]:
 
 def padded_vocab_size(model: ModelConfig) -> int:
     """Return the rows of the embeddings where they are not cut."""
-    assert model.vocab_size is not None, "a source's model has a vocabulary"
-    return -(-model.vocab_size // model.vocab_divisible_by) * model.vocab_divisible_by
+    return -(-model.known_vocab_size // model.vocab_divisible_by) * model.vocab_divisible_by
 
 
 def layout_of(args: Mapping[str, Any]) -> ParallelLayout:

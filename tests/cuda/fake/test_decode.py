@@ -92,7 +92,7 @@ def test_a_step_asks_nothing_of_the_host_and_starts_few_kernels(
             # A host synchronization would raise here.
             decoder.step(rows, edits)
     copied = sum(each.nbytes for _, *pair in transformer._factors.values() for each in pair)
-    spec = model_spec(shape_of(model, model.vocab_size))
+    spec = model_spec(shape_of(model))
     assert copied == (0 if lora is None else joined_bytes(spec, lora, mesh, 0))
     # Beside the layers: the embedding, the output layer and sampling.
     assert sum(launches.names.values()) <= launches_per_layer * model.num_layers + 20, launches.names

@@ -76,7 +76,7 @@ def addresses(monkeypatch):
 @functools.cache
 def spec():
     model = family_model("llama")
-    return model, model_spec(shape_of(model, model.vocab_size))
+    return model, model_spec(shape_of(model))
 
 
 def mesh_of(layout: ParallelLayout) -> DeviceMesh:
@@ -188,5 +188,5 @@ def test_offloaded_weights_are_in_pinned_memory_and_come_back(monkeypatch):
             copied.clear()
     # Once for both turns, in few blocks.
     assert sum(sizes.values()) <= sum(pinned) < sum(sizes.values()) + 2**20 and len(pinned) < 20
-    tensors = model_spec(shape_of(model, model.vocab_size))
+    tensors = model_spec(shape_of(model))
     assert sum(sizes.values()) == held_bytes(tensors, WeightHoldings(tensors, mesh), 0)

@@ -52,7 +52,7 @@ def write_role(folder: Path, *, seed: int = 1, has_value_head: bool = False, cha
     generator = torch.Generator().manual_seed(seed)
     shares: list[Share] = []
     tensors: dict[str, dict[str, TensorEntry]] = {"weight": {}, "exp_avg": {}}
-    for spec in model_spec(shape_of(MODEL, 11), has_value_head=has_value_head).tensors:
+    for spec in model_spec(shape_of(MODEL), has_value_head=has_value_head).tensors:
         for kind in tensors:
             tensors[kind][spec.name] = TensorEntry("fp32", spec.shape)
             values = torch.randn(spec.shape, generator=generator)

@@ -104,8 +104,7 @@ def set_up(world: World, pair: Pair, model: ModelConfig, whole: Mapping[str, np.
 
 def describe(world: World, model: ModelConfig) -> ModelSpec:
     """The tensors of the bench model, which says its vocabulary itself."""
-    assert model.vocab_size is not None
-    return model_spec(shape_of(model, model.vocab_size))
+    return model_spec(shape_of(model))
 
 
 def whole_tensors(world: World, model: ModelSpec) -> dict[str, np.ndarray]:

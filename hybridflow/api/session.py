@@ -315,7 +315,7 @@ class Session:
 
 def _check_batches(recipe: Recipe) -> None:
     """Refuse what needs to know the prompts to come, where a program gives each batch as it likes."""
-    if recipe.algorithm in ("dapo", "remax"):
+    if recipe.traits.resamples is not None:
         raise ConfigError(
             f"algorithm={recipe.algorithm} samples more than once in a step; give a data_provider, from which it "
             "prompts, in the place of batches"

@@ -18,6 +18,7 @@ class AlgorithmTraits:
         is_scorer: Whether what it trains gives scores, not text.
         is_offline: Whether it learns from given responses, and samples to validate at most.
         generates: Whether it ever samples from what it trains.
+        resamples: Why a step may sample more than once, in words. None: it samples once.
         has_preferences: Whether its rows are preferences: two responses to a prompt, or one and whether it is wanted.
         is_paired: Whether it learns from the two responses of a row together.
         preference_keys: What of ``preference`` it reads.
@@ -31,8 +32,19 @@ class AlgorithmTraits:
     is_scorer: bool = False
     is_offline: bool = False
     generates: bool = True
+    resamples: str | None = None
     has_preferences: bool = False
     is_paired: bool = False
     preference_keys: frozenset[str] = frozenset()
     lr: float = 1e-6
     group_size: int = 1
+
+    @property
+    def imitates(self) -> bool:
+        """Return whether it learns from given solutions."""
+        return self.is_offline and not self.has_preferences
+
+    @property
+    def not_ahead(self) -> str | None:
+        """Return in words why no sample can be made ahead of the step that learns from it; None: it can."""
+        return "samples nothing to learn from" if self.is_offline else self.resamples

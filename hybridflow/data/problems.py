@@ -194,12 +194,12 @@ def shape_of(recipe: Recipe, tokenizer: Tokenizer | None) -> Shape:
     return Shape(
         data=recipe.data,
         kind=("pairs" if traits.is_paired else "preferences") if traits.has_preferences else "problems",
-        is_imitating=recipe.warm_start is not None or recipe.algorithm == "sft",
+        is_imitating=recipe.warm_start is not None or traits.imitates,
         needs_answer=False,
         template=template_of(recipe.data, tokenizer),
         tokenizer=None if tokenizer is None else str(tokenizer.path),
         # Of what is only imitated nothing is sampled.
-        max_new_tokens=1 if recipe.algorithm == "sft" else recipe.rollout.max_new_tokens,
+        max_new_tokens=1 if traits.imitates else recipe.rollout.max_new_tokens,
         max_context=recipe.model.max_context,
     )
 

@@ -9,6 +9,9 @@ ALGORITHM = Algorithm(
     name="dapo",
     step=step(sample=nodes.FILL >> nodes.TAKE) >> learn("grpo"),
     traits=AlgorithmTraits(
-        group_size=8, reads=ONLINE | {"dynamic_sampling"}, defaults={"kl": KL_LOSS, "loss": {"clip_high": 0.28}}
+        group_size=8,
+        reads=ONLINE | {"dynamic_sampling"},
+        defaults={"kl": KL_LOSS, "loss": {"clip_high": 0.28}},
+        resamples="samples until its batch is full, which is not known beforehand",
     ),
 )

@@ -12,5 +12,5 @@ _TAKE = replace(nodes.TAKE, writes=(*nodes.TAKE.writes, "baselines"))
 ALGORITHM = Algorithm(
     name="remax",
     step=step(sample=nodes.FILL >> _TAKE) >> learn("remax", reads=("baselines",)),
-    traits=AlgorithmTraits(reads=ONLINE),
+    traits=AlgorithmTraits(reads=ONLINE, resamples="samples each prompt once more, for its baseline"),
 )

@@ -316,7 +316,7 @@ def _comments(values: Mapping[str, Any]) -> dict[str, str]:
     rows = "prompt, answer"
     if traits.has_preferences:
         rows = "prompt, chosen, rejected" if traits.is_paired else "prompt, completion, wanted"
-    elif traits.is_offline:
+    elif traits.imitates:
         rows = "prompt, solution"
     _, colon, name = values.get("reward", "").partition(":")
     is_chat = isinstance(values["data"], dict) and values["data"].get("prompt_as_message")

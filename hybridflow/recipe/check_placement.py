@@ -222,10 +222,10 @@ def _check_async(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> None:
 
 def _check_ahead(recipe: Recipe, asked: str, *, off: str) -> None:
     """Refuse a setting that begins samples before their step, where nobody knows yet which these are."""
-    if recipe.algorithm in _NOT_AHEAD:
+    reason = recipe.traits.not_ahead
+    if reason is not None:
         raise ConfigError(
-            f"{asked}: algorithm={recipe.algorithm} {_NOT_AHEAD[recipe.algorithm]}; set it to {off}, or choose another "
-            "algorithm"
+            f"{asked}: algorithm={recipe.algorithm} {reason}; set it to {off}, or choose another algorithm"
         )
 
 
@@ -233,15 +233,7 @@ def may_sample_ahead(recipe: Recipe) -> bool:
     """Return whether ``trainer.max_staleness`` may be above 0 with the right placement."""
     is_own = recipe.rollout.engine.kind == "megatron" and recipe.rollout.replay is None
     is_fresh = recipe.actor.reshard_every == 1
-    return is_own and is_fresh and recipe.traits.generates and recipe.algorithm not in _NOT_AHEAD
-
-
-_NOT_AHEAD = {
-    "dapo": "samples until its batch is full, which is not known beforehand",
-    "remax": "samples each prompt once more, for its baseline",
-    "sft": "samples nothing to learn from",
-}
-"""Algorithms whose samples cannot be made ahead of the step that learns from them, and why."""
+    return is_own and is_fresh and recipe.traits.not_ahead is None
 
 
 def check_moe(recipe: Recipe) -> None:

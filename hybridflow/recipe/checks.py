@@ -307,7 +307,7 @@ def _check_offline(recipe: Recipe) -> None:
     """Refuse sampling keys for offline algorithms, which have keys of their own."""
     traits, name = recipe.traits, recipe.algorithm
     rollout, made = recipe.rollout, recipe.data.arithmetic
-    if name == "sft" and rollout.group_size > 1:
+    if traits.imitates and rollout.group_size > 1:
         raise ConfigError(f"rollout.group_size={rollout.group_size}: a row has one solution to imitate; remove the key")
     for key in changed_keys(recipe.preference):
         if key not in traits.preference_keys:

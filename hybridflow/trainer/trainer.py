@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -24,6 +23,7 @@ from hybridflow.dataflow.schedule import Program
 from hybridflow.errors import DataError, LayoutError
 from hybridflow.mapping.memory import check_memory, with_micro_batches
 from hybridflow.observe.activity import current_activity
+from hybridflow.observe.console import complain
 from hybridflow.observe.exporters import Exporter
 from hybridflow.observe.rank_log import open_rank_log, say, say_event
 from hybridflow.parallel.deterministic import add_in_fixed_order
@@ -106,17 +106,9 @@ def make_trainer(
     plan = plan_job(recipe, step)
     recipe = with_micro_batches(recipe, plan.meshes, world.gpu_bytes())
     check_memory(recipe, plan.meshes)
-    warnings, every = [*transformers_note(recipe), *placement_warnings(plan.meshes)], recipe.actor.reshard_every
-    warnings += recipe_warnings(recipe) if world.rank == 0 else ()
-    if every > 1:
-        warnings.append(
-            f"actor.reshard_every={every}: rollouts come from weights that are up to {every - 1} update(s) old; "
-            f"rollout/staleness_max tells, and correction.kind={recipe.correction_kind} applies"
-        )
-    if recipe.data.held_out is None:
-        warnings.append("data.held_out is missing: there is no validation; name a file of held-out rows to have it")
-    for warning in warnings if world.rank == 0 else ():
-        print(f"hybridflow: {warning}", file=sys.stderr, flush=True)
+    if world.rank == 0:
+        for warning in (*transformers_note(recipe), *placement_warnings(plan.meshes), *recipe_warnings(recipe)):
+            complain(warning)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     started = note_start(recipe, plan.meshes, world.coordinator(plan.meshes["job"].ranks))
     record, stopping = (

@@ -29,6 +29,14 @@ def recipe_warnings(recipe: Recipe) -> tuple[str, ...]:
                 f"{key}.max_context={model.max_context}: the model of {key}.path={model.path!r} was made for {limit} "
                 f"tokens, and what it says beyond them may be worth nothing; set {key}.max_context={limit}"
             )
+    every = recipe.actor.reshard_every
+    if every > 1:
+        found.append(
+            f"actor.reshard_every={every}: rollouts come from weights that are up to {every - 1} update(s) old; "
+            f"rollout/staleness_max tells, and correction.kind={recipe.correction_kind} applies"
+        )
+    if recipe.data.held_out is None:
+        found.append("data.held_out is missing: there is no validation; name a file of held-out rows to have it")
     return tuple(found)
 
 

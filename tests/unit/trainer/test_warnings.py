@@ -32,6 +32,19 @@ def test_a_context_above_the_models_limit(asked, tmp_path, capsys):
     assert "model.max_context=65: the model of" in capsys.readouterr().err
 
 
+def test_a_plan_tells_of_old_weights_and_of_no_validation_as_a_job_does(asked, capsys):
+    overrides = [*asked[0], "data={train: rows.jsonl}", "actor.reshard_every=4", "trainer.validate_every=0"]
+    old, alone = recipe_warnings(load_recipe("grpo", overrides))
+    assert old == (
+        "actor.reshard_every=4: rollouts come from weights that are up to 3 update(s) old; rollout/staleness_max "
+        "tells, and correction.kind=truncate applies"
+    )
+    assert alone.startswith("data.held_out is missing: there is no validation")
+    assert cli.main(["plan", "job", "grpo", *overrides]) == 0
+    told = capsys.readouterr().err
+    assert f"hybridflow: {old}\nhybridflow: {alone}\n" in told
+
+
 def test_steps_that_go_through_the_data_very_often():
     recipe = load_recipe("grpo", ["trainer.steps=1000000"])
     assert epochs_warning(recipe, 400, 256) == (

@@ -5,29 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from hybridflow.config.recipe import CRITICS, ROLES, Recipe
+from hybridflow.config.recipe import CRITICS, MODEL_SECTIONS, ROLES, Recipe
 from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.families.cut import check_cut
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.adapters import MODULES
-from hybridflow.recipe.check_transformers import check_whole, transformers_meshes
+from hybridflow.recipe.check_transformers import transformers_meshes
 from hybridflow.recipe.meshes import SAMPLING_MESHES, meshes_in_recipe_order, reference_is_base
 from hybridflow.sections import changed_keys
 
 
 def check_uncut(recipe: Recipe, in_memory: Mapping[str, ModelInfo]) -> None:
     """Refuse to cut a user-defined class: it is whole on each of its ranks."""
-    whole = {key.rpartition(".")[0] or "actor" for key, settings in in_memory.items() if not settings.is_cut}
-    if "actor" in whole:
-        whole.add("reference")
+    foreign = _foreign_roles(in_memory)
+    whole = {*foreign, "reference"} if "actor" in foreign else foreign
     for mesh in meshes_in_recipe_order(recipe).values() if whole else ():
-        for axis in ("tp", "pp", "cp", "ep"):
-            if mesh.role in whole and getattr(mesh.layout, axis) > 1:
-                raise LayoutError(
-                    f"{mesh.layout_key}.{axis}={getattr(mesh.layout, axis)}: a class of your own is not cut; "
-                    f"set {axis}=1, and dp to its {len(mesh.ranks)} ranks"
-                )
+        if mesh.role in whole:
+            _check_whole(mesh, "a class of your own is not cut", replicas="dp")
+
+
+def _foreign_roles(in_memory: Mapping[str, ModelInfo]) -> set[str]:
+    """Return the roles that a program has given a class of its own."""
+    return {role for role, key in MODEL_SECTIONS.items() if key in in_memory and not in_memory[key].is_cut}
+
+
+def _check_whole(mesh: DeviceMesh, reason: str, *, replicas: str) -> None:
+    """Refuse to cut a model that is whole on each rank."""
+    for axis in ("tp", "pp", "cp", "ep"):
+        size = getattr(mesh.layout, axis)
+        if size > 1:
+            raise LayoutError(
+                f"{mesh.layout_key}.{axis}={size}: {reason}; set {axis}=1, and {replicas} to its {len(mesh.ranks)} "
+                "ranks"
+            )
 
 
 def check_recompute(recipe: Recipe, in_memory: Mapping[str, ModelInfo]) -> None:
@@ -36,7 +47,7 @@ def check_recompute(recipe: Recipe, in_memory: Mapping[str, ModelInfo]) -> None:
     Raises:
         ConfigError: A key asks for it.
     """
-    foreign = {key.rpartition(".")[0] or "actor" for key, settings in in_memory.items() if not settings.is_cut}
+    foreign = _foreign_roles(in_memory)
     for role in ("actor", *CRITICS):
         section = getattr(recipe, role)
         if section is None:
@@ -73,7 +84,8 @@ def check_placement(recipe: Recipe) -> None:
     whole = transformers_meshes(recipe)
     for name, mesh in meshes_in_recipe_order(recipe).items():
         if name in whole:
-            check_whole(mesh)
+            reason = "the model runs in transformers (docs/families.md), whole on each rank"
+            _check_whole(mesh, reason, replicas="dp or fsdp")
         mesh.layout.check_trainable(name)
         check_cut(recipe.model_of(name), mesh.layout, name)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from hybridflow.config.recipe import MODEL_SECTIONS, REWARDS, Recipe
-from hybridflow.errors import ConfigError, LayoutError
-from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.errors import ConfigError
 from hybridflow.recipe.meshes import meshes_in_recipe_order
 
 
@@ -43,17 +42,6 @@ def check_transformers(recipe: Recipe, in_memory: Collection[str] = ()) -> None:
             )
     if recipe.model.implementation == "transformers":
         _check_actor(recipe)
-
-
-def check_whole(mesh: DeviceMesh) -> None:
-    """Refuse to cut a model that runs in ``transformers``. Raises LayoutError."""
-    for axis in ("tp", "pp", "cp", "ep"):
-        size = getattr(mesh.layout, axis)
-        if size > 1:
-            raise LayoutError(
-                f"{mesh.layout_key}.{axis}={size}: the model runs in transformers (docs/families.md), whole on each "
-                f"rank; set {axis}=1, and dp or fsdp to its {len(mesh.ranks)} ranks"
-            )
 
 
 def _check_actor(recipe: Recipe) -> None:

@@ -8,14 +8,15 @@ import os
 import signal
 import socket
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hybridflow.config.cluster import ClusterConfig
 from hybridflow.observe.activity import current_activity
-from hybridflow.observe.rank_log import tell
-from hybridflow.parallel.cause import cause_of, tell_cause
+from hybridflow.observe.rank_log import note, tell
+from hybridflow.parallel.cause import cause_of, own_place, tell_cause
 from hybridflow.parallel.signals import CaughtSignals
 from hybridflow.parallel.start import Start
 
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
 
 MEETING_VARIABLE = "HYBRIDFLOW_MEETING"
 """Number of a file that hybridflow's own launcher leaves open in a rank. It closes it once all watch each other."""
+
+_LEAVE_S = 30.0
+"""How long a rank that has done its work waits for what the user's code has left: threads, functions of atexit."""
+
+_FLUSH_S = 5.0
 
 
 def silence_libraries() -> None:
@@ -43,7 +49,8 @@ def run_rank(
 ) -> int:
     """Meet the other ranks, work, and leave in order; any failure ends the process at once.
 
-    What went wrong is told by one rank alone.
+    What went wrong is told by one rank alone. After the work the process is to end: it is ended 30 s later if it has
+    not by itself.
 
     Args:
         start: Which rank this is, from ``find_start``.
@@ -77,6 +84,7 @@ def run_rank(
                 world.close()
                 watch.close()
                 signals.ignore()
+                _end_later(status, start.rank)
     except Exception as error:
         if watch is not None:
             watch.fail(error)
@@ -87,6 +95,32 @@ def run_rank(
         # No interpreter shutdown: it could wait for ranks that are gone.
         os._exit(cause.status)
     return status
+
+
+def _end_later(status: int, rank: int) -> None:
+    """End this process with its exit status after ``_LEAVE_S``, if it is still there.
+
+    Python waits at its end for each thread that is no daemon, such as the workers of a ThreadPoolExecutor. A worker
+    that hangs would keep the process, and with it the job's nodes.
+    """
+
+    def end() -> None:
+        stuck = [each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+        host = socket.gethostname()
+        what = f"threads {', '.join(stuck)}" if stuck else f"a function of atexit, at {own_place(host).line}"
+        (tell if rank == 0 else note)(
+            f"hybridflow: rank {rank} on {host}: its work is done, and {what} kept the process for {_LEAVE_S:g} s; it "
+            f"ends now with exit status {status}; end them in the code that began them, or make threads daemons"
+        )
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(status)
+
+    # The second is for a flush that never returns.
+    for after_s, act in ((_LEAVE_S, end), (_LEAVE_S + _FLUSH_S, lambda: os._exit(status))):
+        timer = threading.Timer(after_s, act)
+        timer.daemon = True
+        timer.start()
 
 
 def _tell_launcher() -> None:

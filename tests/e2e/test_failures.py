@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import textwrap
+import time
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from hybridflow.dataflow.graph import step
 from hybridflow.flows import nodes
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.observe.status import read_status
+from hybridflow.parallel import rank
 from hybridflow.roles.actor import Actor
 from tests.e2e.commands import fork_ranks, run_command, run_well, write_recipe
 
@@ -296,3 +298,18 @@ def test_term_before_the_ranks_have_met_is_kept_for_later(folder, monkeypatch):
 
     done = fork_ranks(["train", "tiny.yaml"], folder, hook=terminate)
     assert set(done.codes) <= {0, 75}, done
+
+
+def test_ranks_end_though_what_the_user_left_behind_does_not(folder):
+    """All that Python does at its end is here a sleep; test_rank.py has a thread and a function of atexit."""
+
+    def hook(number):
+        def stuck(start, signals, load, cluster):
+            rank.run_rank(start, signals, lambda: lambda world: 75, cluster)
+            time.sleep(60)
+
+        rank._LEAVE_S, cli.run_rank = 0.3, stuck
+
+    done = fork_ranks(["train", "tiny.yaml"], folder, hook=hook, within_s=50)
+    done.complains_once(f"hybridflow: rank 0 on {HOST}: its work is done", "exit status 75")
+    assert done.codes == (75, 75)

@@ -28,6 +28,22 @@ REQUEUE = 75
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """What only writing meets: no room, a quota, a limit of a file's size (``ulimit -f``), a read-only file system."""
 
+_PASSING = (
+    errno.EIO,
+    errno.ESTALE,
+    errno.ENOTCONN,
+    errno.ESHUTDOWN,
+    errno.ETIMEDOUT,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ECONNRESET,
+    errno.EREMOTEIO,
+)
+"""A file server was started again, or has cut off this node; or a server did not answer. No file is at fault."""
+
+_MOST_CAUSES = 32
+"""Errors may name each other as causes, in a circle."""
+
 
 class Ended(BaseException):
     """A signal asks the process to end.
@@ -45,10 +61,12 @@ def exit_status(error: BaseException) -> int:
     """Return the exit status that stands for an error."""
     if isinstance(error, Ended):
         return 128 + error.signal
-    if isinstance(error, WriteError) or refuses_writes(error):
-        return TARGET
     if isinstance(error, StopError):
         return REQUEUE
+    if passing_number(error) is not None:
+        return FAILURE
+    if isinstance(error, WriteError) or refuses_writes(error):
+        return TARGET
     # What is written is a WriteError when the file system refuses; any other refusal is of what is read.
     if isinstance(error, (CheckpointError, OSError)):
         return SOURCE
@@ -68,3 +86,13 @@ def system_status(error: OSError) -> int:
 def refuses_writes(error: BaseException) -> bool:
     """Return whether this is what a file system says that takes nothing more."""
     return isinstance(error, OSError) and error.errno in _REFUSALS
+
+
+def passing_number(error: BaseException) -> int | None:
+    """Return the errno of a failure that may pass, where that is the error or one of its causes; else None."""
+    cause: BaseException | None = error
+    for _ in range(_MOST_CAUSES):
+        if isinstance(cause, OSError) and cause.errno in _PASSING:
+            return cause.errno
+        cause = cause and (cause.__cause__ or cause.__context__)
+    return None

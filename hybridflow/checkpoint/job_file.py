@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridflow.errors import CheckpointError
+from hybridflow.exit_status import passing_number
 from hybridflow.foreign import read_small
 from hybridflow.observe.files import plain_name
 
@@ -67,12 +68,19 @@ def malformed(path: Path, error: Exception, remedy: str) -> CheckpointError:
 
 
 def read_note(note: Path) -> str | None:
-    """Return the text of ``latest`` or ``best``, or what stands in its place; None: there is no such file."""
+    """Return the text of ``latest`` or ``best``, or what stands in its place; None: there is no such file.
+
+    Raises:
+        CheckpointError: The file system does not answer now.
+    """
     try:
         return read_small(note, _MOST_NOTE_BYTES).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except OSError as error:
+        if passing_number(error) is not None:
+            remedy = "start again once the file system answers"
+            raise CheckpointError(f"{note}: cannot be read: {error.strerror}; {remedy}") from error
         return str(error.strerror).removeprefix("has ")
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import WriteError
+from hybridflow.exit_status import passing_number
 
 _NO_ROOM = (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Libraries do not always tell the number."""
@@ -42,6 +43,8 @@ def writing(path: Path, otherwise: str = "set another run_dir") -> Iterator[None
 
 def write_remedy(error: OSError, otherwise: str = "set another run_dir") -> str:
     """Return what to do about what could not be written: to make room helps only where there is none."""
+    if passing_number(error) is not None:
+        return "start again once the file system answers"
     return f"make room there, or {otherwise}" if error.errno in _NO_ROOM else otherwise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ from hybridflow.checkpoint.store import (
     open_role,
 )
 from hybridflow.errors import CheckpointError
+from hybridflow.exit_status import FAILURE, exit_status
 from hybridflow.families.model import ModelConfig
 from hybridflow.foreign import read_small
 from hybridflow.reshard.spec import ModelSpec, TensorSpec
@@ -491,3 +493,24 @@ def test_whatever_latest_is_an_error_names_it(tmp_path: Path) -> None:
     latest.unlink()
     os.mkfifo(latest)
     assert "latest: found 'is not a regular file'" in damaged(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["latest", "job.json", "manifest.json", "rank-00000.safetensors"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ESHUTDOWN])
+def test_a_file_server_that_is_away_says_nothing_of_the_checkpoint(
+    number: int, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 10)
+    open_file = os.open
+
+    def away(path: Any, *how: Any, **more: Any) -> int:
+        if str(path).endswith(file):
+            raise OSError(number, os.strerror(number), str(path))
+        return open_file(path, *how, **more)
+
+    monkeypatch.setattr(os, "open", away)
+    with pytest.raises(CheckpointError, match=f"{file}.*{os.strerror(number)}") as caught:
+        checkpoint = load_latest(tmp_path)
+        assert checkpoint is not None
+        open_role(checkpoint, "actor").read("weight", "weight")
+    assert exit_status(caught.value) == FAILURE

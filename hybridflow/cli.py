@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import socket
@@ -113,10 +114,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif _speaks_too(error):
             complain(f"rank {rank_hint()} on {socket.gethostname()}: {error}")
         return exit_status(error)
-    except BrokenPipeError:
-        # Who reads has seen enough, as with `| head`.
-        return 128 + signal.SIGPIPE
     except OSError as error:
+        # ESHUTDOWN, of a file system that has cut off this node, is a BrokenPipeError too.
+        if isinstance(error, BrokenPipeError) and error.errno != errno.ESHUTDOWN:
+            # Who reads has seen enough, as with `| head`.
+            return 128 + signal.SIGPIPE
         complain(error)
         return system_status(error)
 

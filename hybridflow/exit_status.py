@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 
+from hybridflow import errors
 from hybridflow.errors import CheckpointError, DeadlineError, HybridflowError, StopError, WriteError
 
 DONE = 0
@@ -96,3 +98,28 @@ def passing_number(error: BaseException) -> int | None:
             return cause.errno
         cause = cause and (cause.__cause__ or cause.__context__)
     return None
+
+
+def pack_error(error: HybridflowError | OSError) -> list[str | int | None]:
+    """Return JSON values of which ``unpack_error`` makes, on another rank, an error with the same exit status."""
+    kind = next((each.__name__ for each in type(error).__mro__ if each.__module__ == errors.__name__), "")
+    return [kind, str(error), error.errno if isinstance(error, OSError) else passing_number(error)]
+
+
+def unpack_error(kind: str, text: str, number: int | None, *, where: str = "") -> HybridflowError | OSError:
+    """Return the error that ``pack_error`` has packed.
+
+    Args:
+        kind: Of the three packed values the first.
+        text: The second.
+        number: The third.
+        where: Comes before the message.
+    """
+    if kind:
+        told: HybridflowError = getattr(errors, kind)(f"{where}{text}")
+        if number is not None:
+            told.__cause__ = OSError(number, os.strerror(number))
+        return told
+    if number is None:
+        return OSError(f"{where}{text}")
+    return OSError(number, where + text.removeprefix(f"[Errno {number}] "))

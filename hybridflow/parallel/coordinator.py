@@ -15,7 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybridflow import errors
+from hybridflow.errors import HybridflowError
+from hybridflow.exit_status import pack_error, unpack_error
 from hybridflow.parallel.failure import lost_contact
 
 _FIRST_FRAME_BYTES = 2048
@@ -122,17 +123,17 @@ class Coordinator:
 
         Raises:
             HybridflowError: As ``work`` raised it.
-            OSError: The file system refuses.
+            OSError: The file system refuses; with the same errno.
         """
         told = None
         if self.is_lead:
             try:
-                told = ["", work()]
-            except (errors.HybridflowError, OSError) as error:
-                told = [type(error).__name__, str(error)]
-        kind, value = self.decide(name, told)
-        if kind:
-            raise getattr(errors, kind, OSError)(value)
+                told = [work(), None]
+            except (HybridflowError, OSError) as error:
+                told = [None, pack_error(error)]
+        value, refusal = self.decide(name, told)
+        if refusal is not None:
+            raise unpack_error(*refusal)
         return value
 
     def gather(self, value: Any, name: str = "gather") -> list[Any]:

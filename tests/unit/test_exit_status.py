@@ -1,13 +1,18 @@
 """Which exit status an error has, also where it is told on another rank than the one that met it."""
 
 import errno
+import json
 import os
 
 import pytest
 
+from hybridflow import cli
 from hybridflow.errors import ConfigError, RewardError, StopError, WriteError
-from hybridflow.exit_status import FAILURE, REQUEST, REQUEUE, TARGET, exit_status
+from hybridflow.exit_status import FAILURE, REQUEST, REQUEUE, SOURCE, TARGET, exit_status, pack_error, unpack_error
 from hybridflow.observe.files import writing
+from hybridflow.parallel.cause import cause_of
+from hybridflow.parallel.coordinator import Coordinator
+from hybridflow.parallel.mpi import NoMpiError
 
 
 def refused(number, path):
@@ -41,3 +46,44 @@ def test_causes_are_found_where_they_are_hidden_and_where_they_are_a_circle():
     stopped = StopError("asked to stop")
     stopped.__cause__ = OSError(errno.ESTALE, "stale")
     assert exit_status(stopped) == REQUEUE
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "runs/x"), OSError),
+        (OSError(errno.EACCES, "Permission denied", "runs/x"), PermissionError),
+        (OSError(errno.ESTALE, "Stale file handle", "runs/x", None, "runs/y"), OSError),
+        (OSError("a library's"), OSError),
+        (WriteError("runs/x: cannot be written"), WriteError),
+        (ConfigError("trainer.step: unknown key"), ConfigError),
+        (NoMpiError("MPI does not start"), Exception),
+    ],
+)
+def test_an_error_of_the_lead_has_its_status_on_every_rank(error, kind):
+    def work():
+        raise error
+
+    with pytest.raises(kind) as caught:
+        Coordinator(0, (0,), None).on_lead("work", work)
+    assert str(caught.value) == str(error)
+    assert cause_of(caught.value, 1, "n").status == cause_of(error, 0, "n").status
+
+
+def test_a_passing_cause_stays_with_an_error_that_is_sent(tmp_path):
+    sent = json.loads(json.dumps(pack_error(refused(errno.ESTALE, tmp_path))))
+    error = unpack_error(*sent, where="rank 3: ")
+    assert isinstance(error, WriteError) and str(error).startswith(f"rank 3: {tmp_path}: cannot be written")
+    assert exit_status(error) == FAILURE
+    assert str(unpack_error(*pack_error(OSError(errno.EIO, "bad", "f")), where="r: ")) == "[Errno 5] r: bad: 'f'"
+    assert exit_status(OSError(errno.ENOENT, "missing")) == SOURCE
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.EPIPE, 141), (errno.ESHUTDOWN, FAILURE)])
+def test_only_a_reader_that_has_left_ends_a_command_in_silence(number, status, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError(number, "gone", "recipe.yaml")
+
+    monkeypatch.setattr(cli, "load_recipe", fail)
+    assert cli.main(["plan", "job", "quickstart"]) == status
+    assert ("recipe.yaml" in capsys.readouterr().err) == (status == FAILURE)

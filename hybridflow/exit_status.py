@@ -10,7 +10,10 @@ from hybridflow.errors import CheckpointError, DeadlineError, HybridflowError, S
 
 DONE = 0
 FAILURE = 1
-"""A bug, with a traceback; a rank that was lost; a wait that passed its deadline. Beginning again may help."""
+"""A bug, with a traceback; a rank that was lost; a wait that passed its deadline; a file server that is away.
+
+Beginning again may help.
+"""
 
 REQUEST = 2
 """Arguments that contradict each other, a family or a feature that is not known here."""

@@ -26,7 +26,8 @@ from hybridflow.checkpoint.job_file import RoleRecord
 from hybridflow.checkpoint.manifest import NAME, WEIGHT, Manifest, Piece, Progress, TensorEntry, check_cover
 from hybridflow.checkpoint.model_dir import Share, write_assets, write_manifest, write_shares
 from hybridflow.checkpoint.store import complete_role, complete_step, role_path
-from hybridflow.errors import CheckpointError, DeadlineError, WriteError
+from hybridflow.errors import CheckpointError, DeadlineError, HybridflowError, WriteError
+from hybridflow.exit_status import pack_error, unpack_error
 from hybridflow.families.model import ModelConfig
 from hybridflow.observe.files import writing
 from hybridflow.reshard.spec import ModelSpec
@@ -96,7 +97,8 @@ class Saver:
         rank: This one.
         board: Where the ranks meet; a connection that this saver has for itself. While a step is written it has
             ``STEP/ROLE/RANK``, what a rank has written of a role; ``STEP/ROLE``, a complete role; ``STEP/bytes``, the
-            bytes that all ranks have written; ``STEP/failed``, a rank that cannot write; ``STEP/done``.
+            bytes that all ranks have written; ``STEP/failed``, a rank that cannot write, and its error, packed, unless
+            that is a bug; ``STEP/done``.
         deadline_s: Longest time in which no rank writes anything, while one is waited for.
         keep_last: See ``store.complete_step``.
         keep_every: See ``store.complete_step``.
@@ -220,9 +222,11 @@ class Saver:
                 self._measured = {"checkpoint/write_s": time.monotonic() - begin_s, "checkpoint/bytes": num_bytes}
         except DeadlineError:
             raise
-        except BaseException:
+        except BaseException as error:
+            # The others end with this error too, and may be the first: all ranks have the status of the first cause.
+            packed = pack_error(error) if isinstance(error, (HybridflowError, OSError)) else []
             with contextlib.suppress(dist.DistError):
-                board.set(f"{number}/failed", str(self._rank))
+                board.set(f"{number}/failed", json.dumps([self._rank, *packed]))
             raise
 
     def _write_part(self, step: Step, role: str, part: RolePart, advance: Callable[[int], None]) -> dict[str, Any]:
@@ -284,13 +288,18 @@ class Saver:
         """Return when all of some keys of a step are set.
 
         Raises:
-            DeadlineError: A rank has failed, or nobody wrote anything for as long as the deadline.
+            HybridflowError: A rank could not write; of the kind that it met.
+            OSError: Likewise.
+            DeadlineError: A rank met a bug, or nobody wrote anything for as long as the deadline.
         """
         board, since_s = self._board, time.monotonic()
         while not board.check(awaited):
             if board.check([f"{step}/failed"]):
-                rank = board.get(f"{step}/failed").decode()
-                raise DeadlineError(f"{what}: rank {rank} could not write its part; see what it says")
+                rank, *packed = json.loads(board.get(f"{step}/failed"))
+                where = f"{what}: rank {rank} could not write its part"
+                if packed:
+                    raise unpack_error(*packed, where=f"{where}: ")
+                raise DeadlineError(f"{where}; see what it says")
             signs = board.add(f"{step}/bytes", 0)
             if signs != self._signs:
                 self._signs, since_s = signs, time.monotonic()

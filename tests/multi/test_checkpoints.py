@@ -572,7 +572,8 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all(tmp_path: Path) -> None:
     (of_lead, silent), (of_failed,) = run_ranks(fail_with_groups, 2, tmp_path)
     assert of_failed.startswith("WriteError: ") and "rank-00001.safetensors: cannot be written" in of_failed
     assert "No space left" in of_failed and "make room" in of_failed
-    assert of_lead.startswith("DeadlineError: ") and "rank 1 could not write its part" in of_lead
+    assert of_lead.startswith("WriteError: ") and "actor of step 2: rank 1 could not write its part: " in of_lead
+    assert of_lead.endswith(of_failed.partition(": ")[2]), "status 4 and the file's name, whichever rank is first"
     assert "actor of step 3: 3/actor/1 did not come, and nothing was written for 1 s" in silent
     assert load_latest(tmp_path).step == 1
     assert ModelDir(tmp_path / "checkpoints/step_000001/actor").manifest.progress == Progress(0, 1e-3)

@@ -19,7 +19,7 @@ from hybridflow.checkpoint.look import add_commands
 from hybridflow.config.recipe import Recipe
 from hybridflow.doctor.command import add_doctor
 from hybridflow.errors import ConfigError, HybridflowError, MissingFileError
-from hybridflow.exit_status import DONE, REQUEUE, exit_status, system_status
+from hybridflow.exit_status import DONE, FAILURE, REQUEUE, exit_status, system_status
 from hybridflow.launch.checks import planned_recipe
 from hybridflow.launch.command import (
     add_launch,
@@ -111,8 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HybridflowError as error:
         if arguments.recipe is None or rank_hint() == 0:
             complain(error)
-        elif _speaks_too(error):
-            complain(f"rank {rank_hint()} on {socket.gethostname()}: {error}")
+        elif isinstance(error, MissingFileError):
+            return _lacks_file(error)
         return exit_status(error)
     except OSError as error:
         # ESHUTDOWN, of a file system that has cut off this node, is a BrokenPipeError too.
@@ -123,16 +123,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return system_status(error)
 
 
-def _speaks_too(error: HybridflowError) -> bool:
-    """Return whether a rank other than 0 prints an error from before the ranks have met. Most errors all ranks find.
+def _lacks_file(error: MissingFileError) -> int:
+    """Tell on the first rank of a node other than rank 0 that a file is missing, and return the exit status.
 
-    A file may be missing on one node alone, so the first rank of each node says so. A launcher that ends all ranks with
-    the first one ends this rank during the wait, if rank 0 fails too.
+    Most errors from before the ranks have met all ranks find, and rank 0 tells them. A file may be missing on one node
+    alone, and then another node may do. If rank 0 lacks it too, that ends with an error of the request: srun returns
+    the largest status, and a launcher that ends all ranks with the first one ends this rank during the wait.
     """
-    if local_rank_hint() > 0 or not isinstance(error, MissingFileError):
-        return False
     time.sleep(_AFTER_RANK_0_S)
-    return True
+    if local_rank_hint() == 0:
+        complain(f"rank {rank_hint()} on {socket.gethostname()}: {error}")
+    return FAILURE
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -13,7 +13,7 @@ import pytest
 from hybridflow import cli
 from hybridflow.checkpoint.store import complete_step
 from hybridflow.errors import ConfigError, WriteError
-from hybridflow.exit_status import TARGET
+from hybridflow.exit_status import FAILURE, REQUEST, TARGET
 from hybridflow.observe.starts import StartRecord, add_start
 from hybridflow.recipe.inputs import check_inputs
 from hybridflow.recipe.load import load_recipe
@@ -106,21 +106,24 @@ def test_a_missing_model_names_both_places(folders):
 
 
 @pytest.mark.parametrize(
-    ("rank", "place", "overrides", "speaks"),
+    ("rank", "place", "overrides", "speaks", "status"),
     [
-        (0, 0, ["model={path: gone}"], True),
-        (1, 1, ["model={path: gone}"], False),
-        (2, 0, ["model={path: gone}"], True),
-        (2, 0, ["data.train=gone"], True),
-        (2, 0, ["trainer.stepz=3"], False),
+        (0, 0, ["model={path: gone}"], True, REQUEST),
+        (1, 1, ["model={path: gone}"], False, FAILURE),
+        (2, 0, ["model={path: gone}"], True, FAILURE),
+        (2, 0, ["data.train=gone"], True, FAILURE),
+        (2, 0, ["trainer.stepz=3"], False, REQUEST),
     ],
 )
-def test_a_file_missing_on_one_node_is_told_there(folders, monkeypatch, capsys, rank, place, overrides, speaks):
-    """Rank 0 of another node may see it, and would then only say that the ranks of this one did not come."""
+def test_a_file_missing_on_one_node_is_told_there(folders, monkeypatch, capsys, rank, place, overrides, speaks, status):
+    """Rank 0 of another node may see it, and would then only say that the ranks of this one did not come.
+
+    Then another node may do, and status 1 has the job begin again; of several, srun returns the largest.
+    """
     monkeypatch.setattr(cli, "_AFTER_RANK_0_S", 0.0)
     for name, value in (("RANK", rank), ("LOCAL_RANK", place), ("WORLD_SIZE", 4)):
         monkeypatch.setenv(name, str(value))
-    assert cli.main(["train", str(folders[1] / "own.yaml"), *overrides, "--dry-run"]) == 2
+    assert cli.main(["train", str(folders[1] / "own.yaml"), *overrides, "--dry-run"]) == status
     error = capsys.readouterr().err
     who = f"rank {rank} on {socket.gethostname()}: " if rank > 0 else ""
     assert error.startswith(f"hybridflow: {who}") and error.count("gone") > 0 if speaks else error == ""

@@ -61,4 +61,4 @@ class DeadlineError(HybridflowError):
 
 
 class StopError(HybridflowError):
-    """A signal asked the job to stop before its ranks had met, so that there is nothing to save."""
+    """A job stops before it has begun, so that there is nothing to save: a signal asked for it, or it cannot yet."""

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridflow.observe import activity
 
@@ -72,7 +72,19 @@ class StatusFile:
             os.replace(aside, self._path)
 
 
-def living_writer(run_dir: Path, began_s: float) -> str | None:
+class Writer(NamedTuple):
+    """The process that keeps ``status.json`` of a run.
+
+    Attributes:
+        name: For a message.
+        job_id: Slurm's job id; None elsewhere.
+    """
+
+    name: str
+    job_id: str | None
+
+
+def living_writer(run_dir: Path, began_s: float) -> Writer | None:
     """Return the other process that keeps ``status.json`` of a run; waits for it to write again.
 
     A process of this host that is gone is known at once. So is a writer that has been silent for long. Otherwise only a
@@ -83,7 +95,7 @@ def living_writer(run_dir: Path, began_s: float) -> str | None:
         began_s: When its last start began, Unix time in seconds; what was written before is no sign of it.
 
     Returns:
-        The process, for a message; None: there is none.
+        The process; None: there is none.
     """
     first = _kept(run_dir)
     told_s = first.get("time_s", 0.0)
@@ -96,8 +108,9 @@ def living_writer(run_dir: Path, began_s: float) -> str | None:
     while time.monotonic() < end_s:
         now = _kept(run_dir)
         if now.get("time_s", 0.0) > told_s:
-            job = f" of Slurm's job {now['job_id']}" if now.get("job_id") else ""
-            return f"process {now.get('pid')} on {now.get('host')}{job}"
+            job_id = str(now["job_id"]) if now.get("job_id") else None
+            job = f" of Slurm's job {job_id}" if job_id is not None else ""
+            return Writer(f"process {now.get('pid')} on {now.get('host')}{job}", job_id)
         time.sleep(0.1)
     return None
 

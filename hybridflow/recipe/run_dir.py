@@ -9,7 +9,8 @@ from pathlib import Path
 
 from hybridflow.checkpoint.job_file import latest_step
 from hybridflow.config.recipe import Recipe
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, StopError
+from hybridflow.exit_status import REQUEUE
 from hybridflow.observe.files import check_own, writing
 from hybridflow.observe.starts import STARTS_FILE, StartRecord, read_starts
 from hybridflow.observe.status_file import living_writer
@@ -99,12 +100,22 @@ def check_new(run_dir: Path) -> None:
 
 
 def check_alone(run_dir: Path, earlier: Sequence[StartRecord]) -> None:
-    """Refuse a second job on a run: each would write over the other's checkpoints."""
+    """Refuse a second job on a run: each would write over the other's checkpoints.
+
+    Raises:
+        ConfigError: Another job is at work on it.
+        StopError: A process of this job is, which an earlier start has left on a node that Slurm has lost.
+    """
     if not earlier or earlier[-1].outcome is not None:
         return
     other = living_writer(run_dir, earlier[-1].began_s)
-    if other is not None:
-        raise ConfigError(
-            f"{run_dir}: start {earlier[-1].number} of this run is still at work, {other}; wait for its end or end it "
-            "(scancel), or give this job another run_dir"
+    if other is None:
+        return
+    what = f"{run_dir}: start {earlier[-1].number} of this run is still at work, {other.name}"
+    if other.job_id is not None and other.job_id == os.environ.get("SLURM_JOB_ID"):
+        # The end of that process or of its node is near, or waits for an operator.
+        raise StopError(
+            f"{what}, which is this job; this start ends with status {REQUEUE}, to begin again later: if the process "
+            "stays, end it, or have its node drained and restarted"
         )
+    raise ConfigError(f"{what}; wait for its end or end it (scancel), or give this job another run_dir")

@@ -44,6 +44,7 @@ def note_start(recipe: Recipe, meshes: Mapping[str, DeviceMesh], everyone: Coord
     Raises:
         ConfigError: Another job writes this run; or Slurm has begun this one again and again from the same checkpoint.
             On all ranks.
+        StopError: A process that an earlier start of this job has left still writes this run. On all ranks.
         CheckpointError: ``latest`` does not hold the name of a checkpoint. On all ranks.
         WriteError: The file system refuses, or another user has made the run's directory. On all ranks.
     """

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from hybridflow.api.world import _note_failures
-from hybridflow.errors import ConfigError, HybridflowError
-from hybridflow.exit_status import REQUEST, SOURCE, TARGET
+from hybridflow.errors import ConfigError, HybridflowError, StopError
+from hybridflow.exit_status import REQUEST, REQUEUE, SOURCE, TARGET, exit_status
 from hybridflow.observe import starts, status_file
 from hybridflow.observe.starts import StartRecord, add_end, add_start, idle_starts, read_starts
 from hybridflow.parallel.cause import cause_of
@@ -235,6 +235,10 @@ def test_a_run_that_another_job_writes_is_left_to_it(is_told, tmp_path, monkeypa
         wait_until((run_dir / ("status.json" if is_told else "starts.jsonl")).is_file)
         with pytest.raises(ConfigError, match=f"start 1 .*process {writer.pid} on .* of Slurm's job 12; .*scancel"):
             note_start(recipe, {}, alone)
+        monkeypatch.setenv("SLURM_JOB_ID", "12")
+        with pytest.raises(StopError, match=f"process {writer.pid} on .*, which is this job; .* end it, or") as caught:
+            note_start(recipe, {}, alone)
+        assert exit_status(caught.value) == REQUEUE
     finally:
         writer.kill()
         writer.wait()

@@ -23,6 +23,9 @@ WRITE_EVERY_S = 5.0
 SILENT_AFTER_S = 6 * WRITE_EVERY_S
 """A run that has given no sign of life for so long is taken for dead."""
 
+_MOST_SKEW_S = 3600.0
+"""The clocks of two nodes differ by less. A file's time is no better: some file systems take it from the writer."""
+
 
 class StatusFile:
     """Keeps ``status.json``; one rank has one. What it cannot write it leaves: the run goes on without.
@@ -87,8 +90,8 @@ class Writer(NamedTuple):
 def living_writer(run_dir: Path, began_s: float) -> Writer | None:
     """Return the other process that keeps ``status.json`` of a run; waits for it to write again.
 
-    A process of this host that is gone is known at once. So is a writer that has been silent for long. Otherwise only a
-    sign of life during this call is proof.
+    A process of this host that is gone is known at once. So is a writer that has been silent for longer than clocks
+    differ. Otherwise only a sign of life during this call is proof.
 
     Args:
         run_dir: Directory of the run.
@@ -102,12 +105,13 @@ def living_writer(run_dir: Path, began_s: float) -> Writer | None:
     # A job that has just begun may not have written its first sign of life.
     has_told = told_s >= began_s
     since_s = told_s if has_told else began_s
-    if since_s < time.time() - (SILENT_AFTER_S if has_told else 2 * WRITE_EVERY_S) or (has_told and _is_gone(first)):
+    if since_s < time.time() - _MOST_SKEW_S or (has_told and _is_gone(first)):
         return None
     end_s = time.monotonic() + 2 * WRITE_EVERY_S
     while time.monotonic() < end_s:
         now = _kept(run_dir)
-        if now.get("time_s", 0.0) > told_s:
+        # Not only a later time: another node may have written the first one.
+        if now and now["time_s"] != told_s:
             job_id = str(now["job_id"]) if now.get("job_id") else None
             job = f" of Slurm's job {job_id}" if job_id is not None else ""
             return Writer(f"process {now.get('pid')} on {now.get('host')}{job}", job_id)

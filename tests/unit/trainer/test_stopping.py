@@ -216,6 +216,8 @@ from pathlib import Path
 from hybridflow.observe import starts, status_file
 from hybridflow.observe.starts import StartRecord, add_start
 run_dir = Path(sys.argv[1])
+right = time.time
+time.time = lambda: right() - 300
 add_start(run_dir, StartRecord(number=1, began_s=time.time(), step=None, ranks=1))
 status_file.WRITE_EVERY_S = 0.1
 time.sleep(float(sys.argv[2]))

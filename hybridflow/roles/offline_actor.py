@@ -20,6 +20,9 @@ from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.offline_samples import mismatched
 from hybridflow.roles.reward_model import last_tokens, padding_of
 
+_ROUNDING = 1e-5
+"""By how much a token's log-probability of fp32 may differ between two layouts, in nats; errors of tokens are random."""
+
 
 class OfflineActor(Actor):
     """An actor whose update reads given responses. What it makes of a response, for preferences, is one number.
@@ -57,7 +60,7 @@ class OfflineActor(Actor):
 
         def compute(output: Tensor, micro_batch: MicroBatch) -> Tensor:
             chosen, rejected = self._numbers(output, micro_batch, batch).view(-1, 2).unbind(1)
-            return _ahead(chosen, rejected, self._scale)
+            return _ahead(chosen, rejected, self._scale, micro_batch)
 
         shares = model.forward(self._micro_batches(batch), compute)
         if model.is_output_rank:
@@ -90,7 +93,7 @@ class OfflineActor(Actor):
                 case _:
                     each = ipo_loss(chosen, rejected, beta=settings.beta)
             share = each.sum() / num_pairs
-            ahead = _ahead(chosen.detach(), rejected.detach(), self._scale)
+            ahead = _ahead(chosen.detach(), rejected.detach(), self._scale, micro_batch)
             return share, torch.cat([share.detach()[None].double(), ahead])
 
         kept, grad_norm = self._step(self._micro_batches(part), loss, is_followed=is_followed)
@@ -169,8 +172,20 @@ class OfflineActor(Actor):
         return 1.0 if self._job.recipe.traits.is_scorer else self._job.recipe.preference.beta
 
 
-def _ahead(chosen: Tensor, rejected: Tensor, scale: float) -> Tensor:
-    """Return the number of wins (a tie is half), the scaled sum of differences, and the number of pairs, fp64."""
+def _ahead(chosen: Tensor, rejected: Tensor, scale: float, micro_batch: MicroBatch) -> Tensor:
+    """Return the number of wins (a tie is half), the scaled sum of differences, and the number of pairs, fp64.
+
+    What rounding may have made of 0 is a tie: before the first update the log-ratios are exact zeros in one layout, or
+    in one split into micro-batches, and almost zeros of any sign in another.
+
+    Args:
+        chosen: Number of each pair's better response, ``[pairs]``.
+        rejected: The same of the other response.
+        scale: Factor on the differences.
+        micro_batch: The pairs.
+    """
     difference = (chosen - rejected).double()
-    wins = (difference > 0).double() + 0.5 * (difference == 0)
+    num_tokens = difference.new_tensor(micro_batch.response_lengths).view(-1, 2).sum(1)
+    is_tie = difference.abs() <= _ROUNDING * num_tokens.sqrt()
+    wins = (is_tie.logical_not() & (difference > 0)).double() + 0.5 * is_tie
     return torch.stack([wins.sum(), scale * difference.sum(), wins.new_full((), len(wins))])

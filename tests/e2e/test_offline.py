@@ -29,7 +29,7 @@ RUNS = {
     "sft": ["actor.update={tp: 2}", "actor.rollout={dp: 2}", "rollout={max_new_tokens: 4}", WARM],
     "reward-model": ["actor.update={pp: 2}", "trainer.micro_batch_tokens=40"],
     "dpo": ["actor.update={dp: 2}", "reference.ranks=[1]", "reference.layout={}", WARM, "cluster.memory_budget_gb=8"],
-    "ipo": ["actor.update={tp: 2}"],
+    "ipo": ["actor.update={tp: 2}", "reference.layout={dp: 2}"],
     "kto": ["actor.update={dp: 2}", "trainer.num_validation=5", WARM],
 }
 LONG = ("reward-model", "dpo", "ipo", "kto")
@@ -57,6 +57,9 @@ def test_it_trains_and_goes_on_bit_for_bit(name, tmp_path):
         (kept,) = whole.glob("run/logs/*/recipe.yaml")
         assert load_recipe(kept).trainer.micro_batch_tokens == 16384, "the most, since they fit into the budget"
     assert all(("preference/z_ref" in row) is (name == "kto") for row in rows)
+    if name in ("dpo", "ipo"):
+        summary = json.loads((whole / "run/summary.json").read_text())
+        assert summary["accuracy_before_rl"] == 0.5, "the model is its reference, which is cut in another way"
 
     shutil.copytree(whole, folder)
     shutil.rmtree(folder / "run/checkpoints/step_000004")

@@ -31,7 +31,7 @@ class FsdpHoldings:
 
     def key(self, tensor: TensorSpec) -> Hashable:
         """See ``Holdings.key``."""
-        return tensor.shape, tensor.tp_dim, tensor.padded_to, tensor.dtype
+        return tensor.shape, tensor.tp_dim, tensor.padded_to, tensor.dtype, tensor.name.endswith(".bias")
 
     def parts(self, tensor: TensorSpec) -> tuple[Part, ...]:
         """See ``Holdings.parts``."""
@@ -71,8 +71,8 @@ def _range(tensor: TensorSpec, fsdp: int, index: int) -> tuple[int, int]:
     Source: ``torch.chunk``, which ``FSDPParam`` of torch 2.13 follows.
     """
     sizes = cut(tensor, 1, 0).local_shape
-    # Gate and up are rows of one parameter, and a dim of their own in the logical view.
-    is_stacked = len(sizes) == 3 and tensor.tp_dim == 1
+    # Gate and up are rows of one parameter, a weight or a bias, and a dim of their own in the logical view.
+    is_stacked = tensor.tp_dim == 1 and (len(sizes) == 3 or tensor.name.endswith(".bias"))
     rows = sizes[0] * sizes[1] if is_stacked else sizes[0]
     width = math.prod(sizes) // rows
     step = -(-rows // fsdp)

@@ -18,6 +18,7 @@ from hybridflow.reshard.spec import ITEM_BYTES, TensorSpec, num_elements
 TENSORS = [
     TensorSpec(name="plain", shape=(10, 3), dtype="fp32", tp_dim=0, place=0),
     TensorSpec(name="gate_up", shape=(2, 5, 3), dtype="fp32", tp_dim=1, place=0),
+    TensorSpec(name="gate_up.bias", shape=(2, 5), dtype="fp32", tp_dim=1, place=0),
     TensorSpec(name="rows", shape=(7, 4), dtype="fp32", tp_dim=1, place=0),
     TensorSpec(name="norm", shape=(3,), dtype="fp32", tp_dim=None, place=0),
     TensorSpec(name="padded", shape=(10, 3), dtype="fp32", tp_dim=0, place="embedding", padded_to=8),
@@ -35,7 +36,7 @@ def test_a_rank_holds_its_chunk_of_the_parameter(tensor, text):
     mesh = mesh_of(text)
     holdings, fsdp = FsdpHoldings(mesh), mesh.layout.fsdp
     whole = np.arange(math.prod(tensor.shape)).reshape(tensor.shape)
-    rows = np.concatenate([*whole]) if tensor.name == "gate_up" else whole
+    rows = np.concatenate([*whole]) if tensor.name.startswith("gate_up") else whole
     if tensor.padded_to is not None:
         rows = np.concatenate([rows, np.full((16 - len(rows), rows.shape[1]), -1)])
     chunks = [chunk.flatten().tolist() for chunk in torch.from_numpy(rows).chunk(fsdp)]

@@ -9,6 +9,26 @@ from torch import Tensor
 
 from hybridflow.algorithms.inputs import alike
 
+_ROUNDING = 1e-5
+
+
+def rounding_at(temperature: float) -> float:
+    """Return by how much a log-probability of fp32 may differ between two layouts, in nats."""
+    return _ROUNDING / min(temperature, 1.0)
+
+
+def unrounded(log_probs: Tensor, ref_log_probs: Tensor, rounding: float) -> Tensor:
+    """Return the log-probabilities, but the reference's where they differ by rounding at most; no gradient there.
+
+    Of a policy that is its reference, rounding would choose the sign of a gradient, or tell responses apart.
+
+    Args:
+        log_probs: Of the policy, any shape.
+        ref_log_probs: Of the reference, the same shape.
+        rounding: How much rounding makes at most.
+    """
+    return torch.where((log_probs - ref_log_probs).detach().abs() > rounding, log_probs, ref_log_probs)
+
 
 def _k2(d: Tensor) -> Tensor:
     return d.square() / 2

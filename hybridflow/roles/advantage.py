@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.advantages import GROUP_ESTIMATORS, discounted_returns, gae, remax, token_rewards, whiten
-from hybridflow.algorithms.kl import adapt_kl_coef, kl_penalty
+from hybridflow.algorithms.kl import adapt_kl_coef, kl_penalty, rounding_at, unrounded
 from hybridflow.algorithms.lagrange import adapt_multiplier, lagrangian_advantages
 from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.batch import Batch, Ragged
@@ -22,6 +22,7 @@ from hybridflow.models.training import sum_over
 from hybridflow.placement.job import Job
 from hybridflow.placement.loss_mask import loss_mask, spread
 from hybridflow.rollout.learned import Learned, write_learned
+from hybridflow.sampling.equal_samples import keys_of
 from hybridflow.sampling.shaping import shaped
 
 
@@ -238,13 +239,17 @@ class Advantage(Role):
         """
         mask = batch.ragged("response_mask").pad(0)
         # A response that nothing of was sampled keeps its score all the same.
-        scores = self._scores(batch) - self._kl_coef.value * (self._penalty(batch) * mask).sum(dim=1)
+        penalties = self._kl_coef.value * (self._penalty(batch) * mask).sum(dim=1).double()
+        # Equal responses have equal penalties, which no layout may round apart: the spread of a group may be a divisor.
+        keys = keys_of(batch, "tokens", "response_mask") if self._kl_coef.is_in_reward else [""] * len(batch)
         # A group may lie on several ranks: its statistics need all of its scores.
         coordinator = self._job.world.coordinator(self._peers)
-        columns = [batch.ids, batch.dense("prompt_indices"), scores.double(), mask.sum(dim=1)]
-        shares = coordinator.gather([column.tolist() for column in columns], "scores")
+        columns = [batch.ids, batch.dense("prompt_indices"), self._scores(batch).double(), mask.sum(dim=1), penalties]
+        shares = coordinator.gather([*(column.tolist() for column in columns), keys], "scores")
         rows = sorted(row for share in shares for row in zip(*share, strict=True))
         ids, groups, all_scores, lengths = (torch.tensor([row[at] for row in rows]) for at in range(4))
+        first: dict[str, float] = {}
+        all_scores = all_scores - torch.tensor([first.setdefault(key, penalty) for *_, penalty, key in rows])
         if name == "user_algorithm":
             found = user_advantages(self._job.objects["algorithm"], all_scores, groups, lengths)
         else:
@@ -265,6 +270,8 @@ class Advantage(Role):
         if not self._kl_coef.is_in_reward:
             return torch.zeros_like(batch.ragged("response_mask").pad(0))
         old, reference = batch.ragged("old_log_probs").pad(0), batch.ragged("ref_log_probs").pad(0)
+        # Else rounding would be all that tells responses of equal scores apart, of a policy that is its reference.
+        old = unrounded(old, reference, rounding_at(self._job.recipe.rollout.temperature))
         return kl_penalty(old, reference, self._job.recipe.kl.estimator)
 
     def _columns(self, batch: Batch, **padded_columns: Tensor) -> Batch:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.correction import Weights, correction_weights, kept_tokens
-from hybridflow.algorithms.kl import kl_penalty, sequence_means
+from hybridflow.algorithms.kl import kl_penalty, rounding_at, sequence_means, unrounded
 from hybridflow.algorithms.losses import ClipStats, Totals, aggregate, cispo_loss, gspo_loss, policy_loss
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError
@@ -69,7 +69,11 @@ class PolicyLoss:
         loss = aggregate(per_token, mask, settings.aggregation, totals)
         policy_share = loss.detach()
         if self._kl_coef.is_in_loss:
-            kl = kl_penalty(log_probs, columns["ref_log_probs"], self._recipe.kl.estimator)
+            reference, current = columns["ref_log_probs"], log_probs
+            if self._recipe.kl.estimator == "abs":
+                # Its gradient is a sign, which of a policy that is its reference rounding would choose.
+                current = unrounded(log_probs, reference, rounding_at(self._recipe.rollout.temperature))
+            kl = kl_penalty(current, reference, self._recipe.kl.estimator)
             loss = loss + self._kl_coef.value * aggregate(kl, mask, settings.aggregation, totals)
         if settings.entropy_coef:
             loss = loss - settings.entropy_coef * aggregate(entropy, mask, settings.aggregation, totals)

@@ -19,6 +19,7 @@ from hybridflow.placement.place import place_frozen
 from hybridflow.placement.placed_model import role_spec
 from hybridflow.placement.pretrained import given_assets
 from hybridflow.roles.reward import SCORES
+from hybridflow.sampling.equal_samples import keys_of
 from hybridflow.sampling.validation import measure, shown_samples, shown_training_samples
 
 
@@ -68,7 +69,7 @@ class RewardModel(Role):
         self.metrics |= measure(self._job, self._job.world.coordinator(mesh.ranks), ids, scores)
 
     def _scores(self, batch: Batch) -> Tensor | None:
-        """Return the score of each sample, ``[samples]`` fp32, or None except on output ranks. Collective: tp, pp."""
+        """Return the score of each sample, ``[samples]`` fp32, or None except on output ranks. Collective: its mesh."""
         assert self.model is not None, "called outside its mesh"
         model = self.model
 
@@ -77,10 +78,25 @@ class RewardModel(Role):
 
         parts = [last_tokens(part, self._pad_id) for part in self._micro_batches(batch)]
         shares = self.model.forward(parts, compute)
-        if not self.model.is_output_rank:
+        found = dict(pair for share in shares for pair in share) if self.model.is_output_rank else None
+        return self._equal_for_equals(batch, None if found is None else [found[index] for index in range(len(batch))])
+
+    def _equal_for_equals(self, batch: Batch, scores: list[float] | None) -> Tensor | None:
+        """Return the scores, one for all samples with equal tokens; see ``equal_samples``. Collective: its mesh.
+
+        Else a group of equal responses would have advantages of rounding errors over their own spread, and dynamic
+        sampling would keep it.
+        """
+        mesh, keys = self._job.meshes[self._role], [] if scores is None else keys_of(batch, "tokens")
+        own = list(zip(keys, scores, strict=True)) if scores and mesh.speaks(self._job.world.rank) else []
+        shares = self._job.world.coordinator(mesh.ranks).gather(own, f"{self._role} of equal samples")
+        if scores is None:
             return None
-        found = dict(pair for share in shares for pair in share)
-        return torch.tensor([found[index] for index in range(len(batch))], dtype=torch.float32)
+        first: dict[str, float] = {}
+        for share in shares:
+            for key, score in share:
+                first.setdefault(key, score)
+        return torch.tensor([first[key] for key in keys], dtype=torch.float32)
 
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
         """Split the batch by the token budget, with at most ``batch_size`` samples in each part."""

@@ -271,3 +271,46 @@ def write_recipe_and_data(folder: Path) -> None:
     write_recipe(folder)
     problems = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
     (folder / "data/train.jsonl").write_text("\n".join(map(json.dumps, problems)))
+
+
+SCORER = """
+name: scorer
+algorithm: reward-model
+model: {num_layers: 2, hidden_size: 16, ffn_hidden_size: 32, num_attention_heads: 2, max_context: 24, init_std: 0.2}
+data:
+  train: data/pairs.jsonl
+  held_out: data/held.jsonl
+  arithmetic: {num_train: 40, num_held_out: 4, mistake_share: 0.5}
+run_dir: scorer
+actor: {update: {}, optimizer: {lr: 1.0e-2}}
+trainer: {steps: 1, global_batch_size: 8}
+"""
+
+
+@pytest.mark.slow
+def test_groups_that_a_scorer_finds_equal_are_the_same_in_every_layout(tmp_path):
+    write_recipe(tmp_path)
+    (tmp_path / "scorer.yaml").write_text(SCORER)
+    run_well(["train", "scorer.yaml"], tmp_path, num_ranks=1)
+    # So cold that some groups have one response alone.
+    argv = [
+        *("train", "tiny.yaml", "algorithm=dapo", "trainer.steps=2", "model.init_std=0.2", "warm_start=null"),
+        *("tokenizer.path=scorer/tokenizer.model", "rollout.temperature=0.05", "rollout.group_size=4"),
+        *("trainer.global_batch_size=32", "trainer.mini_batch_size=32", "actor.optimizer.eps=1e-3"),
+        "reward={model: {path: scorer/checkpoints/step_000001/actor}}",
+    ]
+    layouts = {
+        "whole": (1, *ALONE),
+        "parts": (1, *ALONE, "trainer.micro_batch_tokens=40"),
+        "context": (2, "actor.update={cp: 2}", "actor.rollout={dp: 2}"),
+    }
+    found = []
+    for name, (num_ranks, *settings) in layouts.items():
+        run_well([*argv, *settings, f"run_dir={name}"], tmp_path, num_ranks=num_ranks)
+        found.append(lasting_metrics(tmp_path / name))
+    assert found[0][0]["groups/kept_share"] < 1
+    for others in found[1:]:
+        for expected, other in zip(found[0], others, strict=True):
+            for key in expected.keys() & other.keys():
+                if key.startswith(("actor/grad", "groups/", "reward/", "response/length")):
+                    assert other[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-5), key

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hybridflow.algorithms.kl import adapt_kl_coef, kl_penalty, sequence_means
+from hybridflow.algorithms.kl import adapt_kl_coef, kl_penalty, rounding_at, sequence_means, unrounded
 
 NAMES = ("k1", "abs", "k2", "k3")
 
@@ -34,6 +34,17 @@ def test_estimators_by_hand(estimator: str, values: list[float], gradients: list
     kl.sum().backward()
     torch.testing.assert_close(kl.detach(), torch.tensor([values]), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(log_probs.grad, torch.tensor([gradients], dtype=torch.float32), rtol=1e-5, atol=1e-6)
+
+
+def test_a_difference_that_rounding_makes_is_none_and_has_no_gradient():
+    # A temperature below 1 multiplies logits, and what rounding has made of them; one above 1 leaves log-probabilities.
+    assert rounding_at(1.0) == rounding_at(2.0) == pytest.approx(rounding_at(0.1) / 10)
+    log_probs = torch.tensor([-2.0, -2.0 + 1e-6, -2.0 - 1e-6, -1.999, -2.001], requires_grad=True)
+    reference = torch.full((5,), -2.0)
+    kl = kl_penalty(unrounded(log_probs, reference, rounding_at(1.0)), reference, "abs")
+    kl.sum().backward()
+    torch.testing.assert_close(kl.detach(), torch.tensor([0, 0, 0, 1e-3, 1e-3]), rtol=1e-3, atol=0)
+    assert log_probs.grad.tolist() == [0, 0, 0, 1, -1]
 
 
 def test_k3_clamps():

@@ -21,7 +21,7 @@ from hybridflow.roles.offline_samples import mismatched
 from hybridflow.roles.reward_model import last_tokens, padding_of
 
 _ROUNDING = 1e-5
-"""By how much a token's log-probability of fp32 may differ between two layouts, in nats; errors of tokens are random."""
+"""By how much a token's fp32 log-probability may differ between two layouts, in nats; errors of tokens are random."""
 
 
 class OfflineActor(Actor):

@@ -74,6 +74,7 @@ class MegatronEngine:
     Attributes:
         version: Number of the weights, noted beside each token; the caller's to set.
         metrics: Metrics of the last ``generate``.
+        runner: Computes the model, over a cache of its own making.
         keeps_choices: Whether responses tell the experts that each token was sent to.
     """
 
@@ -105,7 +106,7 @@ class MegatronEngine:
         self._ranks_per_node = ranks_per_node
         self._most_blocks = 0
         self._stage_ranks = dist.get_process_group_ranks(groups.pp)
-        self._runner = make_runner(
+        self.runner = make_runner(
             model, groups, vocab_size, max_rows=max_concurrent, max_steps=LOOK_STEPS, keeps_choices=keeps_choices
         )
         self._sent: tuple[dist.Work, Tensor] | None = None
@@ -123,7 +124,7 @@ class MegatronEngine:
 
         An open session goes on with the new weights: it recomputes its cache.
         """
-        self._runner.forget()
+        self.runner.forget()
         self._num_changes += 1
 
     @torch.inference_mode()
@@ -211,12 +212,7 @@ class MegatronEngine:
 
     def prepare(self) -> None:
         """Derive from the weights what the quick path needs, if it is not there."""
-        self._runner.prepare()
-
-    def make_cache(self, num_blocks: int) -> Cache:
-        """Return an empty key-value cache."""
-        cache: Cache = self._runner.make_cache(num_blocks)
-        return cache
+        self.runner.prepare()
 
     def refusal(self, request: Request) -> str | None:
         """Return why a request cannot be met, or None if it can."""
@@ -282,17 +278,13 @@ class MegatronEngine:
         num_blocks = sum(map(blocks_for, lengths))
         return max(len(lengths), 1), max(lengths, default=1), max(min(num_blocks, self._most_blocks), 1)
 
-    def attention(self, cache: Cache, tables: np.ndarray, step: Step) -> Any:
-        """Return the attention of a step's tokens, for ``run``."""
-        return self._runner.attention(cache, tables, step.slots, step.positions)
-
     def run(self, tokens: Tensor, attention: Any, rows: Tensor) -> Tensor | None:
-        """Run this stage's part of a forward pass. Collective: tp, ep.
+        """Run this stage's part of a forward pass, with an attention that the runner made. Collective: tp, ep.
 
         Return logits of the rows, ``[rows, padded_vocab/tp]``, on the last stage.
         """
         self._meet(has_work=True)
-        return self._through(self._runner, tokens, attention, rows)
+        return self._through(self.runner, tokens, attention, rows)
 
     @torch.inference_mode()
     def finish(self) -> None:
@@ -330,27 +322,6 @@ class MegatronEngine:
         output = output.contiguous()
         self._sent = _send(output, stages[stage + 1], self.groups.pp), output
         return None
-
-    def decode(
-        self, cache: Cache, tables: np.ndarray, chosen: np.ndarray, most: int, **arrays: np.ndarray
-    ) -> np.ndarray:
-        """See ``Runner.decode``; only where ``can_decode``."""
-        return self._runner.decode(cache, tables, chosen, most, self.version, **arrays)
-
-    @property
-    def can_decode(self) -> bool:
-        """Return whether one call can compute several tokens."""
-        return self._runner.can_decode
-
-    @property
-    def can_cut(self) -> bool:
-        """Return whether such a call knows top k, top p and min p."""
-        return self._runner.can_cut
-
-    @property
-    def can_edit(self) -> bool:
-        """Return whether such a call knows penalties, biases and forbidden tokens."""
-        return self._runner.can_edit
 
     def send_tokens(self, tokens: Tensor) -> TakeTokens:
         """Begin to bring tokens from the last stage to the host memory of all stages; what ends it gives them.
@@ -445,7 +416,7 @@ class Session:
         self._turn = 0
         num_slots, capacity, num_blocks = engine.room(expected)
         blocks = BlockPool(num_blocks)
-        self._cache = engine.make_cache(num_blocks)
+        self._cache: Cache = engine.runner.make_cache(num_blocks)
         stages = engine.groups.pp.size()
         self._lanes = [_Lane(engine, blocks, -(-num_slots // stages), capacity) for _ in range(stages)]
         self._lane = self._lanes[0]
@@ -638,7 +609,7 @@ class Session:
         rows = to_device(torch.from_numpy(np.concatenate([step.rows, step.scored])), engine.device)
         if len(step.copies):
             self._cache.copy(*to_device(torch.from_numpy(step.copies), engine.device).unbind(1))
-        attention = engine.attention(self._cache, scheduler.tables, step)
+        attention = engine.runner.attention(self._cache, scheduler.tables, step.slots, step.positions)
         output = engine.run(to_device(torch.from_numpy(step.tokens), engine.device), attention, rows)
         if output is None:
             return _Outcome(engine.receive_tokens(len(step.rows)), engine.version)
@@ -664,16 +635,18 @@ class Session:
     def _is_decodable(self, lane: _Lane, step: Step) -> bool:
         """Return whether the runner can take this step by itself, and further ones in the same call."""
         is_one_token_each = len(step.rows) == len(step.tokens) and not len(step.copies) + len(step.scored)
-        if not self._engine.can_decode or not is_one_token_each:
+        runner = self._engine.runner
+        if not runner.can_decode or not is_one_token_each:
             return False
-        known = {"with_cuts": self._engine.can_cut, "with_edits": self._engine.can_edit}
+        known = {"with_cuts": runner.can_cut, "with_edits": runner.can_edit}
         return lane.sampler.is_plain(step.slots, **known) and not bool(lane.is_watched[step.slots].any())
 
     def _decode(self, lane: _Lane, slots: np.ndarray, num_steps: int) -> list[tuple[Request, Response]]:
         """Sample up to ``num_steps`` tokens of each running sequence; return what ended."""
+        engine, tables = self._engine, lane.scheduler.tables
         arrays = {**lane.scheduler.arrays(), **lane.sampler.arrays(slots), **lane.records.arrays()}
         begin = slots[lane.scheduler.lengths[slots] == lane.num_prompt[slots]]
-        failures = self._engine.decode(self._cache, lane.scheduler.tables, slots, num_steps, **arrays)[slots]
+        failures = engine.runner.decode(self._cache, tables, slots, num_steps, engine.version, **arrays)[slots]
         self._note_first_tokens(lane, begin)
         return self._end(lane, slots, failures, *lane.scheduler.absorb_decoded(slots))
 

@@ -15,6 +15,7 @@ from hybridflow.rollout.cpu.kernels import load_kernels
 from hybridflow.rollout.engine import FEW_STEPS, MegatronEngine
 from hybridflow.rollout.paged import block_bytes
 from hybridflow.rollout.request import Request, SamplingParams
+from hybridflow.rollout.runner import PlainRunner
 from tests.multi.models import CAPPED, TINY, VOCAB, make_model
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="the compiled kernels, see README")
@@ -64,7 +65,7 @@ def decoded(shape, count: int, threads: int, blocks: int | None, max_concurrent:
             asked, responses, num_calls = requests(count), {}, 0
             session = engine.open(asked)
             session.add(asked)
-            with mock.patch.object(MegatronEngine, "can_decode", most is not None):
+            with mock.patch.object(PlainRunner, "can_decode", most is not None):
                 while not session.is_idle:
                     num_calls += 1
                     for ask, got in session.step(most or 1):

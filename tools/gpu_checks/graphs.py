@@ -20,7 +20,7 @@ def main(argument: str, is_dry: bool) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, model.vocab_size, (5 + 11 * index,), generator=generator) for index in range(20)]
     engines = [MegatronEngine(built, groups, vocab_size=model.vocab_size, seed=1, max_concurrent=16) for _ in range(2)]
-    decoder = getattr(engines[1]._runner, "_decoder", None)
+    decoder = getattr(engines[1].runner, "_decoder", None)
     if decoder is not None:
         # Without graphs it does the same steps.
         decoder._is_cuda = False
@@ -42,7 +42,7 @@ def main(argument: str, is_dry: bool) -> dict[str, Any]:
             wrong += ours.tokens.tolist() != theirs.tokens.tolist()
             if len(ours.tokens) == len(theirs.tokens):
                 gap = max(gap, float((ours.log_probs - theirs.log_probs).abs().max()))
-    num_graphs = len(getattr(getattr(engines[0]._runner, "_decoder", None), "_graphs", ()))
+    num_graphs = len(getattr(getattr(engines[0].runner, "_decoder", None), "_graphs", ()))
     bounds: dict[str, tuple[float, str, float]] = {"other texts": (wrong, "<=", 0), "difference": (gap, "<=", 1e-4)}
     if world.device.type == "cuda":
         bounds["graphs"] = (num_graphs, ">=", 2)

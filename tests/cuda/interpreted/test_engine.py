@@ -72,7 +72,7 @@ def both(world: World, shape, asked: list[Request], lora: LoRAConfig | None = No
     for is_gpu in (False, True):
         engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=7, max_concurrent=8)
         if is_gpu:
-            engine._runner = GpuRunner(model, groups, VOCAB, max_rows=8, max_steps=16)
+            engine.runner = GpuRunner(model, groups, VOCAB, max_rows=8, max_steps=16)
         found.append(engine.generate(asked))
     texts = [[(each.tokens.tolist(), each.finish, each.error) for each in responses] for responses in found]
     gaps = [
@@ -152,7 +152,7 @@ def test_logits_that_are_not_finite_fail_and_harm_no_other(world):
         if is_damaged:
             model.embedding.word_embeddings.weight.data[17] = torch.nan
         engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=7, max_concurrent=8)
-        engine._runner = GpuRunner(model, groups, VOCAB, max_rows=8, max_steps=16)
+        engine.runner = GpuRunner(model, groups, VOCAB, max_rows=8, max_steps=16)
         found.append(generated(engine, asked))
     failed = [row for row in range(6) if found[1][row][1] == "failed"]
     assert 1 <= len(failed) < 6
@@ -168,7 +168,7 @@ def test_weights_are_read_where_they_are_after_an_update(world):
     runner = GpuRunner(model, groups, VOCAB, max_rows=8, max_steps=16)
     asked = requests(3, KINDS)
     engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=7, max_concurrent=8)
-    engine._runner = runner
+    engine.runner = runner
     before = generated(engine, asked)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -189,7 +189,7 @@ def test_graphs_are_captured_for_few_numbers_of_rows():
 def test_edits_need_no_step_through_the_host(world, monkeypatch):
     model, _, groups, _ = make_model(world, ParallelLayout(), model=SMALL)
     engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=7, max_concurrent=8)
-    engine._runner = GpuRunner(model, groups, VOCAB, max_rows=8, max_steps=16)
+    engine.runner = GpuRunner(model, groups, VOCAB, max_rows=8, max_steps=16)
     run, rows = engine.run, []
 
     def noted(tokens, attention, wanted):

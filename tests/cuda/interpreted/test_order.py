@@ -69,7 +69,7 @@ def test_decoding_reads_and_writes_host_memory_only_when_the_device_is_done(worl
 
     monkeypatch.setattr(decode.Decoder, "step", step_later)
     engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=7, max_concurrent=4)
-    engine._runner = GpuRunner(model, groups, VOCAB, max_rows=4, max_steps=16)
+    engine.runner = GpuRunner(model, groups, VOCAB, max_rows=4, max_steps=16)
     assert generated(engine, asked) == wanted
     # Fewer waits than steps: the host does not look at each.
     assert 0 < stream.num_waits < len(steps) / 2

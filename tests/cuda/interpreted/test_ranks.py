@@ -39,9 +39,9 @@ def texts_of(world, layout: ParallelLayout, shape: ModelConfig, lora: LoRAConfig
             if model.sequence_switch is not None:
                 # As training leaves it.
                 model.sequence_switch.turn(True)
-            engine._runner = GpuRunner(model, groups, VOCAB, max_rows=4, max_steps=8)
+            engine.runner = GpuRunner(model, groups, VOCAB, max_rows=4, max_steps=8)
         found.append([(each.tokens.tolist(), each.log_probs.tolist()) for each in engine.generate(asked)])
-    return *found, engine._runner._transformer.is_capturable
+    return *found, engine.runner._transformer.is_capturable
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hybridflow.config.data import KafkaConfig
 from hybridflow.data.live import Journal, Taken, Taker
-from hybridflow.data.prepare import ReadRows
+from hybridflow.data.part import ReadRows
 from hybridflow.data.rows import HERE, Row, object_of
 from hybridflow.data.shaping import Shape
 from hybridflow.data.topic import Message, Topic

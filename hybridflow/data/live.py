@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridflow.data.prepare import ReadRows, make_part
+from hybridflow.data.part import ReadRows, make_part
 from hybridflow.data.readers import Piece
 from hybridflow.data.row_store import PartFiles, Stored
 from hybridflow.data.shaping import Shape

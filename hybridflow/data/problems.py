@@ -24,8 +24,9 @@ from hybridflow.data.chat import chat_template
 from hybridflow.data.live import Taken
 from hybridflow.data.mixture import source_of, whole_weights
 from hybridflow.data.order import permuted
+from hybridflow.data.part import Given
 from hybridflow.data.preferences import Response, encode_responses
-from hybridflow.data.prepare import Everyone, Given, prepare
+from hybridflow.data.prepare import Everyone, prepare
 from hybridflow.data.prompts import Example, Solution, encode_solution, prompt_tokens
 from hybridflow.data.row_store import RowStore, Stored
 from hybridflow.data.shaping import Shape, examples_of

@@ -14,7 +14,8 @@ from typing import Any
 
 from hybridflow.config.data import DataConfig, DataSourceConfig, FileFormat, check_data
 from hybridflow.config.recipe import Recipe
-from hybridflow.data.prepare import Everyone, Given
+from hybridflow.data.part import Given
+from hybridflow.data.prepare import Everyone
 from hybridflow.data.problems import FOLDER, StoredProblems, Stores, open_problems, open_stores, shape_of, template_of
 from hybridflow.data.prompts import Example, prompt_tokens, value_of
 from hybridflow.data.shaping import Shape

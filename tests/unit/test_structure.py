@@ -81,6 +81,7 @@ LIGHT = [
         "data.preferences",
         "data.shaping",
         "data.row_store",
+        "data.part",
         "data.prepare",
         "data.mixture",
         "data.problems",

@@ -16,8 +16,9 @@ from hybridflow.config.data import DataConfig, DataSourceConfig
 from hybridflow.data import prepare as prepare_module
 from hybridflow.data import readers
 from hybridflow.data.order import permuted
+from hybridflow.data.part import Given
 from hybridflow.data.pieces import train_tokenizer
-from hybridflow.data.prepare import Given, prepare
+from hybridflow.data.prepare import prepare
 from hybridflow.data.problems import StoredProblems, Stores, example_in, open_problems
 from hybridflow.data.prompts import PromptSource, encode_prompt, encode_solution
 from hybridflow.data.shaping import Shape
@@ -263,7 +264,7 @@ def test_a_damaged_store_is_told_of(tmp_path, spoil):
 def test_a_process_that_dies_is_told_of(tmp_path, monkeypatch):
     small_pieces(monkeypatch)
     path = write_rows(tmp_path / "rows", ROWS, "jsonl")
-    monkeypatch.setattr(prepare_module.sys, "executable", shutil.which("false"))
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(DataError, match=r"part-0000\d: the process that prepares it died"):
         store_of(path, tmp_path / "stores", num_workers=2)
 
@@ -272,7 +273,8 @@ KILLED = """
 import json, sys
 from pathlib import Path
 from hybridflow.config.data import DataConfig, DataSourceConfig
-from hybridflow.data.prepare import Given, prepare
+from hybridflow.data.part import Given
+from hybridflow.data.prepare import prepare
 from hybridflow.data.shaping import Shape
 source = DataSourceConfig(path=sys.argv[1])
 if sys.argv[3] == "memory":

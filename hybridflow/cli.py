@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridflow import __version__
 from hybridflow.checkpoint.convert.command import add_convert
-from hybridflow.checkpoint.look import add_commands
+from hybridflow.checkpoint.inspect_command import add_inspect_and_diff
 from hybridflow.config.recipe import Recipe
 from hybridflow.doctor.command import add_doctor
 from hybridflow.errors import ConfigError, HybridflowError, MissingFileError
@@ -220,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     add_serving(commands)
     add_launch(commands)
     add_convert(commands)
-    add_commands(commands)
+    add_inspect_and_diff(commands)
     add_status(commands, _planned_of)
     add_rollouts(commands)
     add_report(commands, _planned_of)

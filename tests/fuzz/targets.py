@@ -20,10 +20,11 @@ import tokenizers
 import torch
 from pyarrow import parquet
 
+from hybridflow.checkpoint.contents import look
+from hybridflow.checkpoint.contents_text import as_text
 from hybridflow.checkpoint.formats.hdf5 import HDF5Source
 from hybridflow.checkpoint.formats.registry import open_source
 from hybridflow.checkpoint.formats.unpickle import MappedFile, StoredTensor, TorchArchive, read_pickle
-from hybridflow.checkpoint.inspecting import as_text, look
 from hybridflow.checkpoint.manifest import NAME, digest
 from hybridflow.checkpoint.store import complete_role, complete_step, load_latest, open_role, role_path
 from hybridflow.checkpoint.tensor_file import TensorFile

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.errors import HybridflowError
 from hybridflow.exit_status import DIFFERENT, DONE, SOURCE, Ended, exit_status
 from hybridflow.observe.console import complain, print_out, signals_raise
 from hybridflow.reshard.report import format_bytes
@@ -20,9 +19,9 @@ from hybridflow.reshard.report import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from hybridflow.checkpoint.contents import Contents
     from hybridflow.checkpoint.differences import Compared, Differences
     from hybridflow.checkpoint.formats.source import Source
-    from hybridflow.checkpoint.inspecting import Contents
 
 _WORST = 10
 _REPORT_EVERY_S = 5.0
@@ -47,8 +46,8 @@ exit status: 0 equal bit for bit; 5 different; 2 the request is wrong; 3 a check
 """
 
 
-def add_commands(commands: Any) -> None:
-    """Add both to the sub-commands of a parser."""
+def add_inspect_and_diff(commands: Any) -> None:
+    """Add ``inspect`` and ``diff`` to the sub-commands of a parser."""
     inspect = commands.add_parser(
         "inspect",
         help="show what a checkpoint holds",
@@ -83,20 +82,22 @@ def add_commands(commands: Any) -> None:
 
 
 def _run(command: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    """Run a command, tell what ended it, and give the exit status."""
+    """Run a command, tell which signal or file ended it, and give the exit status."""
     try:
         with signals_raise():
             return command(arguments)
     except Ended as ended:
         complain(f"ended by {signal.Signals(ended.signal).name}")
         return exit_status(ended)
-    except (HybridflowError, OSError) as error:
+    except OSError as error:
+        # The file is of a checkpoint; cli.main takes it for one of a job.
         complain(error)
         return exit_status(error)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from hybridflow.checkpoint.inspecting import as_text, is_damaged, look, verified
+    from hybridflow.checkpoint.contents import is_damaged, look, verified
+    from hybridflow.checkpoint.contents_text import as_text
 
     def verify(found: Contents) -> Contents:
         progress = _Progress(f"{found.path}: checked", format_bytes)

@@ -23,11 +23,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hybridflow import cli
-from hybridflow.checkpoint import differences, inspecting, manifest
+from hybridflow.checkpoint import contents, differences, manifest
+from hybridflow.checkpoint.contents_text import collapse
 from hybridflow.checkpoint.differences import compare, differing_settings
 from hybridflow.checkpoint.formats.registry import open_source
-from hybridflow.checkpoint.inspecting import collapse
-from hybridflow.checkpoint.look import _DIFF_EXAMPLES, _INSPECT_EXAMPLES
+from hybridflow.checkpoint.inspect_command import _DIFF_EXAMPLES, _INSPECT_EXAMPLES
 from hybridflow.checkpoint.manifest import Manifest, Progress, TensorEntry, digest, overlap
 from hybridflow.checkpoint.model_dir import Share, write_manifest, write_shares
 from hybridflow.checkpoint.tensor_file import TensorFile, entry_of
@@ -348,7 +348,7 @@ def test_verifying_reads_every_byte_and_says_what_was_compared(tmp_path, capsys,
         read_bytes.append(len(data))
         return crc32(data, *args)
 
-    monkeypatch.setattr(inspecting.zlib, "crc32", counted)
+    monkeypatch.setattr(contents.zlib, "crc32", counted)
     assert hybridflow("inspect", tmp_path / "hf", "--verify") == 0
     assert sum(read_bytes) == 4 * 21_984
     capsys.readouterr()

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hybridflow.data.arrays import join_arrays, lengths_of_arrays, read_arrays, read_slices, write_arrays
-from hybridflow.data.rollout_log import FINISHES, Sampled
 from hybridflow.errors import CheckpointError
 from hybridflow.observe.files import writing
+from hybridflow.rollout.log_file import FINISHES, LoggedSample
 
 ALL = "all.h5"
 FORMAT = "hybridflow-rollouts-3"
@@ -85,7 +85,7 @@ def find_segments(folder: Path) -> list[SegmentName]:
 def write_segment(
     folder: Path,
     name: SegmentName,
-    rows: Sequence[tuple[int, Sampled]],
+    rows: Sequence[tuple[int, LoggedSample]],
     prompts: Mapping[int, Sequence[int]],
     scores: Mapping[Key, float],
 ) -> None:

@@ -1,6 +1,6 @@
 """What was sampled and is not yet part of a checkpoint: kept in logs, used again after a kill, archived or removed.
 
-    <run_dir>/rollouts/log/step-000012-start-3fab…-rank-00003.log     see ``data.rollout_log``
+    <run_dir>/rollouts/log/step-000012-start-3fab…-rank-00003.log     see ``rollout.log_file``
     <run_dir>/rollouts/log/step-000012-start-3fab…-rank-00003-part-00002.log     of the step's second rollout
     <run_dir>/rollouts/segments/step-000001-000010-rank-00003.h5      see ``rollout.archive``
     <run_dir>/rollouts/all.h5
@@ -25,21 +25,21 @@ from typing import cast
 import torch
 
 from hybridflow.checkpoint.store import Checkpoint, reading_state
-from hybridflow.data.rollout_log import (
-    LogHeader,
-    LogName,
-    LogWriter,
-    Sampled,
-    list_logs,
-    pack_response,
-    read_log,
-    unpack_response,
-)
 from hybridflow.errors import DataError, WriteError
 from hybridflow.observe.rank_log import say
 from hybridflow.placement.job import Job
 from hybridflow.rollout import archive
 from hybridflow.rollout.learned import drop_learned, merge_learned
+from hybridflow.rollout.log_file import (
+    LoggedSample,
+    LogHeader,
+    LogName,
+    LogWriter,
+    list_logs,
+    pack_response,
+    read_log,
+    unpack_response,
+)
 from hybridflow.rollout.request import FinishReason, Request, Response
 
 _FOLDER, _LOGS = "rollouts", "log"
@@ -198,9 +198,9 @@ class RolloutLog:
         # Its prompts are compared once there are requests.
         return log is not None and log.header == self._header(1, log.header.fingerprint.partition("-")[2])
 
-    def _read(self, names: list[LogName], header: LogHeader, requests: list[Request]) -> Iterable[Sampled]:
+    def _read(self, names: list[LogName], header: LogHeader, requests: list[Request]) -> Iterable[LoggedSample]:
         wanted = {(request.prompt_index, request.index) for request in requests}
-        best: dict[tuple[int, int], Sampled] = {}
+        best: dict[tuple[int, int], LoggedSample] = {}
         for name in names:
             try:
                 log = read_log(self._logs / str(name))
@@ -229,7 +229,7 @@ class RolloutLog:
             return True
         return self._before is not None and name.start == self._before[0] and name.step <= self._before[1]
 
-    def _is_kept(self, sampled: Sampled) -> bool:
+    def _is_kept(self, sampled: LoggedSample) -> bool:
         return sampled.is_whole and self._job.recipe.archives_prompt(sampled.prompt_index)
 
     def _archive(self, names: list[LogName]) -> None:
@@ -291,9 +291,9 @@ def _sha256(prompts: Prompts) -> str:
     return told.hexdigest()
 
 
-def to_sampled(request: Request, response: Response) -> Sampled:
+def to_logged(request: Request, response: Response) -> LoggedSample:
     """Return the part of a response that a log keeps."""
-    return Sampled(
+    return LoggedSample(
         prompt_index=request.prompt_index,
         index=request.index,
         tokens=response.tokens.int().numpy(),
@@ -304,7 +304,7 @@ def to_sampled(request: Request, response: Response) -> Sampled:
     )
 
 
-def _response(kept: Sampled) -> Response:
+def _response(kept: LoggedSample) -> Response:
     return Response(
         tokens=torch.from_numpy(kept.tokens).long(),
         log_probs=torch.from_numpy(kept.log_probs),
@@ -314,6 +314,6 @@ def _response(kept: Sampled) -> Response:
     )
 
 
-def _is_better(one: Sampled, other: Sampled) -> bool:
+def _is_better(one: LoggedSample, other: LoggedSample) -> bool:
     """Return whether one log has more of a response than another."""
     return (one.is_whole, len(one.tokens)) > (other.is_whole, len(other.tokens))

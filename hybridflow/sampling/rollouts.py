@@ -13,7 +13,6 @@ import torch
 
 from hybridflow.config.rollout import RolloutConfig
 from hybridflow.data.prompts import Example
-from hybridflow.data.rollout_log import LogWriter
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.schedule import Move
@@ -29,12 +28,13 @@ from hybridflow.rollout.dealing import Claims, Deal
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.engines.http_engine import HttpEngine
 from hybridflow.rollout.environment import Conversation, Environments
+from hybridflow.rollout.log_file import LogWriter
 from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped, SamplingParams, expand
 from hybridflow.rollout.texts import with_stop_tokens
 from hybridflow.sampling.partial_rollouts import PartialRollouts
 from hybridflow.sampling.replay import Replay
 from hybridflow.sampling.rollout_buffer import measure_staleness
-from hybridflow.sampling.rollout_log import RolloutLog, to_sampled
+from hybridflow.sampling.rollout_log import RolloutLog, to_logged
 from hybridflow.sampling.validation import validation_id
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class _Progress:
     def finished(self, pairs: Pairs) -> None:
         """Keep finished and paused responses, on the rank that has a log. A failed one is tried again."""
         if self.log is not None:
-            self.log.add(to_sampled(ask, got) for ask, got in pairs if got.finish != "failed" and len(got.tokens))
+            self.log.add(to_logged(ask, got) for ask, got in pairs if got.finish != "failed" and len(got.tokens))
 
 
 class Rollouts:

@@ -147,7 +147,7 @@ def kill_in_step(step: int) -> None:
 
 def kill_when_logged(part: str) -> None:
     """The rank that calls this dies when responses are in a log of this part of a name."""
-    from hybridflow.data.rollout_log import LogWriter
+    from hybridflow.rollout.log_file import LogWriter
 
     add = LogWriter.add
 

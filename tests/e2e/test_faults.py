@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from hybridflow.data.rollout_log import LogWriter
 from hybridflow.exit_status import DONE, FAILURE, REQUEUE, TARGET
 from hybridflow.roles.actor import Actor
+from hybridflow.rollout.log_file import LogWriter
 from hybridflow.trainer import trainer
 from hybridflow.trainer.record import Record
 from hybridflow.trainer.trainer import Trainer

@@ -9,10 +9,10 @@ from typing import Any
 import h5py
 import pytest
 
-from hybridflow.data.rollout_log import list_logs
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.reward import Reward
 from hybridflow.rollout import engine
+from hybridflow.rollout.log_file import list_logs
 from hybridflow.sampling.groups import Groups
 from hybridflow.trainer.stopping import Stopping
 from tests.e2e.commands import REWARDS, Done, fork_ranks, kill_when_logged, lasting_metrics, run_well, write_recipe

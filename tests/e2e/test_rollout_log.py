@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from hybridflow.cli import main
-from hybridflow.data.rollout_log import FINISHES, list_logs, read_log
 from hybridflow.observe.metrics import read_metrics
 from hybridflow.roles.actor import Actor
 from hybridflow.rollout import engine
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.learned import LearnedIndex
+from hybridflow.rollout.log_file import FINISHES, list_logs, read_log
 from tests.e2e.commands import fork_ranks, kill_when_logged, lasting_metrics, run_well, write_recipe
 from tests.e2e.test_resume import reused, weights
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from hybridflow.data.pieces import train_tokenizer
-from hybridflow.data.rollout_log import Sampled
 from hybridflow.observe.metrics import MetricsLog
 from hybridflow.observe.report import write_summary
 from hybridflow.observe.starts import StartRecord, add_end, add_start, keep_recipe
@@ -19,6 +18,7 @@ from hybridflow.observe.status_file import StatusFile
 from hybridflow.observe.timeline_file import TimelineFile
 from hybridflow.rollout.archive import SegmentName, write_segment
 from hybridflow.rollout.learned import Learned, write_learned
+from hybridflow.rollout.log_file import LoggedSample
 
 BEGAN_S = 1_700_000_000.0
 
@@ -108,7 +108,7 @@ def write_archive(run_dir: Path, steps: Sequence[int], num_groups: int, group_si
                 rows.append(
                     (
                         step,
-                        Sampled(
+                        LoggedSample(
                             prompt_index=prompt_index,
                             index=index,
                             tokens=tokens,

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from hybridflow import cli
-from hybridflow.data.rollout_log import Sampled
 from hybridflow.rollout.archive import (
     SegmentName,
     drop_segments,
@@ -23,6 +22,7 @@ from hybridflow.rollout.archive import (
     read_segment,
     write_segment,
 )
+from hybridflow.rollout.log_file import LoggedSample
 from tests.support.report_runs import write_archive
 
 NAMES = [SegmentName(first, first + 1, rank) for first in (1, 3) for rank in (0, 1)]
@@ -33,7 +33,7 @@ def rows(name):
     return [
         (
             step,
-            Sampled(
+            LoggedSample(
                 prompt_index=10 * step + name.rank,
                 index=index,
                 tokens=np.arange(3 - index, dtype=np.int32) + 100 * step + 10 * name.rank + index,
@@ -226,7 +226,7 @@ def test_the_command_shows_the_last_step_with_samples(tmp_path, capsys):
 
 def test_log_probs_that_an_engine_does_not_tell_are_null(tmp_path, capsys):
     write_archive(tmp_path, [1], num_groups=1, group_size=1, num_tokens=3)
-    unknown = Sampled(
+    unknown = LoggedSample(
         prompt_index=7,
         index=0,
         tokens=np.array([4], np.int32),

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.data.rollout_log import Sampled
 from hybridflow.errors import CheckpointError, ConfigError, DataError
 from hybridflow.recipe.load import load_recipe
 from hybridflow.rollout.archive import SegmentName, write_segment
+from hybridflow.rollout.log_file import LoggedSample
 from hybridflow.rollout.request import Request, SamplingParams
 from hybridflow.sampling.replay import Replay
 
@@ -28,7 +28,7 @@ def write_archive(folder: Path) -> None:
                     tokens = np.arange(1 + index, dtype=np.int32) + 10 * prompt_index
                     told = [-np.full(len(tokens), part + prompt_index + index / 2, np.float32) for part in (0.1, 0.2)]
                     versions = np.full(len(tokens), step - 1, np.int32)
-                    sampled = Sampled(
+                    sampled = LoggedSample(
                         prompt_index=prompt_index,
                         index=index,
                         tokens=tokens,

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridflow.data.rollout_log import LogHeader, LogName, LogWriter, Sampled, list_logs, read_log
 from hybridflow.errors import WriteError
+from hybridflow.rollout.log_file import LoggedSample, LogHeader, LogName, LogWriter, list_logs, read_log
 
 HEADER = LogHeader(step=3, fingerprint="ab12", seed=7, vocab_size=100)
 
 
 def response(prompt_index, index, length):
     values = np.random.default_rng([prompt_index, index])
-    return Sampled(
+    return LoggedSample(
         prompt_index=prompt_index,
         index=index,
         tokens=values.integers(0, 100, length).astype(np.int32),
@@ -165,7 +165,7 @@ def test_a_refusal_of_the_disk_is_told_by_the_next_call(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     writer = LogWriter(tmp_path / "full.log", HEADER)
-    monkeypatch.setattr("hybridflow.data.rollout_log.os.fsync", refuse)
+    monkeypatch.setattr("hybridflow.rollout.log_file.os.fsync", refuse)
     writer.add(RESPONSES[:1])
     with pytest.raises(WriteError, match=r"full\.log: cannot be written: .*No space left"):
         writer.close()
@@ -179,7 +179,7 @@ def test_what_the_disk_tells_once_is_not_forgotten(tmp_path, monkeypatch):
             raise errors.pop()
 
     writer = LogWriter(tmp_path / "a.log", HEADER)
-    monkeypatch.setattr("hybridflow.data.rollout_log.os.fsync", refuse_once)
+    monkeypatch.setattr("hybridflow.rollout.log_file.os.fsync", refuse_once)
     writer.add(RESPONSES)
     num_open = len(os.listdir("/proc/self/fd"))
     with pytest.raises(WriteError, match="a.log: cannot be written: .*Input/output"):

@@ -3,9 +3,8 @@
     16 bytes            MAGIC
     block               JSON: what the file is, ``LogHeader``
     block …             a response each: prompt index, index, number of tokens, how it ended (its place in
-    ``FINISHES``); of
-                        each token: id (int32), log-probability, that of the distribution sampled from (fp32), weights'
-                        version (int32)
+                        ``FINISHES``); of each token: id (int32), log-probability, that of the distribution sampled
+                        from (fp32), weights' version (int32)
 
 A response that was paused is there with what was sampled of it by then; it may be there again, longer or finished.
 
@@ -87,7 +86,7 @@ class LogHeader:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampled:
+class LoggedSample:
     """A response.
 
     Attributes:
@@ -118,7 +117,7 @@ class Log(NamedTuple):
     """What is whole of a log."""
 
     header: LogHeader
-    responses: list[Sampled]
+    responses: list[LoggedSample]
 
 
 class LogWriter:
@@ -147,7 +146,7 @@ class LogWriter:
         except OSError as error:
             raise self._refused(error) from error
 
-    def add(self, responses: Iterable[Sampled]) -> None:
+    def add(self, responses: Iterable[LoggedSample]) -> None:
         """Append responses.
 
         Raises:
@@ -225,7 +224,7 @@ def read_log(path: Path) -> Log | None:
     return Log(header, [unpack_response(block) for block in blocks])
 
 
-def pack_response(response: Sampled) -> bytes:
+def pack_response(response: LoggedSample) -> bytes:
     """Pack a response as a block of a log."""
     columns = (response.tokens, response.log_probs, response.sampled_log_probs, response.versions)
     assert all(each.shape == response.tokens.shape for each in columns), "a number of each kind for each token"
@@ -233,14 +232,14 @@ def pack_response(response: Sampled) -> bytes:
     return head + b"".join(each.astype(kind).tobytes() for each, kind in zip(columns, _TOKEN_TYPES, strict=True))
 
 
-def unpack_response(content: bytes) -> Sampled:
+def unpack_response(content: bytes) -> LoggedSample:
     """Unpack a response of ``pack_response``."""
     prompt_index, index, count, finish = _RECORD.unpack_from(content)
     tokens, log_probs, sampled, versions = (
         np.frombuffer(content, kind, count, _RECORD.size + 4 * count * place).astype(kind[1:])
         for place, kind in enumerate(_TOKEN_TYPES)
     )
-    return Sampled(
+    return LoggedSample(
         prompt_index=prompt_index,
         index=index,
         tokens=tokens,

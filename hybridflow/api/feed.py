@@ -1,7 +1,8 @@
-"""What a program gives as prompts: texts, rows, token ids; and problems that are given batch by batch."""
+"""What a program gives as prompts: texts, rows, token ids; and problems given all at once, or batch by batch."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from hybridflow.config.data import DataConfig
 from hybridflow.data.chat import chat_template
+from hybridflow.data.order import permuted
 from hybridflow.data.preferences import Response
 from hybridflow.data.prompts import RESPONSE, Example, Solution, prompt_tokens
 from hybridflow.data.shaping import Shape, Shaper, examples_of
@@ -169,6 +171,59 @@ def _shape_of(tokenizer: Tokenizer) -> Shape:
 
 def _messages_in(given: GivenPrompt) -> Any:
     return [given.example.row.get(name) for name in ("prompt", "messages")] if given.is_conversation else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenProblems:
+    """Problems that a program gives all at once, in the order of training: shuffled anew in each epoch.
+
+    The example of a prompt index is a function of the index, the seed and the number of examples. So a checkpoint
+    keeps one integer of the data order.
+
+    Attributes:
+        examples: The examples in the order in which they were given.
+        seed: Seed of the order.
+        prompts: Token ids of each example's prompt.
+        solutions: What to imitate of each example; empty where there is nothing.
+        all_responses: For each preference its responses, the better one first; else one.
+    """
+
+    examples: tuple[Example, ...]
+    seed: int
+    prompts: tuple[tuple[int, ...], ...]
+    solutions: tuple[Solution, ...] = ()
+    all_responses: tuple[tuple[Response, ...], ...] = ()
+
+    def row(self, prompt_index: int) -> int:
+        """Return the index into ``examples`` of a prompt index, counted from 0 over all epochs."""
+        epoch, index = divmod(prompt_index, len(self.examples))
+        return permuted(index, size=len(self.examples), key=(self.seed, epoch))
+
+    def example(self, prompt_index: int) -> Example:
+        """Return the example of a prompt index."""
+        return self.examples[self.row(prompt_index)]
+
+    def prompt(self, prompt_index: int) -> tuple[int, ...]:
+        """Return the token ids of the prompt."""
+        return self.prompts[self.row(prompt_index)]
+
+    def solution(self, prompt_index: int) -> Solution:
+        """Return the text to imitate of a prompt index."""
+        return self.solutions[self.row(prompt_index)]
+
+    def responses(self, prompt_index: int) -> tuple[Response, ...]:
+        """Return the responses of a prompt index."""
+        return self.all_responses[self.row(prompt_index)]
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of different prompts; that many prompt indices are an epoch."""
+        return len(self.examples)
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Return the sha256 of the problems in order; with the seed they decide each prompt index."""
+        return hashlib.sha256(json.dumps([each.content for each in self.examples]).encode()).hexdigest()
 
 
 class Feed:

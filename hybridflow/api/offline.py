@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from hybridflow.api.checkpoints import check_free, export_actor
 from hybridflow.api.device_mesh import DeviceMesh, settings_of_mesh
+from hybridflow.api.feed import GivenProblems
 from hybridflow.api.roles import Actor
 from hybridflow.api.session import Session
 from hybridflow.api.settings import check_count, merge, recipe_values
@@ -21,14 +22,13 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import LoRAConfig
 from hybridflow.data.preferences import encode_responses
 from hybridflow.data.problems import shape_of
-from hybridflow.data.prompts import Example, PromptSource, encode_solution, prompt_tokens
+from hybridflow.data.prompts import Example, encode_solution, prompt_tokens
 from hybridflow.data.shaping import Shaper, examples_of
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.parallel.coordinator import Coordinator
-from hybridflow.placement.job import ReadProblems
 
 Row = Mapping[str, Any]
 
@@ -195,7 +195,7 @@ class OfflineTrainer:
 
     def _problems(
         self, tokenizer: Tokenizer, recipe: Recipe, everyone: Coordinator, needs_answer: bool
-    ) -> ReadProblems:
+    ) -> GivenProblems:
         context = recipe.model.max_context
         read: Callable[..., Any] = encode_responses if recipe.traits.has_preferences else encode_solution
         kept, found, num_dropped = [], [], 0
@@ -216,8 +216,9 @@ class OfflineTrainer:
             raise DataError("dataset: has no rows; give at least one")
         if not kept:
             raise DataError(f"dataset: none of {num_dropped} rows fits into max_length={context}; raise it")
-        return ReadProblems(
-            source=PromptSource(examples=tuple(kept), seed=recipe.seed),
+        return GivenProblems(
+            examples=tuple(kept),
+            seed=recipe.seed,
             prompts=tuple(prompt_tokens(example, tokenizer) for example in kept),
             **({"all_responses": tuple(found)} if recipe.traits.has_preferences else {"solutions": tuple(found)}),
         )

@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridflow.api.feed import Feed, check_same, prompts_of
+from hybridflow.api.feed import Feed, GivenProblems, check_same, prompts_of
 from hybridflow.api.settings import finish_recipe
 from hybridflow.api.world import find_world
 from hybridflow.checkpoint.formats.in_memory import in_memory_info
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.problems import training_shape
-from hybridflow.data.prompts import Example, PromptSource
+from hybridflow.data.prompts import Example
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.graph import Step
@@ -29,7 +29,7 @@ from hybridflow.exit_status import REQUEUE
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.signals import leave, listen
 from hybridflow.parallel.world import World
-from hybridflow.placement.job import Job, Problems, ReadProblems
+from hybridflow.placement.job import Job, Problems
 from hybridflow.placement.pretrained import align_ends
 from hybridflow.recipe.check_sampling import check_stop
 from hybridflow.recipe.inputs import tokenizer_path
@@ -369,8 +369,9 @@ def problems_of(prompts: Any) -> MakeProblems:
         feed = Feed(tokenizer, room, needs_answer=needs_answer)
         prompt_indices = feed.add(given, 0)
         examples: tuple[Example, ...] = tuple(feed.example(prompt_index) for prompt_index in prompt_indices)
-        return ReadProblems(
-            source=PromptSource(examples=examples, seed=recipe.seed),
+        return GivenProblems(
+            examples=examples,
+            seed=recipe.seed,
             prompts=tuple(feed.prompt(prompt_index) for prompt_index in prompt_indices),
         )
 

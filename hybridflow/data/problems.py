@@ -83,7 +83,7 @@ class Stores:
         source, count = source_of(prompt_index, self._weights)
         size = len(self._stores[source])
         epoch, index = divmod(count, size)
-        # Of a single source the order is that of ``prompts.PromptSource``.
+        # Of a single source the order is that of ``api.feed.GivenProblems``.
         key = (self.seed, epoch) if len(self._stores) == 1 else (self.seed, epoch, source)
         return source, permuted(index, size=size, key=key)
 

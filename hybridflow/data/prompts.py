@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -11,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hybridflow.config.data import DataConfig
-from hybridflow.data.order import permuted
 from hybridflow.data.rows import Row, are_messages
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
@@ -86,36 +83,6 @@ class Solution(NamedTuple):
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     is_written: tuple[bool, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptSource:
-    """The examples in the order of training, shuffled anew in each epoch.
-
-    The example of a prompt index is a function of the index, the seed and the number of examples. So a checkpoint
-    keeps one integer of the data order.
-
-    Attributes:
-        examples: The rows of the file.
-        seed: Seed of the order.
-    """
-
-    examples: tuple[Example, ...]
-    seed: int
-
-    @functools.cached_property
-    def sha256(self) -> str:
-        """Return the sha256 of the problems in order; with the seed they decide each prompt index."""
-        return hashlib.sha256(json.dumps([each.content for each in self.examples]).encode()).hexdigest()
-
-    def row(self, prompt_index: int) -> int:
-        """Return the index into ``examples`` of a prompt index, counted from 0 over all epochs."""
-        epoch, index = divmod(prompt_index, len(self.examples))
-        return permuted(index, size=len(self.examples), key=(self.seed, epoch))
-
-    def example(self, prompt_index: int) -> Example:
-        """Return the example of a prompt index."""
-        return self.examples[self.row(prompt_index)]
 
 
 def example_of(row: Row, place: str, data: DataConfig, *, needs_answer: bool = False) -> Example:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from hybridflow.config.recipe import MODEL_SECTIONS, Recipe
 from hybridflow.data.preferences import Response
-from hybridflow.data.prompts import Example, PromptSource, Solution
+from hybridflow.data.prompts import Example, Solution
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
@@ -41,54 +41,6 @@ class Problems(Protocol):
     @property
     def num_rows(self) -> int | None:
         """Return the number of different prompts; None: it is not known, as of a live queue."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadProblems:
-    """Problems with their tokens, all of them in memory.
-
-    Attributes:
-        source: The examples in the order in which they are drawn.
-        prompts: Token ids of each example's prompt, in the order of the file.
-        solutions: What to imitate of each example; empty where there is nothing.
-        all_responses: For each preference its responses, the better one first; else one.
-    """
-
-    source: PromptSource
-    prompts: tuple[tuple[int, ...], ...]
-    solutions: tuple[Solution, ...] = ()
-    all_responses: tuple[tuple[Response, ...], ...] = ()
-
-    def example(self, prompt_index: int) -> Example:
-        """Return the example of a prompt index."""
-        return self.source.example(prompt_index)
-
-    def prompt(self, prompt_index: int) -> tuple[int, ...]:
-        """Return the prompt's tokens of a prompt index."""
-        return self.prompts[self.source.row(prompt_index)]
-
-    def solution(self, prompt_index: int) -> Solution:
-        """Return the text to imitate of a prompt index."""
-        return self.solutions[self.source.row(prompt_index)]
-
-    def responses(self, prompt_index: int) -> tuple[Response, ...]:
-        """Return the responses of a prompt index."""
-        return self.all_responses[self.source.row(prompt_index)]
-
-    @property
-    def num_rows(self) -> int:
-        """Return the number of different prompts; that many prompt indices are an epoch."""
-        return len(self.prompts)
-
-    @property
-    def sha256(self) -> str:
-        """Return the sha256 of the problems in their order."""
-        return self.source.sha256
-
-    @property
-    def seed(self) -> int:
-        """Return the seed of the order."""
-        return self.source.seed
 
 
 @dataclass(frozen=True, kw_only=True)

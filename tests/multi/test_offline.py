@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridflow.api.feed import GivenProblems
 from hybridflow.config.cluster import ClusterConfig
 from hybridflow.config.data import DataConfig
 from hybridflow.config.losses import PreferenceConfig
@@ -23,7 +24,7 @@ from hybridflow.config.roles import ActorConfig, OptimizerConfig, ReferenceConfi
 from hybridflow.config.rollout import RolloutConfig
 from hybridflow.config.trainer import TrainerConfig
 from hybridflow.data.preferences import Response
-from hybridflow.data.prompts import Example, PromptSource, Solution
+from hybridflow.data.prompts import Example, Solution
 from hybridflow.dataflow import schedule
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.move import Mover, balance
@@ -34,7 +35,6 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.weights import local_shards
 from hybridflow.observe.timeline import Timeline
 from hybridflow.parallel.world import World
-from hybridflow.placement.job import ReadProblems
 from hybridflow.recipe.checks import check_recipe
 from hybridflow.recipe.meshes import role_meshes
 from hybridflow.roles.advantage import KLCoefficient
@@ -133,10 +133,9 @@ def held_out() -> tuple[tuple[Response, Response], ...]:
     return tuple(rows_of("dpo", seed=12)[:5])
 
 
-def source() -> PromptSource:
-    return PromptSource(
-        examples=tuple(Example(prompt="", answer=str(row), place="") for row in range(NUM_ROWS)), seed=5
-    )
+def given_problems(kind: type[GivenProblems] = GivenProblems, **more: Any) -> GivenProblems:
+    examples = tuple(Example(prompt="", answer=str(row), place="") for row in range(NUM_ROWS))
+    return kind(examples=examples, seed=5, prompts=(), **more)
 
 
 def step(world: World, case: Case) -> dict[str, Any]:
@@ -144,9 +143,7 @@ def step(world: World, case: Case) -> dict[str, Any]:
     recipe = recipe_of(case)
     job, plan = make_job(world, recipe)
     rows = rows_of(case.name)
-    problems = ReadProblems(
-        source=source(),
-        prompts=(),
+    problems = given_problems(
         solutions=tuple(rows) if case.name == "sft" else (),
         all_responses=() if case.name == "sft" else tuple(rows),
     )
@@ -222,7 +219,7 @@ class Plain:
             {key: torch.tensor(array, dtype=torch.float64, requires_grad=True) for key, array in weights[each].items()}
             for each in (trained, "reference")
         )
-        order = source()
+        order = given_problems()
         first = BATCH // per_prompt(name)
         rows = rows_of(name)
         self.rows = [rows[order.row(prompt_index)] for prompt_index in range(first, 2 * first)]
@@ -366,7 +363,7 @@ def check_gradients(case: Case, shares: list[dict[str, Any]], expected: dict[str
     assert all(count % expected[name].numel() == 0 for name, count in seen.items())
 
 
-class Read(ReadProblems):
+class Read(GivenProblems):
     """Problems that note which prompt indices are read."""
 
     def solution(self, prompt_index: int) -> Solution:
@@ -387,9 +384,7 @@ def reading(world: World, name: str, layout: str) -> dict[str, Any]:
     job, plan = make_job(world, recipe)
     rows = tuple(rows_of(name))
     solutions, responses = (rows, ()) if name == "sft" else ((), rows)
-    given = OfflineSamples(
-        replace(job, train=Read(source=source(), prompts=(), solutions=solutions, all_responses=responses))
-    )
+    given = OfflineSamples(replace(job, train=given_problems(Read, solutions=solutions, all_responses=responses)))
     call = {"sft": given.solutions, "kto": given.completions, "dpo": given.pairs}[name]
     noted.clear()
     batch = call(
@@ -414,7 +409,7 @@ def test_a_rank_reads_what_it_learns_from_and_its_share_of_the_lengths(name, lay
     count, size = BATCH // per_prompt(name), MINI_BATCH // per_prompt(name)
     rows = [
         (row,) if name == "sft" else row
-        for row in (rows_of(name)[source().row(prompt_index)] for prompt_index in range(count))
+        for row in (rows_of(name)[given_problems().row(prompt_index)] for prompt_index in range(count))
     ]
     lengths = [sum(len(each.prompt) + len(each.tokens) for each in row) for row in rows]
     dealt = balance(lengths, ParallelLayout.parse(layout).dp, size)
@@ -441,7 +436,7 @@ def check_counts(name: str, shares: list[dict[str, Any]], rows: list[Any]) -> No
 
 def test_the_rows_reach_what_they_are_to_show(truth):
     """Two epochs in one step, a KL that counts, and pairs both ways round."""
-    order = source()
+    order = given_problems()
     assert len({order.row(prompt_index) for prompt_index in range(BATCH, 2 * BATCH)}) < BATCH
     assert any(z_ref > 0.01 for z_ref in truth["kto"]["z_ref"])
     assert 0 < truth["dpo"]["validation"]["validation/accuracy"] < 1
@@ -456,14 +451,12 @@ def test_mismatched_responses_rotate_within_the_mini_batch_and_are_cut_at_the_co
         recipe=replace(recipe, trainer=trainer),
         world=SimpleNamespace(rank=0),
         meshes=role_meshes(recipe),
-        train=ReadProblems(
-            source=source(), prompts=(), all_responses=tuple((Response(*row, True, 0.0),) for row in rows)
-        ),
+        train=given_problems(all_responses=tuple((Response(*row, True, 0.0),) for row in rows)),
     )
     batch = OfflineSamples(job).completions(
         Batch.empty(), {"train_step": {"step": 1, "first_prompt_index": 0, "num_prompts": 4}}
     )
-    drawn = [rows[source().row(number)] for number in range(4)]
+    drawn = [rows[given_problems().row(number)] for number in range(4)]
     assert batch.ids.tolist() == [0, 1, 2, 3]
     for place, other in enumerate((1, 0, 3, 2)):
         expected = (*drawn[place][0], *drawn[other][1])[:CONTEXT]

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from hybridflow.api.feed import Feed, prompts_of
+from hybridflow.api.feed import Feed, GivenProblems, prompts_of
+from hybridflow.data.prompts import Example
 from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.errors import DataError
 from tests.support.hf_models import write_tokenizer
@@ -71,3 +72,13 @@ def test_each_prompt_needs_its_answer(tmp_path):
     for missing in ("1+1=", {"prompt": ASKED}):
         with pytest.raises(DataError, match=r"prompts\[3\]: has no answer, with which the reward compares"):
             feed.add(prompts_of([*answered, missing]), 0)
+
+
+def test_each_epoch_draws_each_example_once_in_a_new_order():
+    examples = tuple(Example(prompt=f"{n}", answer="", place=f"file:{n}") for n in range(50))
+    given, other = (GivenProblems(examples=examples, prompts=(), seed=seed) for seed in (3, 4))
+    epochs = [[given.row(prompt_index) for prompt_index in range(50 * epoch, 50 * (epoch + 1))] for epoch in range(3)]
+    assert all(sorted(rows) == list(range(50)) for rows in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert given.example(60) is examples[epochs[1][10]]
+    assert [other.row(prompt_index) for prompt_index in range(50)] != epochs[0]

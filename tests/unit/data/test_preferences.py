@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from hybridflow.api.feed import GivenProblems
 from hybridflow.config.data import ArithmeticConfig, DataConfig
 from hybridflow.data.arithmetic import ensure_files, make_problems, wrong_carry
 from hybridflow.data.pieces import train_tokenizer
@@ -13,7 +14,7 @@ from hybridflow.data.preferences import (
     encode_responses,
     pairs_of,
 )
-from hybridflow.data.prompts import Example, Judged, PromptSource
+from hybridflow.data.prompts import Example, Judged
 from hybridflow.errors import DataError
 from hybridflow.models.microbatch import split_by_tokens
 from tests.support.row_files import examples_of_file
@@ -147,7 +148,7 @@ def test_what_was_preferred_is_part_of_the_data(tmp_path):
 
     def sha256(*rows):
         path = write(tmp_path / "rows.jsonl", *rows)
-        return PromptSource(examples=examples_of_file(path, DATA, "pairs"), seed=1).sha256
+        return GivenProblems(examples=examples_of_file(path, DATA, "pairs"), prompts=(), seed=1).sha256
 
     first = sha256(PAIR)
     assert first == sha256(PAIR) == sha256({**PAIR, "margin": 0})

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridflow.api.feed import GivenProblems
 from hybridflow.config.data import DataConfig, DataSourceConfig
 from hybridflow.data import prepare as prepare_module
 from hybridflow.data import readers
@@ -20,7 +21,7 @@ from hybridflow.data.part import Given
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.prepare import prepare
 from hybridflow.data.problems import StoredProblems, Stores, example_in, open_problems
-from hybridflow.data.prompts import PromptSource, encode_prompt, encode_solution
+from hybridflow.data.prompts import encode_prompt, encode_solution
 from hybridflow.data.shaping import Shape
 from hybridflow.errors import DataError, WriteError
 from tests.support.disks import no_room
@@ -58,9 +59,9 @@ def test_of_a_small_file_the_hash_and_the_order_are_those_of_the_rows_in_memory(
     tokenizer = train_tokenizer(path.read_text().splitlines(), path=tmp_path / "tokenizer.model", vocab_size=64)
     shape = replace(SHAPE, tokenizer=str(tokenizer.path), max_new_tokens=3, max_context=40, is_imitating=True)
     examples = examples_of_file(path, DATA)
-    source = PromptSource(examples=examples, seed=5)
+    given = GivenProblems(examples=examples, prompts=(), seed=5)
     problems = open_problems([DataSourceConfig(path=str(path))], shape, tokenizer, tmp_path / "stores", seed=5)
-    assert problems.sha256 == source.sha256
+    assert problems.sha256 == given.sha256
     prompts = [encode_prompt(each, tokenizer, max_new_tokens=3, max_context=40) for each in examples]
     solutions = [encode_solution(each, tokenizer, max_context=40) for each in examples]
     for prompt_index in range(150):

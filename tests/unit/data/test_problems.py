@@ -14,7 +14,7 @@ from hybridflow.config.data import ArithmeticConfig, DataConfig
 from hybridflow.data.arithmetic import ensure_files, make_problems, wrong_carry
 from hybridflow.data.order import permuted
 from hybridflow.data.pieces import PieceTokenizer, train_tokenizer
-from hybridflow.data.prompts import Example, PromptSource, encode_prompt, encode_solution
+from hybridflow.data.prompts import Example, encode_prompt, encode_solution
 from hybridflow.errors import DataError
 from hybridflow.rollout.calculator import Calculator
 from tests.support.row_files import examples_of_file
@@ -44,16 +44,6 @@ def test_every_place_is_equally_likely():
 def test_order_is_pinned():
     """A resumed run must meet the order of the run before it, whatever the version."""
     assert [permuted(index, size=10, key=(1, 0)) for index in range(10)] == [4, 2, 9, 1, 0, 3, 5, 7, 6, 8]
-
-
-def test_each_epoch_prompt_indices_each_example_once_in_a_new_order():
-    examples = tuple(Example(prompt=f"{n}", answer="", place=f"file:{n}") for n in range(50))
-    source = PromptSource(examples=examples, seed=3)
-    epochs = [[source.row(prompt_index) for prompt_index in range(50 * epoch, 50 * (epoch + 1))] for epoch in range(3)]
-    assert all(sorted(rows) == list(range(50)) for rows in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
-    assert source.example(60) is examples[epochs[1][10]]
-    assert [PromptSource(examples=examples, seed=4).row(prompt_index) for prompt_index in range(50)] != epochs[0]
 
 
 def test_problems_are_disjoint_and_only_carries_are_wrong():

@@ -16,13 +16,14 @@ from hybridflow.observe.live_line import LiveLine
 from hybridflow.observe.metrics import MetricsLog, held_out_text
 from hybridflow.observe.rank_log import say_event
 from hybridflow.observe.report import drop_summary, try_learning_curve, write_summary
+from hybridflow.observe.samples_text import samples_markdown, samples_text
 from hybridflow.observe.starts import add_end, keep_recipe
 from hybridflow.observe.status_file import StatusFile
 from hybridflow.observe.timeline import Timeline
 from hybridflow.observe.timeline_file import TimelineFile
 from hybridflow.parallel.world import World
 from hybridflow.report.page import try_report
-from hybridflow.sampling.validation import NUM_SHOWN, NUM_TRAINING_SHOWN, samples_markdown, samples_text
+from hybridflow.sampling.validation import NUM_SHOWN, NUM_TRAINING_SHOWN
 from hybridflow.sections import to_dict
 from hybridflow.trainer.banner import farewell
 from hybridflow.trainer.meter import RankMeter, peak_flops

@@ -59,7 +59,14 @@ LIGHT = [
     *("reshard.report", "reshard.diagram"),
     *("observe.metrics", "observe.report", "observe.starts", "observe.timeline", "observe.timeline_file"),
     *("observe.distribution", "observe.expert_loads", "observe.work", "models.flops", "metrics"),
-    *("observe.table", "observe.status", "observe.status_command", "observe.status_file", "observe.status_text"),
+    *(
+        "observe.table",
+        "observe.samples_text",
+        "observe.status",
+        "observe.status_command",
+        "observe.status_file",
+        "observe.status_text",
+    ),
     *(
         "data.order",
         "data.arithmetic",

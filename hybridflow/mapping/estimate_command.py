@@ -16,8 +16,8 @@ from hybridflow.errors import ConfigError
 from hybridflow.exit_status import DONE
 from hybridflow.families.cut import check_cut
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.mapping.accuracy import error_text, known_error
 from hybridflow.mapping.arguments import HARDWARE_HELP, add_like, count
-from hybridflow.mapping.errors import error_text, known_error
 from hybridflow.mapping.estimate import (
     Size,
     TrainStep,

@@ -10,7 +10,7 @@ from typing import Any
 from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.graph import Step
 from hybridflow.errors import ConfigError
-from hybridflow.mapping.errors import error_text, known_error
+from hybridflow.mapping.accuracy import error_text, known_error
 from hybridflow.mapping.hardware import Hardware
 from hybridflow.mapping.memory import job_memory, with_micro_batches
 from hybridflow.mapping.rl_step import Texts, spread_lengths, step_calls, steps_ahead, total_seconds

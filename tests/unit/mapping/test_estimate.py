@@ -8,7 +8,7 @@ import pytest
 from hybridflow import cli
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.mapping.errors import ERRORS
+from hybridflow.mapping.accuracy import ERRORS
 from hybridflow.mapping.estimate import (
     Experts,
     Size,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow import cli
-from hybridflow.mapping.errors import ERRORS
+from hybridflow.mapping.accuracy import ERRORS
 from tests.unit.mapping.published import AGAIN, DECODINGS, MEMORIES, STEPS, SUMS
 
 DOCS = (Path(__file__).parents[3] / "docs" / "mapping.md").read_text(encoding="utf-8")

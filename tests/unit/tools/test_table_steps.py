@@ -6,7 +6,7 @@ import pytest
 import table_steps
 from table_steps import STEPS, difference, estimated_phases, estimated_seconds
 
-from hybridflow.mapping.errors import ERRORS
+from hybridflow.mapping.accuracy import ERRORS
 from hybridflow.mapping.sizes import model_size
 
 

@@ -20,6 +20,11 @@ Key = bytes
 """Names the tokens of a block and all tokens before it."""
 
 
+def blocks_for(num_tokens: int) -> int:
+    """Return the number of blocks that hold ``num_tokens`` tokens of one sequence."""
+    return -(-num_tokens // BLOCK_TOKENS)
+
+
 def block_keys(tokens: np.ndarray, before: Key = b"") -> list[Key]:
     """Return keys of the blocks of a sequence; the last block may have fewer tokens than a block holds.
 

@@ -26,8 +26,9 @@ from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.plugins import find_plugin
 from hybridflow.rollout.calculator import Calculator
 from hybridflow.rollout.calls import CallFailed, Calls
-from hybridflow.rollout.engine import FEW_STEPS, MegatronEngine
+from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.request import Request, Response, RolloutStopped
+from hybridflow.rollout.session import FEW_STEPS
 
 MAX_CHARACTERS_PER_TOKEN = 32
 """An observation of more characters than this for each token that has room is not read at all."""

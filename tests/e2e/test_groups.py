@@ -11,7 +11,7 @@ import pytest
 
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.reward import Reward
-from hybridflow.rollout import engine
+from hybridflow.rollout import engine, session
 from hybridflow.rollout.log_file import list_logs
 from hybridflow.sampling.groups import Groups
 from hybridflow.trainer.stopping import Stopping
@@ -85,7 +85,8 @@ def kill_in_the_second_rollout(rank: int) -> None:
 def stop_in_the_second_rollout(rank: int) -> None:
     """Rank 1 is told to stop when the first step with a second rollout is in it."""
     noting(rank)
-    sample, local_reason, engine.LOOK_STEPS = Actor.sample, Stopping.local_reason, 1
+    sample, local_reason = Actor.sample, Stopping.local_reason
+    engine.LOOK_STEPS = session.LOOK_STEPS = 1
     is_late = False
 
     def sample_late(self, batch, decided):

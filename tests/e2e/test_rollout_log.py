@@ -10,7 +10,7 @@ import pytest
 from hybridflow.cli import main
 from hybridflow.observe.metrics import read_metrics
 from hybridflow.roles.actor import Actor
-from hybridflow.rollout import engine
+from hybridflow.rollout import engine, session
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.learned import LearnedIndex
 from hybridflow.rollout.log_file import FINISHES, list_logs, read_log
@@ -51,7 +51,7 @@ def noting(rank):
 def kill_in_the_rollout_of_step_4(rank):
     """Rank 1 dies in step 4 when the first of its responses are in its log."""
     noting(rank)
-    engine.LOOK_STEPS = 4
+    engine.LOOK_STEPS = session.LOOK_STEPS = 4
     if rank == 1:
         kill_when_logged("step-000004")
 

@@ -21,7 +21,8 @@ from hybridflow.observe.metrics import read_metrics
 from hybridflow.observe.starts import read_starts
 from hybridflow.parallel import world
 from hybridflow.roles.actor import Actor
-from hybridflow.rollout.engine import MegatronEngine, Session
+from hybridflow.rollout.engine import MegatronEngine
+from hybridflow.rollout.session import Session
 from hybridflow.trainer import stopping
 from hybridflow.trainer.stopping import Stopping
 from hybridflow.trainer.trainer import Trainer

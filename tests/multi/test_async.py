@@ -18,7 +18,7 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.specs import logical_parameters
 from hybridflow.parallel.world import World
 from hybridflow.roles.actor import Actor
-from hybridflow.rollout import engine
+from hybridflow.rollout import engine, session
 from hybridflow.sampling.rollout_buffer import RolloutBuffer
 from hybridflow.sampling.rollouts import Rollouts
 from hybridflow.trainer.stopping import Stopping
@@ -126,7 +126,7 @@ def recompute(world: World, made: Recipe, look_steps: int) -> list[tuple[int, in
     A token's are recomputed with the weights that it says it was sampled with.
     """
     update, columns, found, kept, sampled = Actor.update, Rollouts._columns, [], {}, {}
-    engine.LOOK_STEPS = look_steps
+    engine.LOOK_STEPS = session.LOOK_STEPS = look_steps
 
     def seen(self: Rollouts, pairs: Any, id_of: Any) -> Batch | None:
         sampled.update({id_of(ask): got for ask, got in pairs})

@@ -21,7 +21,7 @@ from hybridflow.models.weights import initialize
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.optimizer import OptimizerHoldings
 from hybridflow.reshard.plan import held_bytes
-from hybridflow.rollout import engine
+from hybridflow.rollout import session
 from hybridflow.rollout.cpu import kernels, transformer
 from hybridflow.rollout.cpu.transformer import CpuTransformer
 from tests.multi.models import CAPPED, MIXTURE, TINY, VOCAB, make_model, place
@@ -208,7 +208,7 @@ def test_adapters_keep_no_more_than_is_estimated():
 
 
 def test_constants_of_modules_that_need_torch():
-    assert (activations.STEP_TOKENS, activations.CHUNK_TOKENS) == (engine.STEP_TOKENS, log_probs.CHUNK_TOKENS)
+    assert (activations.STEP_TOKENS, activations.CHUNK_TOKENS) == (session.STEP_TOKENS, log_probs.CHUNK_TOKENS)
     assert (memory.PANEL, activations.ALIGNED_ROWS) == (transformer.PANEL, grouped.ALIGNED_ROWS)
 
 

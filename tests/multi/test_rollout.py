@@ -13,6 +13,7 @@ from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import pack, split_by_tokens
 from hybridflow.models.training import forward_only
 from hybridflow.rollout import engine as engine_module
+from hybridflow.rollout import session as session_module
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.paged import PagedCache, block_bytes
@@ -226,7 +227,7 @@ class Noting:
 
 def stopped(world, layouts: list[ParallelLayout], stops: tuple[int | None, ...]):
     """Of each layout and stop: how often it was asked, what was handed over, what came back, what was left."""
-    engine_module.LOOK_STEPS = LOOK_STEPS
+    engine_module.LOOK_STEPS = session_module.LOOK_STEPS = LOOK_STEPS
     # So that not all has ended when it is asked for the third time.
     params = SamplingParams(max_new_tokens=2 * LOOK_STEPS + 4, stop_ids=(2,))
     found = []

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.parallel.world import World
 from hybridflow.rollout.cpu.kernels import load_kernels
-from hybridflow.rollout.engine import FEW_STEPS, MegatronEngine
+from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.paged import block_bytes
 from hybridflow.rollout.request import Request, SamplingParams
 from hybridflow.rollout.runner import PlainRunner
+from hybridflow.rollout.session import FEW_STEPS
 from tests.multi.models import CAPPED, TINY, VOCAB, make_model
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="the compiled kernels, see README")

@@ -15,8 +15,8 @@ import torch
 from hybridflow.errors import DataError
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.microbatch import pack
-from hybridflow.rollout import engine as engine_module
 from hybridflow.rollout import runner
+from hybridflow.rollout import session as session_module
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.paged import block_bytes
 from hybridflow.rollout.request import Request, Response, SamplingParams
@@ -101,7 +101,7 @@ def generated(world, layouts: list[ParallelLayout], variants: list[dict]):
     for layout in layouts:
         model, mesh, groups, _ = make_model(world, layout)
         for variant in variants:
-            engine_module.STEP_TOKENS = variant.get("step_tokens", 2048)
+            session_module.STEP_TOKENS = variant.get("step_tokens", 2048)
             runner.runs_on_cpu = RUNS_ON_CPU if variant.get("is_quick", True) else lambda model: False
             blocks = variant.get("blocks")
             engine = MegatronEngine(

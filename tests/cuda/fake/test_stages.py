@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from hybridflow.rollout.engine import MegatronEngine
+from hybridflow.rollout.replica import Replica
 from tests.cuda.fake.machine import DEVICE, fake_cuda
 
 
@@ -22,9 +22,9 @@ def test_tokens_go_back_through_the_host_and_do_not_meet_the_hidden_states(monke
 
     monkeypatch.setattr(dist, "isend", isend)
     with fake_cuda(monkeypatch, rank=2, size=3):
-        engine = MegatronEngine.__new__(MegatronEngine)
-        engine.groups, engine._stage_ranks = SimpleNamespace(pp=None), [0, 1, 2]
-        take = engine.send_tokens(torch.zeros(4, dtype=torch.int64, device=DEVICE))
+        replica = Replica.__new__(Replica)
+        replica.groups, replica._stage_ranks = SimpleNamespace(pp=None), [0, 1, 2]
+        take = replica.send_tokens(torch.zeros(4, dtype=torch.int64, device=DEVICE))
         assert log == ["recorded"], "the host goes on before they are there"
         assert take().device.type == "cpu"
     assert log == ["recorded", "copied", ("cpu", 0), ("cpu", 1), "sent", "sent"]

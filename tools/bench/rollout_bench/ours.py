@@ -38,8 +38,10 @@ def load_ours(folder: str, settings: dict[str, Any]) -> Callable[[], Any]:
     from hybridflow.layout.parallel_layout import ParallelLayout
     from hybridflow.parallel.world import World, find_device
     from hybridflow.placement.pretrained import from_pretrained
-    from hybridflow.rollout.engine import LOOK_STEPS, MegatronEngine, blocks_for
+    from hybridflow.rollout.blocks import blocks_for
+    from hybridflow.rollout.engine import MegatronEngine
     from hybridflow.rollout.paged import block_bytes
+    from hybridflow.rollout.replica import LOOK_STEPS
     from hybridflow.rollout.request import Request, SamplingParams
     from rollout_bench.machine import measure_bandwidth, measure_products, measure_square
 

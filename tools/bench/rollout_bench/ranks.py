@@ -69,7 +69,7 @@ def _first_token(engine: Any, vocab: int, repeats: int) -> dict[str, float]:
     """
     import torch
 
-    from hybridflow.rollout.engine import blocks_for
+    from hybridflow.rollout.blocks import blocks_for
     from hybridflow.rollout.paged import PagedAttention, PagedCache
     from hybridflow.rollout.request import Request, SamplingParams
 

@@ -28,7 +28,7 @@ _LOOK_AHEAD = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TokenSequence:
     """A sequence to be continued.
 
     Attributes:
@@ -79,9 +79,9 @@ class Step:
 
 @dataclass
 class _Waiting:
-    """A job with the keys of its blocks, once they are wanted: of all that it knows but the last token."""
+    """A sequence with the keys of its blocks, once they are wanted: of all that it knows but the last token."""
 
-    job: Job
+    sequence: TokenSequence
     keys: list[Key] | None = None
 
 
@@ -111,7 +111,7 @@ class Scheduler:
         self.lengths = np.zeros(num_slots, np.int64)
         self.tables = np.zeros((num_slots, -(-capacity // BLOCK_TOKENS)), np.int32)
         self.num_computed = self.num_prompt_computed = self.num_preempted = 0
-        self.moves: list[tuple[bool, int, Job]] = []
+        self.moves: list[tuple[bool, int, TokenSequence]] = []
         self._computed = np.zeros(num_slots, np.int64)
         self._num_prompt = np.zeros(num_slots, np.int64)
         self._ends = np.zeros(num_slots, np.int64)
@@ -122,7 +122,7 @@ class Scheduler:
         self._name_at = np.zeros(num_slots, np.int64)
         self._stops = np.full((num_slots, 1), -1, np.int32)
         self._max_step_tokens = max(max_step_tokens, num_slots)
-        self._jobs: dict[int, Job] = {}
+        self._sequences: dict[int, TokenSequence] = {}
         self._last_key: dict[int, Key] = {}
         self._running: list[int] = []
         self._order: np.ndarray | None = None
@@ -139,22 +139,22 @@ class Scheduler:
         return len(self._running) + len(self._waiting)
 
     @property
-    def waiting(self) -> list[Job]:
+    def waiting(self) -> list[TokenSequence]:
         """Return the sequences that have no slot, with their known tokens, next ones first."""
-        return [each.job for each in self._waiting]
+        return [each.sequence for each in self._waiting]
 
     @property
     def running(self) -> list[int]:
         """Return the taken slots, the oldest first."""
         return list(self._running)
 
-    def add(self, jobs: Sequence[Job]) -> None:
+    def add(self, sequences: Sequence[TokenSequence]) -> None:
         """Take up sequences, which wait behind those that are there."""
-        self._waiting.extend(map(_Waiting, jobs))
+        self._waiting.extend(map(_Waiting, sequences))
 
-    def job(self, slot: int) -> Job:
-        """Return the job in a slot."""
-        return self._jobs[slot]
+    def sequence(self, slot: int) -> TokenSequence:
+        """Return the sequence in a slot."""
+        return self._sequences[slot]
 
     def plan(self) -> Step | None:
         """Return the next step, or None if all are done.
@@ -164,12 +164,12 @@ class Scheduler:
         chosen: dict[int, int] = {}
         room = self._max_step_tokens - len(self._running)
         for slot in self._in_want():
-            if slot in self._jobs and self._make_room(slot):
+            if slot in self._sequences and self._make_room(slot):
                 missing = int(self.lengths[slot] - self._computed[slot])
                 if missing > 1:
                     chosen[slot] = min(missing, room + 1)
                     room -= chosen[slot] - 1
-        chosen = {slot: count for slot, count in chosen.items() if slot in self._jobs}
+        chosen = {slot: count for slot, count in chosen.items() if slot in self._sequences}
         if self._waiting and self._free and room > 0:
             for slot in self._admit(room):
                 chosen[slot] = min(int(self.lengths[slot] - self._computed[slot]), room)
@@ -202,7 +202,7 @@ class Scheduler:
             first = int(self._computed[slot])
             slots.append(np.full(count, slot))
             positions.append(np.arange(first, first + count))
-            if self._jobs[slot].with_prompt_log_probs:
+            if self._sequences[slot].with_prompt_log_probs:
                 scored += range(num, num + min(count, int(self._num_prompt[slot]) - 1 - first))
             num += count
             if first + count == self.lengths[slot]:
@@ -298,7 +298,7 @@ class Scheduler:
 
     def remove(self, slot: int) -> None:
         """End a sequence; its cached blocks stay findable."""
-        del self._jobs[slot]
+        del self._sequences[slot]
         self._running.remove(slot)
         self._order = None
         self._free.append(slot)
@@ -314,9 +314,9 @@ class Scheduler:
 
     def drop(self, number: int) -> None:
         """End a sequence that runs or waits, if there is one of that number."""
-        for slot in [slot for slot, job in self._jobs.items() if job.number == number]:
+        for slot in [slot for slot, sequence in self._sequences.items() if sequence.number == number]:
             self.remove(slot)
-        self._waiting = deque(each for each in self._waiting if each.job.number != number)
+        self._waiting = deque(each for each in self._waiting if each.sequence.number != number)
 
     def forget(self) -> None:
         """Drop all computed blocks after the weights have changed. All planned steps have been absorbed.
@@ -335,8 +335,8 @@ class Scheduler:
             waiting = self._waiting.popleft()
             if waiting.keys is None:
                 # Who is to score its prompt computes all of it.
-                is_scored = waiting.job.with_prompt_log_probs
-                waiting.keys = [] if is_scored else block_keys(waiting.job.tokens[:-1])
+                is_scored = waiting.sequence.with_prompt_log_probs
+                waiting.keys = [] if is_scored else block_keys(waiting.sequence.tokens[:-1])
             keys = waiting.keys
             # Mostly the others that have the same prompt.
             if keys and keys[-1] in self._pending:
@@ -346,21 +346,21 @@ class Scheduler:
             if len(found) < len(keys) and keys[len(found)] in self._pending:
                 skipped.append(waiting)
                 continue
-            usable = self._usable(len(waiting.job.tokens), found)
+            usable = self._usable(len(waiting.sequence.tokens), found)
             if usable is None:
                 skipped.append(waiting)
                 break
-            slot = self._seat(waiting.job, usable, keys)
+            slot = self._seat(waiting.sequence, usable, keys)
             room -= int(self.lengths[slot] - self._computed[slot])
             admitted.append(slot)
         self._waiting.extendleft(reversed(skipped))
         return admitted
 
     def _usable(self, num_known: int, found: list[int]) -> list[int] | None:
-        """Return the found blocks that a job may use, or None if there is no room for it now.
+        """Return the found blocks that a sequence may use, or None if there is no room for it now.
 
-        Each running sequence in any of the pool's schedulers needs a free block, so that admitting a job does not stop
-        another at its next block. A job alone always has room.
+        Each running sequence in any of the pool's schedulers needs a free block, so that admitting one does not stop
+        another at its next block. A sequence alone always has room.
         """
         num_shared = (num_known - 1) // BLOCK_TOKENS
         missing = -(-num_known // BLOCK_TOKENS) - len(found[:num_shared])
@@ -369,26 +369,26 @@ class Scheduler:
         # For a moment it would have one more than it needs: the one to be copied.
         return None if self.blocks.num_growing else found[:num_shared]
 
-    def _seat(self, job: Job, found: list[int], keys: list[Key]) -> int:
+    def _seat(self, sequence: TokenSequence, found: list[int], keys: list[Key]) -> int:
         slot = self._free.pop()
-        self._jobs[slot] = job
-        self.moves.append((True, slot, job))
+        self._sequences[slot] = sequence
+        self.moves.append((True, slot, sequence))
         self._running.append(slot)
         self._order = None
         self.blocks.num_growing += 1
-        num_known = len(job.tokens)
-        self.tokens[slot, :num_known] = job.tokens
+        num_known = len(sequence.tokens)
+        self.tokens[slot, :num_known] = sequence.tokens
         self.lengths[slot] = num_known
-        self._num_prompt[slot] = job.num_prompt
-        self._ends[slot] = job.end
-        self._no_stop_before[slot] = job.no_stop_before
+        self._num_prompt[slot] = sequence.num_prompt
+        self._ends[slot] = sequence.end
+        self._no_stop_before[slot] = sequence.no_stop_before
         self._take_blocks(slot, found, keys)
-        if len(job.stop_ids) > self._stops.shape[1]:
-            wider = np.full((len(self._stops), len(job.stop_ids)), -1, np.int32)
+        if len(sequence.stop_ids) > self._stops.shape[1]:
+            wider = np.full((len(self._stops), len(sequence.stop_ids)), -1, np.int32)
             wider[:, : self._stops.shape[1]] = self._stops
             self._stops = wider
         self._stops[slot] = -1
-        self._stops[slot, : len(job.stop_ids)] = job.stop_ids
+        self._stops[slot, : len(sequence.stop_ids)] = sequence.stop_ids
         return slot
 
     def _take_blocks(self, slot: int, found: list[int], keys: list[Key]) -> None:
@@ -427,14 +427,14 @@ class Scheduler:
 
     def _send_back(self, slot: int) -> None:
         """Move a slot to the head of the queue; its sampled tokens stay, and its blocks may still be found."""
-        job = self._jobs[slot]
-        self.moves.append((False, slot, job))
+        sequence = self._sequences[slot]
+        self.moves.append((False, slot, sequence))
         known = self.tokens[slot, : self.lengths[slot]].copy()
         self.remove(slot)
-        self._waiting.appendleft(_Waiting(replace(job, tokens=known)))
+        self._waiting.appendleft(_Waiting(replace(sequence, tokens=known)))
 
     def _name_blocks(self, slot: int) -> None:
-        """Make newly filled blocks findable, and the last block of the job's initial tokens."""
+        """Make newly filled blocks findable, and the last block of the sequence's initial tokens."""
         first, last = int(self._num_named[slot]), int(self._computed[slot]) // BLOCK_TOKENS
         if last > first:
             span = self.tokens[slot, first * BLOCK_TOKENS : last * BLOCK_TOKENS]
@@ -443,7 +443,7 @@ class Scheduler:
                 self._name(slot, block, key)
             self._last_key[slot] = keys[-1]
             self._num_named[slot] = last
-        num_came = len(self._jobs[slot].tokens) - 1
+        num_came = len(self._sequences[slot].tokens) - 1
         if self._to_fill[slot] and self._computed[slot] >= num_came:
             self._name(slot, int(self.tables[slot, num_came // BLOCK_TOKENS]), self._to_fill[slot][0])
         self._set_name_at(slot)
@@ -456,4 +456,4 @@ class Scheduler:
 
     def _set_name_at(self, slot: int) -> None:
         border = (int(self._num_named[slot]) + 1) * BLOCK_TOKENS
-        self._name_at[slot] = min(border, len(self._jobs[slot].tokens) - 1) if self._to_fill[slot] else border
+        self._name_at[slot] = min(border, len(self._sequences[slot].tokens) - 1) if self._to_fill[slot] else border

@@ -22,7 +22,7 @@ from hybridflow.rollout.replica import LOOK_STEPS, Replica, TakeTokens
 from hybridflow.rollout.request import FinishReason, Request, Response
 from hybridflow.rollout.runner import Cache
 from hybridflow.rollout.sampling import FAILURES, Sampled, Sampler, sequence_key
-from hybridflow.rollout.scheduler import Job, Scheduler, Step
+from hybridflow.rollout.scheduler import Scheduler, Step, TokenSequence
 from hybridflow.rollout.texts import Watch
 
 STEP_TOKENS = 2048
@@ -116,7 +116,7 @@ class Session:
             if request.prompt_index != self._last_prompt_index:
                 self._lane = min(self._lanes, key=lambda lane: lane.scheduler.num_open)
             self._last_prompt_index = request.prompt_index
-            self._lane.scheduler.add([_job(number, request)])
+            self._lane.scheduler.add([_sequence(number, request)])
 
     @torch.inference_mode()
     def step(self, most: int = 1) -> list[tuple[Request, Response]]:
@@ -160,12 +160,12 @@ class Session:
         paused: dict[int, Response] = {}
         for lane in self._lanes:
             for slot in lane.scheduler.running:
-                number = lane.scheduler.job(slot).number
+                number = lane.scheduler.sequence(slot).number
                 paused[number] = self._response(lane, slot, number, "paused")
-            for job in lane.scheduler.waiting:
-                request = self._requests[job.number]
-                response = lane.records.response_aside(job.number, request, job.tokens)
-                paused[job.number] = response or _nothing("paused")
+            for sequence in lane.scheduler.waiting:
+                request = self._requests[sequence.number]
+                response = lane.records.response_aside(sequence.number, request, sequence.tokens)
+                paused[sequence.number] = response or _nothing("paused")
         ended += [(request, paused[number]) for number, request in self._requests.items()]
         self._requests.clear()
         self._watches.clear()
@@ -199,7 +199,7 @@ class Session:
         found = []
         for lane in self._lanes:
             for slot in lane.scheduler.running:
-                request = self._requests[lane.scheduler.job(slot).number]
+                request = self._requests[lane.scheduler.sequence(slot).number]
                 if id(request) not in num_known:
                     continue
                 first = len(request.prompt) + num_known[id(request)]
@@ -227,11 +227,11 @@ class Session:
         return ended
 
     def _follow_moves(self, lane: _Lane) -> None:
-        for is_in, slot, job in lane.scheduler.moves:
+        for is_in, slot, sequence in lane.scheduler.moves:
             if is_in:
-                self._seat(lane, slot, job.number)
+                self._seat(lane, slot, sequence.number)
             else:
-                lane.records.put_aside(slot, job.number)
+                lane.records.put_aside(slot, sequence.number)
         lane.scheduler.moves.clear()
 
     def _watch(self, request: Request) -> Watch:
@@ -264,7 +264,7 @@ class Session:
             torch.from_numpy(row_slots),
             torch.from_numpy(scheduler.lengths[row_slots]),
             scheduler.tokens,
-            lambda slot, token: self._watches[scheduler.job(slot).number].would_complete_bad(token),
+            lambda slot, token: self._watches[scheduler.sequence(slot).number].would_complete_bad(token),
         )
         take_tokens = replica.send_tokens(sampled.tokens)
         scores = None
@@ -319,7 +319,7 @@ class Session:
         """Note that the first token of some slots is known."""
         now_s = perf_counter()
         for slot in slots.tolist():
-            self._clocks[lane.scheduler.job(slot).number].first_token_s = now_s
+            self._clocks[lane.scheduler.sequence(slot).number].first_token_s = now_s
 
     def _end(
         self, lane: _Lane, slots: np.ndarray, failures: np.ndarray, is_stop: np.ndarray, is_long: np.ndarray
@@ -328,7 +328,7 @@ class Session:
         ended = []
         for row in (is_stop | is_long | (failures < 0)).nonzero()[0].tolist():
             slot = int(slots[row])
-            number = lane.scheduler.job(slot).number
+            number = lane.scheduler.sequence(slot).number
             if failures[row] < 0:
                 reason = f"token {lane.scheduler.lengths[slot]}: {FAILURES[int(failures[row])]}"
                 response = self._response(lane, slot, number, "failed", reason)
@@ -358,7 +358,7 @@ class Session:
     def _look_for_texts(self, lane: _Lane, slots: np.ndarray, tokens: np.ndarray, is_stop: np.ndarray) -> None:
         """Show the watched slots' tokens to their watches; where they complete a stop text, set ``is_stop``."""
         for row in np.flatnonzero(lane.is_watched[slots] & (tokens >= 0)).tolist():
-            number = lane.scheduler.job(int(slots[row])).number
+            number = lane.scheduler.sequence(int(slots[row])).number
             request = self._requests[number]
             is_complete = self._watches[number].add(int(tokens[row]))
             num_sampled = lane.scheduler.lengths[slots[row]] - len(request.prompt)
@@ -407,10 +407,10 @@ class _Lane:
         self.pending: tuple[Step, _Outcome] | None = None
 
 
-def _job(number: int, request: Request) -> Job:
+def _sequence(number: int, request: Request) -> TokenSequence:
     params, prompt = request.params, request.prompt
     known = prompt if request.begun is None else torch.cat([prompt, request.begun.tokens])
-    return Job(
+    return TokenSequence(
         number=number,
         tokens=known.numpy().astype(np.int32),
         num_prompt=len(prompt),

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.rollout.blocks import BLOCK_TOKENS, BlockPool, block_keys
-from hybridflow.rollout.scheduler import Job, Scheduler, Step
+from hybridflow.rollout.scheduler import Scheduler, Step, TokenSequence
 
 STOP, FAILURE = 2, -1
 
@@ -26,14 +26,14 @@ def following(prefix: bytes) -> int:
     return FAILURE if number == b"\0\0" or number[0] == 255 and number[1] > 128 else number[0] % 5
 
 
-def alone(job: Job) -> list[int]:
+def alone(sequence: TokenSequence) -> list[int]:
     """A sequence continued with nothing beside it; ends with -1 where it failed."""
-    tokens = job.tokens.tolist()
+    tokens = sequence.tokens.tolist()
     while True:
         token = following(np.array(tokens, np.int32).tobytes())
         tokens.append(token)
-        is_stop = token in job.stop_ids and len(tokens) >= job.no_stop_before
-        if token == FAILURE or is_stop or len(tokens) >= job.end:
+        is_stop = token in sequence.stop_ids and len(tokens) >= sequence.no_stop_before
+        if token == FAILURE or is_stop or len(tokens) >= sequence.end:
             return tokens
 
 
@@ -44,7 +44,7 @@ class Lane:
 
 
 class Simulation:
-    """Runs jobs on several schedulers that share a pool, with a cache of what each place was computed from."""
+    """Runs sequences on several schedulers that share a pool, with a cache of what each place was computed from."""
 
     def __init__(self, num_blocks: int, num_lanes: int, num_slots: int, capacity: int, chunk: int) -> None:
         self.pool = BlockPool(num_blocks)
@@ -63,13 +63,13 @@ class Simulation:
         had_pending = lane.pending is not None
         self.absorb(lane)
         step = lane.scheduler.plan()
-        for is_in, slot, job in lane.scheduler.moves:
+        for is_in, slot, sequence in lane.scheduler.moves:
             where = id(lane), slot
             assert (where in self.seated) != is_in
             if is_in:
-                self.seated[where] = job.number
+                self.seated[where] = sequence.number
             else:
-                assert self.seated.pop(where) == job.number
+                assert self.seated.pop(where) == sequence.number
         lane.scheduler.moves.clear()
         self.check_users()
         if step is not None:
@@ -100,7 +100,7 @@ class Simulation:
                 expected = self.version, scheduler.tokens[slot, : position + 1].tobytes()
                 assert self.cache.get(place) == expected, "what it sees was computed of something else"
         for slot, position in zip(step.slots[step.scored], step.positions[step.scored], strict=True):
-            self.scored[scheduler.job(int(slot)).number, int(position)] += 1
+            self.scored[scheduler.sequence(int(slot)).number, int(position)] += 1
         ends = step.positions[step.rows] + 1
         np.testing.assert_array_equal(ends, scheduler.lengths[step.row_slots])
         return np.array(
@@ -119,7 +119,7 @@ class Simulation:
         is_stop, is_long = scheduler.absorb(step, tokens)
         for slot, ends in zip(step.row_slots.tolist(), is_stop | is_long | (tokens < 0), strict=True):
             if ends:
-                number = scheduler.job(slot).number
+                number = scheduler.sequence(slot).number
                 assert number not in self.ended
                 self.ended[number] = scheduler.tokens[slot, : scheduler.lengths[slot]].tolist()
                 scheduler.remove(slot)
@@ -145,13 +145,13 @@ class Simulation:
         assert [users[block] for block in range(self.pool.size)] == self.pool._users
         assert self.pool.num_free == self.pool.size - len(users)
 
-    def finish(self, jobs: list[Job]) -> None:
+    def finish(self, sequences: list[TokenSequence]) -> None:
         """Until all has ended, or nothing goes on."""
-        while len(self.ended) < len(jobs):
+        while len(self.ended) < len(sequences):
             assert any([self.turn(lane) for lane in self.lanes]), "nobody goes on"
             num_preempted = sum(lane.scheduler.num_preempted for lane in self.lanes)
             # Each that is preempted lets another, or itself, have got a token since it began.
-            assert num_preempted <= sum(job.end - len(job.tokens) for job in jobs)
+            assert num_preempted <= sum(each.end - len(each.tokens) for each in sequences)
         assert self.pool.num_free == self.pool.size and self.pool.num_growing == 0
         for lane in self.lanes:
             assert not lane.scheduler._pending and not lane.scheduler._copies and not lane.scheduler._to_fill
@@ -159,16 +159,16 @@ class Simulation:
 
 @st.composite
 def workloads(draw):
-    """Jobs with beginnings in common, where they go, when they come, when weights change, and room for them."""
+    """Sequences with beginnings in common, where they go, when they come, when weights change, and room for them."""
     bases = draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=70), min_size=1, max_size=3))
-    jobs = []
+    sequences = []
     for number in range(draw(st.integers(1, 12))):
         base = draw(st.sampled_from(bases))
         known = base[: draw(st.sampled_from([len(base), *range(1, len(base) + 1)]))]
         known += draw(st.lists(st.integers(0, 3), max_size=4)) if draw(st.booleans()) else []
         end = len(known) + draw(st.integers(1, 40))
-        jobs.append(
-            Job(
+        sequences.append(
+            TokenSequence(
                 number=number,
                 tokens=np.array(known, np.int32),
                 num_prompt=draw(st.integers(1, len(known))),
@@ -178,12 +178,12 @@ def workloads(draw):
                 with_prompt_log_probs=draw(st.integers(0, 5)) == 0,
             )
         )
-    least = max(-(-job.end // BLOCK_TOKENS) for job in jobs)
+    least = max(-(-each.end // BLOCK_TOKENS) for each in sequences)
     num_lanes = draw(st.integers(1, 3))
     return {
-        "jobs": jobs,
-        "lanes": draw(st.lists(st.integers(0, num_lanes - 1), min_size=len(jobs), max_size=len(jobs))),
-        "arrivals": sorted(draw(st.lists(st.integers(0, 30), min_size=len(jobs), max_size=len(jobs)))),
+        "sequences": sequences,
+        "lanes": draw(st.lists(st.integers(0, num_lanes - 1), min_size=len(sequences), max_size=len(sequences))),
+        "arrivals": sorted(draw(st.lists(st.integers(0, 30), min_size=len(sequences), max_size=len(sequences)))),
         "forgets": draw(st.sets(st.integers(0, 60), max_size=2)),
         "num_blocks": least + draw(st.sampled_from([0, 0, 1, 2, 5, 50])),
         "num_lanes": num_lanes,
@@ -195,36 +195,38 @@ def workloads(draw):
 @settings(max_examples=100, deadline=None)
 @given(workloads())
 def test_each_gets_the_tokens_that_it_gets_alone(work):
-    jobs = work["jobs"]
+    sequences = work["sequences"]
     simulation = Simulation(
-        work["num_blocks"], work["num_lanes"], work["num_slots"], max(job.end for job in jobs), work["chunk"]
+        work["num_blocks"], work["num_lanes"], work["num_slots"], max(each.end for each in sequences), work["chunk"]
     )
     for round_ in range(61):
-        for job, lane, arrival in zip(jobs, work["lanes"], work["arrivals"], strict=True):
+        for sequence, lane, arrival in zip(sequences, work["lanes"], work["arrivals"], strict=True):
             if arrival == round_:
-                simulation.lanes[lane].scheduler.add([job])
+                simulation.lanes[lane].scheduler.add([sequence])
         if round_ in work["forgets"]:
             simulation.forget()
         for lane in simulation.lanes:
             simulation.turn(lane)
-    simulation.finish(jobs)
-    for job in jobs:
-        assert simulation.ended[job.number] == alone(job)
-        if job.with_prompt_log_probs:
-            positions = {position for number, position in simulation.scored if number == job.number}
-            assert positions == set(range(job.num_prompt - 1))
-    assert not {number for number, _ in simulation.scored} - {job.number for job in jobs if job.with_prompt_log_probs}
+    simulation.finish(sequences)
+    for sequence in sequences:
+        assert simulation.ended[sequence.number] == alone(sequence)
+        if sequence.with_prompt_log_probs:
+            positions = {position for number, position in simulation.scored if number == sequence.number}
+            assert positions == set(range(sequence.num_prompt - 1))
+    assert not {number for number, _ in simulation.scored} - {
+        each.number for each in sequences if each.with_prompt_log_probs
+    }
     # Nobody computes more than all it has, each time that it begins.
     schedulers = [lane.scheduler for lane in simulation.lanes]
-    begun = len(jobs) * (1 + simulation.num_forgotten) + sum(each.num_preempted for each in schedulers)
-    assert sum(each.num_computed for each in schedulers) <= begun * max(job.end for job in jobs)
+    begun = len(sequences) * (1 + simulation.num_forgotten) + sum(each.num_preempted for each in schedulers)
+    assert sum(each.num_computed for each in schedulers) <= begun * max(each.end for each in sequences)
 
 
-def jobs_of(num_prompts: int, num_samples: int, num_prompt: int, num_new: int) -> list[Job]:
+def sequences_of(num_prompts: int, num_samples: int, num_prompt: int, num_new: int) -> list[TokenSequence]:
     generator = np.random.default_rng(3)
     prompts = generator.integers(0, 1000, (num_prompts, num_prompt)).astype(np.int32)
     return [
-        Job(
+        TokenSequence(
             number=prompt * num_samples + sample,
             tokens=prompts[prompt],
             num_prompt=num_prompt,
@@ -238,22 +240,22 @@ def jobs_of(num_prompts: int, num_samples: int, num_prompt: int, num_new: int) -
 @pytest.mark.parametrize("num_prompt", [512, 500, 497, 32, 10])
 @pytest.mark.parametrize("num_slots", [256, 3])
 def test_samples_of_one_prompt_compute_it_once(num_prompt, num_slots):
-    jobs = jobs_of(2, 8, num_prompt, 5)
+    sequences = sequences_of(2, 8, num_prompt, 5)
     simulation = Simulation(2000, 1, num_slots, num_prompt + 5, 2048)
-    simulation.lanes[0].scheduler.add(jobs)
-    simulation.finish(jobs)
-    assert simulation.ended == {job.number: alone(job) for job in jobs}
+    simulation.lanes[0].scheduler.add(sequences)
+    simulation.finish(sequences)
+    assert simulation.ended == {sequence.number: alone(sequence) for sequence in sequences}
     # Once for each prompt, and for each other sample its last token, behind which it samples.
     assert simulation.lanes[0].scheduler.num_prompt_computed == 2 * (num_prompt + 7)
 
 
 def test_what_is_short_of_room_is_preempted_and_still_shares():
-    jobs = jobs_of(3, 8, 40, 60)
+    sequences = sequences_of(3, 8, 40, 60)
     # Seven blocks hold one sequence of 100 tokens.
     simulation = Simulation(9, 1, 256, 100, 64)
-    simulation.lanes[0].scheduler.add(jobs)
-    simulation.finish(jobs)
-    assert simulation.ended == {job.number: alone(job) for job in jobs}
+    simulation.lanes[0].scheduler.add(sequences)
+    simulation.finish(sequences)
+    assert simulation.ended == {sequence.number: alone(sequence) for sequence in sequences}
     assert simulation.lanes[0].scheduler.num_preempted > 0
 
 
@@ -309,9 +311,9 @@ def test_keys_are_of_all_tokens_before_and_of_how_many_there_are():
 
 def test_a_step_costs_little_beside_the_model():
     """256 rows that decode, a thousand that wait: a generous bound, since machines differ."""
-    jobs = jobs_of(256, 5, 64, 200)
+    sequences = sequences_of(256, 5, 64, 200)
     scheduler = Scheduler(BlockPool(256 * 17), num_slots=256, capacity=264, max_step_tokens=1 << 20)
-    scheduler.add(jobs)
+    scheduler.add(sequences)
     times: list[float] = []
     while len(times) < 150:
         begin = time.perf_counter()

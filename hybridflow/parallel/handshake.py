@@ -52,7 +52,7 @@ def key_for(secret: bytes, purpose: str) -> bytes:
     return hmac.digest(secret, purpose.encode(), "sha256")
 
 
-class Session:
+class SealedChannel:
     """One end of a connection after the proofs: turns messages into what goes over it, and back.
 
     Args:
@@ -104,7 +104,7 @@ class Session:
 
 def connect(
     address: str, port: int, key: bytes, *, limit_s: float, look: Callable[[], None] = lambda: None
-) -> tuple[socket.socket, Session]:
+) -> tuple[socket.socket, SealedChannel]:
     """Connect with the program that listens at an address and knows a key, as soon as it does.
 
     Args:
@@ -115,7 +115,7 @@ def connect(
         look: Called about every second; what it raises ends the wait.
 
     Returns:
-        The connection, which blocks, and this end's session.
+        The connection, which blocks, and this end's channel.
 
     Raises:
         StrangerError: Another program listens there.
@@ -137,7 +137,7 @@ def connect(
         time.sleep(_AGAIN_S)
 
 
-def _call(address: str, port: int, key: bytes, limit_s: float) -> tuple[socket.socket, Session]:
+def _call(address: str, port: int, key: bytes, limit_s: float) -> tuple[socket.socket, SealedChannel]:
     end_s = time.monotonic() + limit_s
     connection = socket.create_connection((address, port), timeout=limit_s)
     try:
@@ -154,7 +154,7 @@ def _call(address: str, port: int, key: bytes, limit_s: float) -> tuple[socket.s
             raise StrangerError(f"{address}:{port}")
         connection.sendall(_proof(key, b"caller", nonces))
         connection.settimeout(None)
-        return connection, Session(_proof(key, b"from caller", nonces), _proof(key, b"from listener", nonces))
+        return connection, SealedChannel(_proof(key, b"from caller", nonces), _proof(key, b"from listener", nonces))
     except BaseException:
         connection.close()
         raise
@@ -202,8 +202,8 @@ class Gate:
         """Return the file number, for a selector."""
         return self._selector.fileno()
 
-    def admit(self, now_s: float) -> list[tuple[socket.socket, Session]]:
-        """Return the connections that have proved themselves, with this end's sessions; they do not block.
+    def admit(self, now_s: float) -> list[tuple[socket.socket, SealedChannel]]:
+        """Return the connections that have proved themselves, with this end's channels; they do not block.
 
         Args:
             now_s: Time by the caller's clock.
@@ -212,7 +212,7 @@ class Gate:
         self._accept(now_s)
         for connection, stranger in list(self._strangers.items()):
             try:
-                session = self._hear(stranger)
+                channel = self._hear(stranger)
             except BlockingIOError:
                 if now_s >= stranger.since_s + _STRANGER_S:
                     self._send_away(connection)
@@ -220,9 +220,9 @@ class Gate:
             except (StrangerError, OSError):
                 self._send_away(connection)
                 continue
-            if session is not None:
+            if channel is not None:
                 self._forget(connection)
-                admitted.append((connection, session))
+                admitted.append((connection, channel))
         return admitted
 
     def _accept(self, now_s: float) -> None:
@@ -241,8 +241,8 @@ class Gate:
             self._strangers[connection] = _Stranger(connection=connection, since_s=now_s)
             self._selector.register(connection, selectors.EVENT_READ)
 
-    def _hear(self, stranger: _Stranger) -> Session | None:
-        """Take a stranger's next bytes; return the session once its proof is there and right."""
+    def _hear(self, stranger: _Stranger) -> SealedChannel | None:
+        """Take a stranger's next bytes; return the channel once its proof is there and right."""
         wanted = _PROOF_BYTES if stranger.nonces else len(_GREETING) + _NONCE_BYTES
         part = stranger.connection.recv(wanted - len(stranger.received))
         if not part:
@@ -257,7 +257,7 @@ class Gate:
             if not hmac.compare_digest(received, _proof(self._key, b"caller", stranger.nonces)):
                 raise StrangerError
             keys = [_proof(self._key, role, stranger.nonces) for role in (b"from listener", b"from caller")]
-            return Session(*keys)
+            return SealedChannel(*keys)
         nonce = secrets.token_bytes(_NONCE_BYTES)
         stranger.nonces = received[len(_GREETING) :] + nonce
         # A fresh connection takes so little at once.

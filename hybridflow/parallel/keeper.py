@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hybridflow.parallel.handshake import Gate, Session
+from hybridflow.parallel.handshake import Gate, SealedChannel
 from hybridflow.parallel.process import Process, allow_many_files, is_running
 
 DONE, LATE = b"done", b"late"
@@ -58,7 +58,7 @@ def unpack(message: bytes) -> list[bytes]:
 @dataclass(kw_only=True, eq=False)
 class _Client:
     connection: socket.socket
-    session: Session
+    channel: SealedChannel
     outgoing: bytes = b""
     awaited: list[bytes] = field(default_factory=list)
     with_values: bool = False
@@ -108,8 +108,8 @@ class Keeper:
                     return
                 if isinstance(key.data, _Client):
                     self._serve(key.data, events)
-            for connection, session in self._gate.admit(time.monotonic()):
-                client = _Client(connection=connection, session=session)
+            for connection, channel in self._gate.admit(time.monotonic()):
+                client = _Client(connection=connection, channel=channel)
                 self._selector.register(connection, selectors.EVENT_READ, client)
             now_s = time.monotonic()
             for client in [each for each in self._late if each.until_s <= now_s]:
@@ -124,7 +124,7 @@ class Keeper:
                 data = client.connection.recv(1 << 16)
                 if not data:
                     raise ConnectionResetError
-                for message in client.session.open(data):
+                for message in client.channel.open(data):
                     self._take(client, unpack(message))
         except BlockingIOError:
             pass
@@ -179,7 +179,7 @@ class Keeper:
         return [old if found is None else found]
 
     def _answer(self, client: _Client, parts: Answer) -> None:
-        client.outgoing += client.session.seal(pack(parts))
+        client.outgoing += client.channel.seal(pack(parts))
         try:
             self._flush(client)
         except OSError:

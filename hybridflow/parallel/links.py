@@ -6,7 +6,7 @@ import json
 import socket
 from typing import Any
 
-from hybridflow.parallel.handshake import Session
+from hybridflow.parallel.handshake import SealedChannel
 
 Message = dict[str, Any]
 
@@ -19,7 +19,7 @@ class Link:
 
     Args:
         connection: From ``handshake.connect``, or let in by a gate.
-        session: This end of it.
+        channel: This end of it.
         now_s: Time by the owner's clock.
 
     Attributes:
@@ -27,11 +27,11 @@ class Link:
         heard_s: When something last came, by the owner's clock.
     """
 
-    def __init__(self, connection: socket.socket, session: Session, now_s: float = 0.0) -> None:
+    def __init__(self, connection: socket.socket, channel: SealedChannel, now_s: float = 0.0) -> None:
         connection.setblocking(False)
         self.is_open = True
         self.heard_s = now_s
-        self._connection, self._session = connection, session
+        self._connection, self._channel = connection, channel
         self._outgoing = b""
 
     def fileno(self) -> int:
@@ -40,7 +40,7 @@ class Link:
 
     def send(self, message: Message) -> None:
         """Send a message, now or with a later ``flush``; an empty one says only that this rank lives."""
-        self._outgoing += self._session.seal(json.dumps(message).encode() if message else b"")
+        self._outgoing += self._channel.seal(json.dumps(message).encode() if message else b"")
         self.flush()
 
     def flush(self) -> bool:
@@ -75,7 +75,7 @@ class Link:
                 break
             self.heard_s = now_s
             try:
-                messages += self._session.open(part)
+                messages += self._channel.open(part)
             except ValueError:  # not what the other end sent: nothing more of it counts
                 self.is_open = False
         return [json.loads(message) for message in messages if message]

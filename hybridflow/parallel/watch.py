@@ -194,14 +194,14 @@ class Watch:
             return
         port = int(store.get("hub"))
         try:
-            connection, session = connect(address, port, key, limit_s=_CONNECT_S)
+            connection, channel = connect(address, port, key, limit_s=_CONNECT_S)
         except (OSError, StrangerError) as error:
             why = "another program listens there" if isinstance(error, StrangerError) else error
             raise DeadlineError(
                 f"rank {self._rank} on {self._host} cannot reach the watch of rank 0 at {address}:{port}: {why}; the "
                 "nodes of a job must be able to connect to any port of each other"
             ) from error
-        self._links[0] = Link(connection, session)
+        self._links[0] = Link(connection, channel)
         self._links[0].send({"hello": self._rank, "host": self._host, "process": self._process})
 
     def _run(self) -> None:

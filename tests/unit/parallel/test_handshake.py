@@ -9,7 +9,7 @@ import time
 import pytest
 
 from hybridflow.parallel import handshake
-from hybridflow.parallel.handshake import MOST_STRANGERS, Gate, Session, StrangerError, connect, key_for, listen
+from hybridflow.parallel.handshake import MOST_STRANGERS, Gate, SealedChannel, StrangerError, connect, key_for, listen
 from tests.support.waiting import wait_until
 
 KEY, OTHER_KEY = key_for(b"secret", "a test"), key_for(b"secret", "another")
@@ -47,17 +47,17 @@ def door():
 
 
 def test_who_knows_the_key_is_let_in_and_both_ends_understand_each_other(door):
-    connection, session = connect("127.0.0.1", door.port, KEY, limit_s=20)
+    connection, channel = connect("127.0.0.1", door.port, KEY, limit_s=20)
     wait_until(lambda: door.admitted)
     inside, inner = door.admitted[0]
     inside.setblocking(True)
     with connection:
-        connection.sendall(session.seal(b"one") + session.seal(b""))
+        connection.sendall(channel.seal(b"one") + channel.seal(b""))
         assert inner.open(inside.recv(1000)) == [b"one", b""]
         inside.sendall(inner.seal(b"two" * 1000))
         received = []
         while not received:
-            received = session.open(connection.recv(100))
+            received = channel.open(connection.recv(100))
         assert received == [b"two" * 1000]
 
 
@@ -112,8 +112,8 @@ def relay(port, change=lambda data: data):
 
 def test_what_was_recorded_of_a_caller_opens_nothing(door):
     port, said = relay(door.port)
-    connection, session = connect("127.0.0.1", port, KEY, limit_s=20)
-    connection.sendall(session.seal(b"add one"))
+    connection, channel = connect("127.0.0.1", port, KEY, limit_s=20)
+    connection.sendall(channel.seal(b"add one"))
     wait_until(lambda: sum(map(len, said)) > 72 + 36)
     connection.close()
     wait_until(lambda: door.admitted)
@@ -127,26 +127,26 @@ def test_what_was_recorded_of_a_caller_opens_nothing(door):
 
 def test_a_program_between_the_ends_neither_reads_nor_changes_a_message(door):
     port, said = relay(door.port)
-    connection, session = connect("127.0.0.1", port, KEY, limit_s=20)
+    connection, channel = connect("127.0.0.1", port, KEY, limit_s=20)
     with connection:
         wait_until(lambda: door.admitted)
-        connection.sendall(session.seal(b"the id of NCCL"))
+        connection.sendall(channel.seal(b"the id of NCCL"))
         wait_until(lambda: sum(map(len, said)) > 72 + 36)
     assert b"NCCL" not in b"".join(said)
-    sealed = Session(KEY, OTHER_KEY).seal(b"the id of NCCL")
+    sealed = SealedChannel(KEY, OTHER_KEY).seal(b"the id of NCCL")
     for place in range(len(sealed)):
         changed = sealed[:place] + bytes([sealed[place] ^ 1]) + sealed[place + 1 :]
         with contextlib.suppress(ValueError):
-            assert Session(OTHER_KEY, KEY).open(changed + bytes(300)) == []
+            assert SealedChannel(OTHER_KEY, KEY).open(changed + bytes(300)) == []
 
 
 def test_a_message_counts_once_in_its_place_and_its_direction():
-    sender = Session(KEY, OTHER_KEY)
+    sender = SealedChannel(KEY, OTHER_KEY)
     one, two = sender.seal(b"one"), sender.seal(b"two")
-    assert Session(OTHER_KEY, KEY).open(one + two) == [b"one", b"two"]
+    assert SealedChannel(OTHER_KEY, KEY).open(one + two) == [b"one", b"two"]
     for wrong in (two, one + one):
         with pytest.raises(ValueError, match="did not send"):
-            Session(OTHER_KEY, KEY).open(wrong)
+            SealedChannel(OTHER_KEY, KEY).open(wrong)
     with pytest.raises(ValueError, match="did not send"):
         sender.open(one)
     with pytest.raises(ValueError, match="without an end"):

@@ -27,7 +27,7 @@ from hybridflow.parallel.cause import (
     tell_cause,
     tell_places,
 )
-from hybridflow.parallel.handshake import Session
+from hybridflow.parallel.handshake import SealedChannel
 from hybridflow.parallel.hub import Hub
 from hybridflow.parallel.links import Link
 from hybridflow.parallel.process import is_running, kill, own_process
@@ -313,14 +313,14 @@ def test_a_rank_may_open_all_the_files_that_the_system_lets_it(tmp_path):
 
 
 def pair():
-    """A link, and the other end of its connection with its session."""
+    """A link, and the other end of its connection with its channel."""
     one, other = socket.socketpair()
-    return Link(one, Session(b"a", b"b")), other, Session(b"b", b"a")
+    return Link(one, SealedChannel(b"a", b"b")), other, SealedChannel(b"b", b"a")
 
 
 def test_link_carries_messages_in_parts_and_tells_of_the_end():
-    link, other, session = pair()
-    last = session.seal(b'{"a": 1}') + session.seal(b""), session.seal(b'{"b": 2}')
+    link, other, channel = pair()
+    last = channel.seal(b'{"a": 1}') + channel.seal(b""), channel.seal(b'{"b": 2}')
     other.sendall(last[0] + last[1][:9])
     assert link.receive(3.0) == [{"a": 1}] and link.heard_s == 3.0
     assert link.receive(4.0) == [] and link.heard_s == 3.0 and link.is_open
@@ -330,20 +330,20 @@ def test_link_carries_messages_in_parts_and_tells_of_the_end():
 
 
 def test_link_never_waits_for_a_peer_that_takes_nothing():
-    link, other, session = pair()
+    link, other, channel = pair()
     message = {"text": "x" * 1000}
     while link.flush():
         link.send(message)
     link.send(message)
     received = []
     while not received or not link.flush():
-        received += session.open(other.recv(1 << 20))
+        received += channel.open(other.recv(1 << 20))
     assert json.loads(received[0]) == message
 
 
 def test_what_a_peer_said_before_it_went_is_read_although_nothing_can_be_sent():
-    link, other, session = pair()
-    other.sendall(session.seal(b'{"bye": true}'))
+    link, other, channel = pair()
+    other.sendall(channel.seal(b'{"bye": true}'))
     other.close()
     assert link.flush()
     link.send({"beat": 1})

@@ -31,7 +31,7 @@ from hybridflow.mapping.choices import LEARNERS
 from hybridflow.mapping.hardware import hardware
 from hybridflow.mapping.memory import USABLE
 from hybridflow.mapping.rl_step import Texts
-from hybridflow.mapping.search import Found, Request, search
+from hybridflow.mapping.search import Found, SearchRequest, search
 from hybridflow.recipe.load import load_recipe
 from hybridflow.trainer.plan import training_step
 
@@ -187,7 +187,7 @@ def best_placements(
         def load(overrides: Sequence[str]) -> Recipe:
             return load_recipe(path, [f"rollout.cache_memory={cache_memory}", *overrides])
 
-        request = Request(
+        request = SearchRequest(
             load=load,
             flow=lambda recipe: training_step(recipe).flow,
             hardware=hardware(machine),

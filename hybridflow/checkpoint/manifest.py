@@ -81,7 +81,7 @@ class Piece(NamedTuple):
     sha256: str
 
 
-class Progress(NamedTuple):
+class OptimizerProgress(NamedTuple):
     """Where an optimizer stands.
 
     Attributes:
@@ -117,7 +117,7 @@ class Manifest:
     tensors: Mapping[str, Mapping[str, TensorEntry]]
     pieces: tuple[Piece, ...]
     file_bytes: Mapping[str, int]
-    progress: Progress | None = None
+    progress: OptimizerProgress | None = None
     notes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     written_by: Mapping[str, str] = dataclasses.field(default_factory=lambda: versions())
 
@@ -271,10 +271,10 @@ def _entry(name: str, dtype: str, *shape: object) -> TensorEntry:
     return TensorEntry(dtype, tuple(map(_whole, shape)))
 
 
-def _progress(num_steps: object, learning_rate: object) -> Progress:
+def _progress(num_steps: object, learning_rate: object) -> OptimizerProgress:
     if isinstance(learning_rate, bool) or not isinstance(learning_rate, int | float):
         raise ValueError(f"learning_rate is {type(learning_rate).__name__}, expected a number")
-    return Progress(_whole(num_steps), learning_rate)
+    return OptimizerProgress(_whole(num_steps), learning_rate)
 
 
 def check_cover(manifest: Manifest, path: Path) -> None:

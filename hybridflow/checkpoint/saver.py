@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hybridflow.checkpoint.job_file import RoleRecord
-from hybridflow.checkpoint.manifest import NAME, WEIGHT, Manifest, Piece, Progress, TensorEntry, check_cover
+from hybridflow.checkpoint.manifest import NAME, WEIGHT, Manifest, OptimizerProgress, Piece, TensorEntry, check_cover
 from hybridflow.checkpoint.model_dir import Share, write_assets, write_manifest, write_shares
 from hybridflow.checkpoint.store import complete_role, complete_step, role_path
 from hybridflow.errors import CheckpointError, DeadlineError, HybridflowError, WriteError
@@ -64,7 +64,7 @@ class RolePart:
     spec: ModelSpec
     shares: tuple[Share, ...]
     trained: tuple[str, ...]
-    progress: Progress | None
+    progress: OptimizerProgress | None
     is_frozen: bool
     family: str | None = None
     assets: Mapping[str, bytes] = field(default_factory=dict)
@@ -326,7 +326,7 @@ def _manifest(part: RolePart, records: list[dict[str, Any]]) -> Manifest:
         tensors |= {"exp_avg": states, "exp_avg_sq": states}
         masters = {name: entry for name, entry in states.items() if shapes[name].dtype != "fp32"}
         tensors |= {"master": masters} if masters else {}
-    progress = {Progress(*record["progress"]) for record in records if record["progress"] is not None}
+    progress = {OptimizerProgress(*record["progress"]) for record in records if record["progress"] is not None}
     if len(progress) > 1:
         raise CheckpointError(f"ranks {list(part.ranks)} stand at different steps: {sorted(progress)}; save none")
     return Manifest(

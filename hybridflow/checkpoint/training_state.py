@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hybridflow.checkpoint.manifest import NAME, WEIGHT, Progress
+from hybridflow.checkpoint.manifest import NAME, WEIGHT, OptimizerProgress
 from hybridflow.checkpoint.model_dir import ModelDir, Share, within
 from hybridflow.checkpoint.owners import Owned, owned_weights, writes_state
 from hybridflow.errors import CheckpointError
@@ -54,12 +54,12 @@ class Shares:
         parameters = logical_parameters(self._model)
         return tuple(name for name, parameter in parameters.items() if parameter.requires_grad)
 
-    def progress(self) -> Progress | None:
+    def progress(self) -> OptimizerProgress | None:
         """Return the optimizer's steps and rate; None without one, or where this rank keeps no state with them."""
         if self._trainable is None:
             return None
         num_steps, rate = self._trainable.num_steps(), self._trainable.learning_rate()
-        return None if num_steps is None or rate is None else Progress(num_steps, rate)
+        return None if num_steps is None or rate is None else OptimizerProgress(num_steps, rate)
 
     def now(self) -> Iterator[Share]:
         """Yield the shares as views of live storage: their values change with the model."""

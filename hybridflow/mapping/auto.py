@@ -22,7 +22,7 @@ from hybridflow.mapping.fit import asked_hardware, in_nodes_of
 from hybridflow.mapping.hardware import MEASURED, Hardware, hardware
 from hybridflow.mapping.memory import usable_bytes
 from hybridflow.mapping.rl_step import Texts, check_estimated
-from hybridflow.mapping.search import Found, Request, cleared, search
+from hybridflow.mapping.search import Found, SearchRequest, cleared, search
 from hybridflow.mapping.step_command import texts_of
 from hybridflow.observe.files import replace_file
 from hybridflow.observe.table import format_table
@@ -62,7 +62,7 @@ def find_layouts(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step
 
 def _request(
     arguments: argparse.Namespace, machine: Hardware, like: Texts | None, step_of: Callable[[Recipe], Step]
-) -> Request:
+) -> SearchRequest:
     def load(overrides: Sequence[str]) -> Recipe:
         return load_recipe(arguments.recipe, [*arguments.overrides, *overrides])
 
@@ -84,7 +84,7 @@ def request_for(
     texts: Texts,
     num_ranks: int,
     step_of: Callable[[Recipe], Step],
-) -> Request:
+) -> SearchRequest:
     """Return what is searched for a recipe.
 
     Args:
@@ -102,7 +102,7 @@ def request_for(
     machine.check_ranks(num_ranks)
     room = usable_bytes(recipe, machine.memory_bytes)
     assert room is not None, "the hardware's memory is known"
-    return Request(
+    return SearchRequest(
         load=load,
         flow=lambda recipe: step_of(recipe).flow,
         hardware=machine,
@@ -131,7 +131,7 @@ def settle(
     return found[0], texts
 
 
-def _remedy(what: str, request: Request) -> str:
+def _remedy(what: str, request: SearchRequest) -> str:
     """Return why nothing was found, and the smallest change with which something is."""
 
     def fits(**changes: Any) -> bool:
@@ -155,7 +155,7 @@ def _remedy(what: str, request: Request) -> str:
     return f"{text}; {enough} GPUs suffice: give {_named(enough, request.ranks_per_node)}"
 
 
-def _least_ranks(request: Request, fits: Callable[[int], bool]) -> tuple[int, int | None]:
+def _least_ranks(request: SearchRequest, fits: Callable[[int], bool]) -> tuple[int, int | None]:
     """Return the most ranks tried that do not suffice, and the fewest that do, as ``Hardware.check_ranks`` allows."""
     per_node, few = request.ranks_per_node, request.num_ranks
     most = _in_nodes(_MOST_TIMES * few, per_node) if request.hardware.network_bandwidth else per_node
@@ -178,7 +178,7 @@ def _named(num_ranks: int, per_node: int) -> str:
     return f"--nodes {num_ranks // per_node}" if is_whole else f"--gpus {num_ranks}"
 
 
-def _text(found: Sequence[Found], request: Request, arguments: argparse.Namespace, took_s: float) -> str:
+def _text(found: Sequence[Found], request: SearchRequest, arguments: argparse.Namespace, took_s: float) -> str:
     best, texts = found[0], request.texts
     ways = f"the best {len(found)} ways" if len(found) > 1 else "the best way"
     lines = [
@@ -228,7 +228,7 @@ def why_slower(best: Found, other: Found) -> str:
     return "; ".join([slower, *longer, *waiting])
 
 
-def _as_json(found: Sequence[Found], request: Request, arguments: argparse.Namespace) -> dict[str, Any]:
+def _as_json(found: Sequence[Found], request: SearchRequest, arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "recipe": found[0].recipe.name,
         "hardware": arguments.hardware,

@@ -92,7 +92,7 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class SearchRequest:
     """What is searched.
 
     Attributes:
@@ -122,7 +122,7 @@ class Request:
     allows: Callable[[str, ParallelLayout], bool] = lambda mesh, layout: True
 
 
-def search(request: Request) -> list[Found]:
+def search(request: SearchRequest) -> list[Found]:
     """Return the fastest configurations that fit in memory, one for each way to share ranks, the fastest first.
 
     Raises:
@@ -209,7 +209,7 @@ class _Problem:
 
 
 class _Search:
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: SearchRequest) -> None:
         self._request, self._cleared = request, cleared(request.load(()))
         recipe = request.load(self._cleared)
         self._flow = request.flow(recipe)

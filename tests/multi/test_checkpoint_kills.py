@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridflow.checkpoint.manifest import Progress
+from hybridflow.checkpoint.manifest import OptimizerProgress
 from hybridflow.checkpoint.model_dir import Share
 from hybridflow.checkpoint.saver import RolePart, Saver, Step
 from hybridflow.checkpoint.store import clear_leftovers, latest_step, load_latest, open_role
@@ -57,7 +57,7 @@ def save_for_ever(run_dir: Path, rank: int, rendezvous: Path) -> None:
             spec=SPEC,
             shares=tuple(shares),
             trained=(),
-            progress=Progress(step, 1.0),
+            progress=OptimizerProgress(step, 1.0),
             is_frozen=False,
         )
         saver.save(Step(number=step, state={"k": step}, leads={"actor": 0}, parts={"actor": part}))
@@ -80,7 +80,7 @@ def assert_loads(run_dir: Path, step: int) -> None:
     checkpoint = load_latest(run_dir)
     assert checkpoint is not None and checkpoint.step == step and checkpoint.state == {"k": step}
     model = open_role(checkpoint, "actor")
-    assert model.manifest.progress == Progress(step, 1.0)
+    assert model.manifest.progress == OptimizerProgress(step, 1.0)
     assert len(list(model.verify())) == NUM_RANKS * len(SPEC.tensors)
     for index, spec in enumerate(SPEC.tensors):
         np.testing.assert_array_equal(model.read("weight", spec.name).numpy(), value(step, index))

@@ -24,7 +24,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_utils
 from safetensors import safe_open
 
-from hybridflow.checkpoint.manifest import NAME, Progress
+from hybridflow.checkpoint.manifest import NAME, OptimizerProgress
 from hybridflow.checkpoint.model_dir import ModelDir
 from hybridflow.checkpoint.saver import RolePart, Saver, Step
 from hybridflow.checkpoint.store import latest_step, load_latest, open_role
@@ -340,7 +340,7 @@ def loaded_mixture(world: World, folder: Path, text: str, distributed: bool) -> 
         run = Mixture(world, text, distributed=distributed)
         source = open_role(load_latest(folder), "actor")
         load_training(source, run.trainable, run.spec, run.mesh, world.rank)
-        assert source.manifest.progress == Progress(2, 1e-2)
+        assert source.manifest.progress == OptimizerProgress(2, 1e-2)
         saver = saver_of(world, folder)
         part = part_of(world, run.trainable, run.spec, run.mesh)
         saver.save(Step(number=3, state={}, leads={"actor": 0}, parts={"actor": part}))
@@ -576,7 +576,7 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all(tmp_path: Path) -> None:
     assert of_lead.endswith(of_failed.partition(": ")[2]), "status 4 and the file's name, whichever rank is first"
     assert "actor of step 3: 3/actor/1 did not come, and nothing was written for 1 s" in silent
     assert load_latest(tmp_path).step == 1
-    assert ModelDir(tmp_path / "checkpoints/step_000001/actor").manifest.progress == Progress(0, 1e-3)
+    assert ModelDir(tmp_path / "checkpoints/step_000001/actor").manifest.progress == OptimizerProgress(0, 1e-3)
 
 
 def fail_with_groups(world: World, folder: Path) -> list[str]:

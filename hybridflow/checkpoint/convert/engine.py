@@ -22,7 +22,7 @@ from pathlib import Path
 from hybridflow import __version__
 from hybridflow.checkpoint.convert.journal import (
     FILES,
-    Journal,
+    ConversionJournal,
     Part,
     Plan,
     discard,
@@ -252,7 +252,7 @@ def _write(job: _Job, found: Iterable[Part], monitor: Monitor) -> None:
         with as_write_errors(job.folder / FILES / file):
             (job.folder / FILES / file).unlink(missing_ok=True)
     with as_write_errors(job.folder):
-        journal = Journal(job.folder, job.place.rank)
+        journal = ConversionJournal(job.folder, job.place.rank)
         sync_path(job.folder)
     output = Output(job.target, job.folder / FILES, journal, left, monitor.count)
     try:

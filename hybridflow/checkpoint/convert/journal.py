@@ -103,7 +103,7 @@ def discard(folder: Path) -> None:
     (folder / _PLAN).unlink(missing_ok=True)
 
 
-class Journal:
+class ConversionJournal:
     """A rank's list of parts that are on the disk for good.
 
     Args:

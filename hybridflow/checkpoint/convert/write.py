@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hybridflow.checkpoint.convert.journal import Journal, Part
+from hybridflow.checkpoint.convert.journal import ConversionJournal, Part
 from hybridflow.checkpoint.formats.source import Target, Writer
 from hybridflow.errors import WriteError
 from hybridflow.observe.files import sync_path
@@ -44,7 +44,7 @@ class Output:
         self,
         target: Target,
         folder: Path,
-        journal: Journal,
+        journal: ConversionJournal,
         left: Mapping[str, Collection[str]],
         count: Callable[[int], None],
     ) -> None:

@@ -23,7 +23,7 @@ from hybridflow.checkpoint import tensor_file
 from hybridflow.checkpoint.convert import engine
 from hybridflow.checkpoint.convert import write as convert_write
 from hybridflow.checkpoint.convert.engine import Place, deal
-from hybridflow.checkpoint.convert.journal import FILES, Journal, Part, part_folder, read_journals
+from hybridflow.checkpoint.convert.journal import FILES, ConversionJournal, Part, part_folder, read_journals
 from hybridflow.checkpoint.convert.ranks import FOLDER, Ranks
 from hybridflow.checkpoint.formats.torch_archive import ArchivesWriter
 from hybridflow.checkpoint.tensor_file import TensorFileWriter, cast
@@ -185,13 +185,13 @@ def test_killed_at_any_moment_nothing_complete_is_redone(source, tmp_path, monke
 
 
 def test_line_that_a_crash_cut_is_none(tmp_path):
-    journal = Journal(tmp_path, 0)
+    journal = ConversionJournal(tmp_path, 0)
     journal.append([Part("f", "a", "0"), Part("f", "b", "1")])
     journal.close()
     path = tmp_path / "journal-00000.jsonl"
     path.write_bytes(path.read_bytes() + b'["f", "c"')
     assert [part.key for part in read_journals(tmp_path)] == ["a", "b"]
-    journal = Journal(tmp_path, 0)
+    journal = ConversionJournal(tmp_path, 0)
     journal.append([Part("f", "d", "2")])
     journal.close()
     assert [part.key for part in read_journals(tmp_path)] == ["a", "b", "d"]

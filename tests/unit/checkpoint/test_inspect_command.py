@@ -28,7 +28,7 @@ from hybridflow.checkpoint.contents_text import collapse
 from hybridflow.checkpoint.differences import compare, differing_settings
 from hybridflow.checkpoint.formats.registry import open_source
 from hybridflow.checkpoint.inspect_command import _DIFF_EXAMPLES, _INSPECT_EXAMPLES
-from hybridflow.checkpoint.manifest import Manifest, Progress, TensorEntry, digest, overlap
+from hybridflow.checkpoint.manifest import Manifest, OptimizerProgress, TensorEntry, digest, overlap
 from hybridflow.checkpoint.model_dir import Share, write_manifest, write_shares
 from hybridflow.checkpoint.tensor_file import TensorFile, entry_of
 from hybridflow.families.model import ModelConfig, RotaryScaling
@@ -73,7 +73,7 @@ def write_role(folder: Path, *, seed: int = 1, has_value_head: bool = False, cha
             tensors=tensors,
             pieces=tuple(pieces),
             file_bytes=sizes,
-            progress=Progress(num_steps=20, learning_rate=1e-6),
+            progress=OptimizerProgress(num_steps=20, learning_rate=1e-6),
         ),
     )
     return folder

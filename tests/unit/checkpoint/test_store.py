@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.checkpoint import store
-from hybridflow.checkpoint.manifest import Progress, read_manifest
+from hybridflow.checkpoint.manifest import OptimizerProgress, read_manifest
 from hybridflow.checkpoint.model_dir import Share
 from hybridflow.checkpoint.saver import RolePart, Saver, Step
 from hybridflow.checkpoint.store import (
@@ -72,7 +72,7 @@ def part(step: int, role: str) -> RolePart:
         spec=SPEC,
         shares=tuple(shares),
         trained=("weight", "half") if is_trained else (),
-        progress=Progress(step, 1e-3) if is_trained else None,
+        progress=OptimizerProgress(step, 1e-3) if is_trained else None,
         is_frozen=role == "reference",
     )
 
@@ -111,7 +111,7 @@ def assert_is(run_dir: Path, step: int, first: int) -> None:
         for (kind, name), tensor in expected.items():
             read = found.read(kind, name)
             assert read.dtype == tensor.dtype and torch.equal(read, tensor), (role, kind, name)
-    assert open_role(checkpoint, "actor").manifest.progress == Progress(step, 1e-3)
+    assert open_role(checkpoint, "actor").manifest.progress == OptimizerProgress(step, 1e-3)
 
 
 def names(run_dir: Path) -> list[str]:
@@ -229,7 +229,7 @@ def test_a_manifest_may_be_larger_than_other_small_files(tmp_path: Path, monkeyp
     text = path.read_text()
     assert len(text) > 1000 and text.count("\n") == len(json.loads(text)) + 2
     path.write_text(json.dumps(json.loads(text), indent=1))  # as it was written before
-    assert read_manifest(path.parent).progress == Progress(10, 1e-3)
+    assert read_manifest(path.parent).progress == OptimizerProgress(10, 1e-3)
 
 
 def test_an_earlier_step_is_refused(tmp_path: Path) -> None:

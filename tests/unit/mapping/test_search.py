@@ -26,7 +26,7 @@ from hybridflow.mapping.rl_step import (
     timed,
     total_seconds,
 )
-from hybridflow.mapping.search import Request, needed_memory, placements, search
+from hybridflow.mapping.search import SearchRequest, needed_memory, placements, search
 from hybridflow.mapping.sizes import model_size
 from hybridflow.mapping.step_command import texts_of
 from hybridflow.recipe.load import load_recipe
@@ -190,7 +190,7 @@ def test_the_best_of_all_configurations_is_found(recipe, algorithm, num_ranks, l
     others = {"critic": {"layout": {}, **OPTIMIZER}} if "critic" in meshes else {}
     path = recipe(algorithm, kl={"coef": 0.01 if "reference" in meshes else 0.0}, **others)
     texts = Texts(prompt=500, responses=spread_lengths(64, 700, 2048))
-    request = Request(
+    request = SearchRequest(
         load=lambda overrides: load_recipe(path, overrides),
         flow=lambda recipe: training_step(recipe).flow,
         hardware=machine,
@@ -307,7 +307,7 @@ def test_a_way_to_share_ranks_that_is_always_refused_is_given_up(recipe):
             return load_recipe(path, overrides)
         raise LayoutError("no")
 
-    request = Request(
+    request = SearchRequest(
         load=load,
         flow=lambda recipe: training_step(recipe).flow,
         hardware=MACHINE,

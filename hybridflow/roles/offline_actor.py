@@ -185,7 +185,7 @@ def _ahead(chosen: Tensor, rejected: Tensor, scale: float, micro_batch: MicroBat
         micro_batch: The pairs.
     """
     difference = (chosen - rejected).double()
-    num_tokens = difference.new_tensor(micro_batch.response_lengths).view(-1, 2).sum(1)
-    is_tie = difference.abs() <= _ROUNDING * num_tokens.sqrt()
+    num_tokens = torch.tensor(micro_batch.response_lengths).view(-1, 2).sum(1)
+    is_tie = difference.abs() <= _ROUNDING * to_device(num_tokens, difference.device).sqrt()
     wins = (is_tie.logical_not() & (difference > 0)).double() + 0.5 * is_tie
     return torch.stack([wins.sum(), scale * difference.sum(), wins.new_full((), len(wins))])

@@ -135,7 +135,9 @@ def test_a_loss_of_given_responses_asks_nothing_of_the_host(monkeypatch, algorit
     monkeypatch.setattr(offline_actor, "is_last_mini_batch", lambda job, turn: True)
     with fake_cuda(monkeypatch), Waits() as waits:
         values = torch.zeros(16, device=DEVICE, requires_grad=True)
-        micro_batch = SimpleNamespace(samples=[0, 1, 2, 3], by_response=lambda values: values.view(4, 4).unbind())
+        micro_batch = SimpleNamespace(
+            samples=[0, 1, 2, 3], response_lengths=[4] * 4, by_response=lambda values: values.view(4, 4).unbind()
+        )
         columns = {} if algorithm in ("reward-model", "sft") else {"ref_log_probs": None}
         whole = SimpleNamespace(values=torch.zeros(16), to_list=lambda: [torch.ones(4)] * 4)
         part = SimpleNamespace(

@@ -70,12 +70,17 @@ def exit_status(error: BaseException) -> int:
         return REQUEUE
     if passing_number(error) is not None:
         return FAILURE
+    if isinstance(error, DeadlineError):
+        # Who waited in vain may have been told what the other met.
+        cause = error.__cause__
+        is_told = isinstance(cause, HybridflowError) or (cause is not None and refuses_writes(cause))
+        return exit_status(cause) if cause is not None and is_told else FAILURE
     if isinstance(error, WriteError) or refuses_writes(error):
         return TARGET
     # What is written is a WriteError when the file system refuses; any other refusal is of what is read.
     if isinstance(error, (CheckpointError, OSError)):
         return SOURCE
-    return REQUEST if isinstance(error, HybridflowError) and not isinstance(error, DeadlineError) else FAILURE
+    return REQUEST if isinstance(error, HybridflowError) else FAILURE
 
 
 def system_status(error: OSError) -> int:
@@ -109,20 +114,19 @@ def pack_error(error: HybridflowError | OSError) -> list[str | int | None]:
     return [kind, str(error), error.errno if isinstance(error, OSError) else passing_number(error)]
 
 
-def unpack_error(kind: str, text: str, number: int | None, *, where: str = "") -> HybridflowError | OSError:
+def unpack_error(kind: str, text: str, number: int | None) -> HybridflowError | OSError:
     """Return the error that ``pack_error`` has packed.
 
     Args:
         kind: Of the three packed values the first.
         text: The second.
         number: The third.
-        where: Comes before the message.
     """
     if kind:
-        told: HybridflowError = getattr(errors, kind)(f"{where}{text}")
+        told: HybridflowError = getattr(errors, kind)(text)
         if number is not None:
             told.__cause__ = OSError(number, os.strerror(number))
         return told
     if number is None:
-        return OSError(f"{where}{text}")
-    return OSError(number, where + text.removeprefix(f"[Errno {number}] "))
+        return OSError(text)
+    return OSError(number, text.removeprefix(f"[Errno {number}] "))

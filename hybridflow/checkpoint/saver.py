@@ -223,7 +223,7 @@ class Saver:
         except DeadlineError:
             raise
         except BaseException as error:
-            # The others end with this error too, and may be the first: all ranks have the status of the first cause.
+            # The others end with its status too, and may be the first: all ranks have the status of the first cause.
             packed = pack_error(error) if isinstance(error, (HybridflowError, OSError)) else []
             with contextlib.suppress(dist.DistError):
                 board.set(f"{number}/failed", json.dumps([self._rank, *packed]))
@@ -288,18 +288,18 @@ class Saver:
         """Return when all of some keys of a step are set.
 
         Raises:
-            HybridflowError: A rank could not write; of the kind that it met.
-            OSError: Likewise.
-            DeadlineError: A rank met a bug, or nobody wrote anything for as long as the deadline.
+            DeadlineError: A rank could not write, for the reason that it met; or nobody wrote anything for as long as
+                the deadline.
         """
         board, since_s = self._board, time.monotonic()
         while not board.check(awaited):
             if board.check([f"{step}/failed"]):
                 rank, *packed = json.loads(board.get(f"{step}/failed"))
                 where = f"{what}: rank {rank} could not write its part"
-                if packed:
-                    raise unpack_error(*packed, where=f"{where}: ")
-                raise DeadlineError(f"{where}; see what it says")
+                if not packed:
+                    raise DeadlineError(f"{where}; see what it says")
+                error = unpack_error(*packed)
+                raise DeadlineError(f"{where}: {error}") from error
             signs = board.add(f"{step}/bytes", 0)
             if signs != self._signs:
                 self._signs, since_s = signs, time.monotonic()

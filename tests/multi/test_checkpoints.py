@@ -30,6 +30,8 @@ from hybridflow.checkpoint.saver import RolePart, Saver, Step
 from hybridflow.checkpoint.store import latest_step, load_latest, open_role
 from hybridflow.checkpoint.training_state import Shares, load_training
 from hybridflow.config.roles import OptimizerConfig
+from hybridflow.errors import DeadlineError
+from hybridflow.exit_status import exit_status
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.log_probs import vocab_parallel_log_probs
@@ -564,7 +566,8 @@ def error_of(call: Any) -> str:
     try:
         call()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        status = f" {exit_status(error)}" if isinstance(error, DeadlineError) else ""
+        return f"{type(error).__name__}{status}: {error}"
     return "nothing"
 
 
@@ -572,7 +575,7 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all(tmp_path: Path) -> None:
     (of_lead, silent), (of_failed,) = run_ranks(fail_with_groups, 2, tmp_path)
     assert of_failed.startswith("WriteError: ") and "rank-00001.safetensors: cannot be written" in of_failed
     assert "No space left" in of_failed and "make room" in of_failed
-    assert of_lead.startswith("WriteError: ") and "actor of step 2: rank 1 could not write its part: " in of_lead
+    assert of_lead.startswith("DeadlineError 4: ") and "actor of step 2: rank 1 could not write its part: " in of_lead
     assert of_lead.endswith(of_failed.partition(": ")[2]), "status 4 and the file's name, whichever rank is first"
     assert "actor of step 3: 3/actor/1 did not come, and nothing was written for 1 s" in silent
     assert load_latest(tmp_path).step == 1

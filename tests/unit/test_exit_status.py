@@ -7,7 +7,7 @@ import os
 import pytest
 
 from hybridflow import cli
-from hybridflow.errors import ConfigError, RewardError, StopError, WriteError
+from hybridflow.errors import ConfigError, DeadlineError, RewardError, StopError, WriteError
 from hybridflow.exit_status import FAILURE, REQUEST, REQUEUE, SOURCE, TARGET, exit_status, pack_error, unpack_error
 from hybridflow.observe.files import writing
 from hybridflow.parallel.cause import cause_of
@@ -70,12 +70,28 @@ def test_an_error_of_the_lead_has_its_status_on_every_rank(error, kind):
     assert cause_of(caught.value, 1, "n").status == cause_of(error, 0, "n").status
 
 
+@pytest.mark.parametrize(
+    ("cause", "status"),
+    [
+        (WriteError("the disk is full"), TARGET),
+        (OSError(errno.ENOSPC, "full"), TARGET),
+        (OSError(errno.ECONNREFUSED, "refused"), FAILURE),
+        (ValueError("a bug"), FAILURE),
+        (None, FAILURE),
+    ],
+)
+def test_a_wait_in_vain_has_the_status_of_what_ended_the_other(cause, status):
+    error = DeadlineError("waited")
+    error.__cause__ = cause
+    assert exit_status(error) == status
+
+
 def test_a_passing_cause_stays_with_an_error_that_is_sent(tmp_path):
     sent = json.loads(json.dumps(pack_error(refused(errno.ESTALE, tmp_path))))
-    error = unpack_error(*sent, where="rank 3: ")
-    assert isinstance(error, WriteError) and str(error).startswith(f"rank 3: {tmp_path}: cannot be written")
+    error = unpack_error(*sent)
+    assert isinstance(error, WriteError) and str(error).startswith(f"{tmp_path}: cannot be written")
     assert exit_status(error) == FAILURE
-    assert str(unpack_error(*pack_error(OSError(errno.EIO, "bad", "f")), where="r: ")) == "[Errno 5] r: bad: 'f'"
+    assert str(unpack_error(*pack_error(OSError(errno.EIO, "bad", "f")))) == "[Errno 5] bad: 'f'"
     assert exit_status(OSError(errno.ENOENT, "missing")) == SOURCE
 
 

@@ -427,7 +427,8 @@ def test_context_parallelism_changes_nothing(size, expected):
     check(size, cases_of_context(size), expected)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
 def test_fsdp_and_micro_batches_change_nothing(size, expected):
     check(size, cases_of_fsdp(size), expected)
 

@@ -298,15 +298,15 @@ def test_quickstart_installs_once_and_passes_arguments_and_status_on(clone):
 
 def test_tests_install_their_tools_and_leave_the_long_ones_out(clone):
     clone("launch/quickstart.sh")
-    pytest_call = "python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m"
+    end = "--dist loadfile --no-loadscope-reorder -m"
     editable = f"{PIP} --editable {clone.root}[dev]"
     assert clone("tests/run.sh", "-k", "layout")[1] == [
         f"{PIP} torch==2.13.0",
         editable,
-        f"{pytest_call} not slow and not slurm and not vllm and not cuda_build and not long -k layout",
+        f"python -m pytest -n 3 {end} not slow and not slurm and not vllm and not cuda_build and not long -k layout",
     ]
-    assert clone("tests/run.sh", "--all", "-x")[1] == [f"{pytest_call} not long -x"]
-    assert clone("tests/run.sh", "--long", "-x")[1] == [f"{pytest_call}  -x"]
+    assert clone("tests/run.sh", "--all", "-x")[1] == [f"python -m pytest -n 2 {end} not long -x"]
+    assert clone("tests/run.sh", "--long", "-x")[1] == [f"python -m pytest -n 2 {end}  -x"]
     assert clone("launch/quickstart.sh")[1] == ["hybridflow train quickstart --resume"]
 
 

@@ -73,8 +73,9 @@ def exit_status(error: BaseException) -> int:
     if isinstance(error, DeadlineError):
         # Who waited in vain may have been told what the other met.
         cause = error.__cause__
-        is_told = isinstance(cause, HybridflowError) or (cause is not None and refuses_writes(cause))
-        return exit_status(cause) if cause is not None and is_told else FAILURE
+        if cause is not None and (isinstance(cause, HybridflowError) or refuses_writes(cause)):
+            return exit_status(cause)
+        return FAILURE
     if isinstance(error, WriteError) or refuses_writes(error):
         return TARGET
     # What is written is a WriteError when the file system refuses; any other refusal is of what is read.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from hybridflow.errors import CheckpointError
 from hybridflow.exit_status import passing_number
 from hybridflow.foreign import read_small
-from hybridflow.observe.files import plain_name
+from hybridflow.observe.files import plain_name, write_remedy
 
 JOB = "job.json"
 MALFORMED = (KeyError, TypeError, AttributeError, ValueError)
@@ -79,8 +79,7 @@ def read_note(note: Path) -> str | None:
         return None
     except OSError as error:
         if passing_number(error) is not None:
-            remedy = "start again once the file system answers"
-            raise CheckpointError(f"{note}: cannot be read: {error.strerror}; {remedy}") from error
+            raise CheckpointError(f"{note}: cannot be read: {error.strerror}; {write_remedy(error)}") from error
         return str(error.strerror).removeprefix("has ")
 
 

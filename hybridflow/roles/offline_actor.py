@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridflow.algorithms.kl import rounding_at
 from hybridflow.algorithms.preference import bradley_terry_loss, dpo_loss, ipo_loss, kto_loss
 from hybridflow.dataflow.batch import Batch
 from hybridflow.models.microbatch import MicroBatch
@@ -19,9 +20,6 @@ from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.offline_samples import mismatched
 from hybridflow.roles.reward_model import last_tokens, padding_of
-
-_ROUNDING = 1e-5
-"""By how much a token's fp32 log-probability may differ between two layouts, in nats; errors of tokens are random."""
 
 
 class OfflineActor(Actor):
@@ -186,6 +184,7 @@ def _ahead(chosen: Tensor, rejected: Tensor, scale: float, micro_batch: MicroBat
     """
     difference = (chosen - rejected).double()
     num_tokens = torch.tensor(micro_batch.response_lengths).view(-1, 2).sum(1)
-    is_tie = difference.abs() <= _ROUNDING * to_device(num_tokens, difference.device).sqrt()
+    # Errors of tokens are random: those of a sum grow with the root of their number.
+    is_tie = difference.abs() <= rounding_at(1.0) * to_device(num_tokens, difference.device).sqrt()
     wins = (is_tie.logical_not() & (difference > 0)).double() + 0.5 * is_tie
     return torch.stack([wins.sum(), scale * difference.sum(), wins.new_full((), len(wins))])

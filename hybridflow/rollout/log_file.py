@@ -29,8 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridflow.errors import WriteError
-from hybridflow.observe.files import sync_path, write_remedy
+from hybridflow.observe.files import sync_path, write_all, writing
 
 MAGIC = b"hybridflow-log-2"
 FINISHES = ("stop", "length", "paused")
@@ -139,12 +138,10 @@ class LogWriter:
         self._syncing: list[Future[None]] = []
         self._meanwhile = ThreadPoolExecutor(1, thread_name_prefix="rollout log")
         self._checksum = MAGIC
-        try:
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
             self._write(MAGIC + self._block(json.dumps(asdict(header)).encode()))
-        except OSError as error:
-            raise self._refused(error) from error
 
     def add(self, responses: Iterable[LoggedSample]) -> None:
         """Append responses.
@@ -152,12 +149,10 @@ class LogWriter:
         Raises:
             WriteError: The file system refuses, these or what was added before.
         """
-        try:
+        with writing(self._path):
             self._write(b"".join(self._block(pack_response(each)) for each in responses))
             while self._syncing and self._syncing[0].done():
                 self._syncing.pop(0).result()
-        except OSError as error:
-            raise self._refused(error) from error
         self._syncing.append(self._meanwhile.submit(self._sync))
 
     def close(self) -> None:
@@ -168,12 +163,11 @@ class LogWriter:
         """
         self._meanwhile.shutdown()
         try:
-            # A disk tells of what it has lost once, maybe to the thread.
-            for each in self._syncing:
-                each.result()
-            self._sync()
-        except OSError as error:
-            raise self._refused(error) from error
+            with writing(self._path):
+                # A disk tells of what it has lost once, maybe to the thread.
+                for each in self._syncing:
+                    each.result()
+                self._sync()
         finally:
             os.close(self._file)
 
@@ -189,9 +183,7 @@ class LogWriter:
         return length + self._checksum + content
 
     def _write(self, data: bytes) -> None:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(self._file, left) :]
+        write_all(self._file, data)
         self._num_bytes += len(data)
 
     def _sync(self) -> None:
@@ -202,9 +194,6 @@ class LogWriter:
         if not self._num_synced:
             sync_path(self._path.parent)
         self._num_synced = num_bytes
-
-    def _refused(self, error: OSError) -> WriteError:
-        return WriteError(f"{self._path}: cannot be written: {error}; {write_remedy(error)}")
 
 
 def read_log(path: Path) -> Log | None:

@@ -20,39 +20,18 @@ from hybridflow.data.readers import Piece, place_of, read
 from hybridflow.data.row_store import RowWriter, encode_row
 from hybridflow.data.rows import HERE, Row, plain_row
 from hybridflow.data.shaping import Shape, Shaper, shaped_row
-from hybridflow.errors import DataError, HybridflowError, WriteError
-from hybridflow.exit_status import DONE, FAILURE, TARGET, refuses_writes
-from hybridflow.observe.files import replace_file
+from hybridflow.errors import DataError, HybridflowError
+from hybridflow.exit_status import DONE, exit_status, pack_error
+from hybridflow.observe.files import replace_file, writing
 from hybridflow.sections import read_section
 
-REMEDY = "make room, or set data.cache_dir"
-"""What errors of writing advise."""
+REMEDY = "set data.cache_dir"
+"""What errors of writing advise, besides making room."""
 
 MOST_SHOWN = 5
 """Messages about rows that are left out which a store keeps."""
 
 _REASONS = 20
-
-
-class Problem(NamedTuple):
-    """What went wrong on one rank, for all of them.
-
-    Attributes:
-        text: The message.
-        is_of_writing: Whether the file system takes nothing more.
-    """
-
-    text: str
-    is_of_writing: bool
-
-    @staticmethod
-    def of(error: HybridflowError | OSError) -> Problem:
-        """Return the problem that an error tells of."""
-        return Problem(str(error), isinstance(error, WriteError) or refuses_writes(error))
-
-    def error(self) -> HybridflowError:
-        """Return the error that tells of the problem."""
-        return (WriteError if self.is_of_writing else DataError)(self.text)
 
 
 class Given(NamedTuple):
@@ -90,10 +69,13 @@ def fingerprint_of(given: Given) -> str | None:
 
 
 class Hashed:
-    """Rows in memory as plain JSON, and what is wrong with others; hashed as they are read."""
+    """Rows in memory as plain JSON, and what is wrong with others; hashed as they are read.
 
-    def __init__(self, rows: Iterable[Any]) -> None:
-        self._rows = rows
+    Iterating raises a DataError where the program's own iterator has an OSError.
+    """
+
+    def __init__(self, given: Given) -> None:
+        self._given = given
         self._digest = hashlib.sha256()
 
     @property
@@ -102,7 +84,13 @@ class Hashed:
         return self._digest.hexdigest()
 
     def __iter__(self) -> Iterator[Row | DataError]:
-        for given in self._rows:
+        try:
+            yield from self._read()
+        except OSError as error:
+            raise DataError(f"{self._given.title}: cannot be read: {error}; look at what gives the rows") from error
+
+    def _read(self) -> Iterator[Row | DataError]:
+        for given in self._given.rows:
             row = plain_row(given)
             # One that is nested too deeply is used by nobody.
             with contextlib.suppress(RecursionError):
@@ -151,29 +139,31 @@ def make_part(folder: Path, number: int, shape: Shape, pieces: Sequence[Piece | 
     }
 
 
-def carry_out(aside: Path, number: int, given: Given | None = None) -> Problem | None:
+def carry_out(aside: Path, number: int, given: Given | None = None) -> HybridflowError | None:
     """Make a part as was ordered, and a file that says what is in it; return what went wrong."""
     stem = aside / part_name(number)
     try:
-        order = json.loads(stem.with_suffix(".order").read_text(encoding="utf-8"))
-        shape = read_section(Shape, order["shape"], source=str(stem))
-        pieces: list[Piece | ReadRows] = [Piece(*piece) for piece in order["pieces"]]
-        hashed = Hashed(() if given is None else given.rows)
-        if given is not None:
-            title = given.title
-            pieces = [ReadRows(hashed, lambda row: f"{title}: row {row}", title)]
-        told = make_part(aside, number, shape, pieces)
-        if given is not None and fingerprint_of(given) is None:
-            told["rows_sha256"] = hashed.sha256
-        replace_file(stem.with_suffix(".json"), json.dumps(told).encode())
-        return None
+        with writing(aside, REMEDY):
+            _make_ordered(stem, number, given)
     except HybridflowError as error:
-        return Problem.of(error)
-    except OSError as error:
-        return Problem(f"{aside}: cannot be written: {error}; {REMEDY}", refuses_writes(error))
+        return error
     # A thread would print it and be silent to who waits for it.
     except Exception as error:
-        return Problem(f"{stem}: {type(error).__name__}: {error}", False)
+        return DataError(f"{stem}: {type(error).__name__}: {error}")
+    return None
+
+
+def _make_ordered(stem: Path, number: int, given: Given | None) -> None:
+    order = json.loads(stem.with_suffix(".order").read_text(encoding="utf-8"))
+    shape = read_section(Shape, order["shape"], source=str(stem))
+    if given is None:
+        told = make_part(stem.parent, number, shape, [Piece(*piece) for piece in order["pieces"]])
+    else:
+        hashed, title = Hashed(given), given.title
+        told = make_part(stem.parent, number, shape, [ReadRows(hashed, lambda row: f"{title}: row {row}", title)])
+        if fingerprint_of(given) is None:
+            told["rows_sha256"] = hashed.sha256
+    replace_file(stem.with_suffix(".json"), json.dumps(told).encode())
 
 
 class _Part:
@@ -249,12 +239,12 @@ def _end_with_parent() -> None:
 
 def _work_here(aside: Path, number: int) -> int:
     """Make a part in a process of its own; its exit status tells of a disk that has no room for the message."""
-    problem = carry_out(aside, number)
-    if problem is None:
+    error = carry_out(aside, number)
+    if error is None:
         return DONE
     with contextlib.suppress(OSError):
-        replace_file((aside / part_name(number)).with_suffix(".error"), problem.text.encode())
-    return TARGET if problem.is_of_writing else FAILURE
+        replace_file((aside / part_name(number)).with_suffix(".error"), json.dumps(pack_error(error)).encode())
+    return exit_status(error)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,13 @@ from typing import Any, Protocol
 from hybridflow.config.data import DataSourceConfig
 from hybridflow.data.files import File, find_files
 from hybridflow.data.limited import own_module
-from hybridflow.data.part import MOST_SHOWN, REMEDY, Given, Hashed, Problem, carry_out, fingerprint_of, part_name
+from hybridflow.data.part import MOST_SHOWN, REMEDY, Given, Hashed, carry_out, fingerprint_of, part_name
 from hybridflow.data.readers import Piece, cut, format_of
 from hybridflow.data.row_store import FORMAT, MANIFEST, RowStore, rows_written
 from hybridflow.data.shaping import Shape, no_rows
 from hybridflow.data.tokenizer import tokenizer_settings
 from hybridflow.errors import DataError, HybridflowError, WriteError
-from hybridflow.exit_status import TARGET, refuses_writes
+from hybridflow.exit_status import TARGET, pack_error, unpack_error
 from hybridflow.observe.console import print_out
 from hybridflow.observe.files import replace_file, sync_path, writing
 from hybridflow.sections import to_dict
@@ -52,8 +52,8 @@ class Everyone(Protocol):
     def is_lead(self) -> bool:
         """Return whether this is the first of the ranks."""
 
-    def decide(self, name: str, value: Any) -> Any:
-        """Return the lead's JSON value on every rank."""
+    def on_lead(self, name: str, work: Callable[[], Any]) -> Any:
+        """Return on every rank what ``work`` gives on the lead, in JSON; an error there is raised on every rank."""
 
     def gather(self, value: Any, name: str = "gather") -> list[Any]:
         """Return every rank's JSON value, on every rank."""
@@ -66,37 +66,13 @@ class Alone:
     ranks: tuple[int, ...] = (0,)
     is_lead: bool = True
 
-    def decide(self, name: str, value: Any) -> Any:
-        """Return the value."""
-        return value
+    def on_lead(self, name: str, work: Callable[[], Any]) -> Any:
+        """Return what ``work`` gives."""
+        return work()
 
     def gather(self, value: Any, name: str = "gather") -> list[Any]:
         """Return the value alone."""
         return [value]
-
-
-def agree(everyone: Everyone, name: str, act: Callable[[], Any]) -> Any:
-    """Return the JSON result of the lead's act on every rank. Collective: ``everyone``.
-
-    Args:
-        everyone: The ranks.
-        name: What they wait for, in errors.
-        act: The function to call on the lead.
-
-    Raises:
-        DataError: On every rank: the act raised an error of ours or of the file system, with its message.
-        WriteError: Likewise, where the file system takes nothing more.
-    """
-    told: dict[str, Any] = {}
-    if everyone.is_lead:
-        try:
-            told = {"value": act()}
-        except (HybridflowError, OSError) as error:
-            told = {"problem": Problem.of(error)}
-    told = everyone.decide(name, told)
-    if "problem" in told:
-        raise Problem(*told["problem"]).error()
-    return told["value"]
 
 
 def prepare(
@@ -122,18 +98,19 @@ def prepare(
 
     Raises:
         DataError: A file cannot be read; a row cannot be used, and ``on_bad_row`` is ``error``; no row is left.
-        WriteError: The file system takes nothing more.
+        WriteError: The file system refuses to write.
+        OSError: It refuses to read.
     """
     everyone = Alone() if everyone is None else everyone
     most = min(_MOST_PARTS, len(everyone.ranks) * num_workers)
-    plan = agree(everyone, "what to read", lambda: _plan(source, shape, folder, most))
+    plan = everyone.on_lead("what to read", lambda: _plan(source, shape, folder, most))
     final = plan["final"]
     if plan["aside"] is not None:
         aside = Path(plan["aside"])
         try:
             _work(aside, plan["num_parts"], everyone, source if isinstance(source, Given) else None, say)
-            final = agree(everyone, "rows prepared", lambda: str(_join(aside, plan, shape)))
-        except (DataError, WriteError):
+            final = everyone.on_lead("rows prepared", lambda: str(_join(aside, plan, shape)))
+        except (HybridflowError, OSError):
             if everyone.is_lead:
                 shutil.rmtree(aside, ignore_errors=True)
             raise
@@ -184,7 +161,7 @@ def _told_of(given: Given, folder: Path) -> list[Any] | None:
     # Others may be read once alone: they are written first.
     if not isinstance(given.rows, Sized) or next(folder.glob(f"*/{MANIFEST}"), None) is None:
         return None
-    hashed = Hashed(given.rows)
+    hashed = Hashed(given)
     try:
         deque(hashed, maxlen=0)
     # Whoever writes them meets it again, and tells of it.
@@ -232,7 +209,7 @@ def _work(aside: Path, num_parts: int, everyone: Everyone, given: Given | None, 
             states = everyone.gather(crew.look(), "preparing rows")
             problems = [state["problem"] for state in states if state["problem"] is not None]
             if problems:
-                raise Problem(*problems[0]).error()
+                raise unpack_error(*problems[0])
             if all(state["is_done"] for state in states):
                 return
             now_s = time.monotonic()
@@ -251,19 +228,20 @@ class _Crew:
     def __init__(self, aside: Path, parts: Sequence[int], *, is_inside: bool, given: Given | None) -> None:
         self._aside, self._parts, self._given, self._is_inside = aside, parts, given, is_inside
         self._running: dict[int, subprocess.Popen[bytes] | threading.Thread] = {}
-        self._told: dict[int, Problem | None] = {}
-        self._failure: Problem | None = None
+        self._told: dict[int, HybridflowError | None] = {}
+        self._failure: HybridflowError | None = None
         self._num_rows, self._moved_s = -1, time.monotonic()
         try:
             for number in parts:
                 self._running[number] = self._start(number)
         except OSError as error:
-            text = f"{aside}: no process can be begun there: {error}; lower data.num_workers"
-            self._failure = Problem(text, refuses_writes(error))
+            failure = DataError(f"{aside}: no process can be begun there: {error}; lower data.num_workers")
+            failure.__cause__ = error
+            self._failure = failure
 
     def look(self) -> dict[str, Any]:
         """Return how far it is, and what went wrong."""
-        problem = self._failure
+        problem: HybridflowError | OSError | None = self._failure
         for number, worker in list(self._running.items()):
             if isinstance(worker, threading.Thread):
                 worker.join(0.005)
@@ -277,9 +255,11 @@ class _Crew:
         if num_rows != self._num_rows:
             self._num_rows, self._moved_s = num_rows, time.monotonic()
         if self._running and time.monotonic() - self._moved_s > _STALLED_S and problem is None:
-            text = f"{self._aside}: no row in {_STALLED_S:g} s; look at the file system, or at who holds the store"
-            problem = Problem(text, False)
-        return {"num_rows": num_rows, "is_done": not self._running, "problem": problem}
+            problem = DataError(
+                f"{self._aside}: no row in {_STALLED_S:g} s; look at the file system, or at who holds the store"
+            )
+        packed = None if problem is None else pack_error(problem)
+        return {"num_rows": num_rows, "is_done": not self._running, "problem": packed}
 
     def stop(self) -> None:
         """End what still runs."""
@@ -306,19 +286,22 @@ class _Crew:
     def _carry_out(self, number: int) -> None:
         self._told[number] = carry_out(self._aside, number, self._given)
 
-    def _problem(self, number: int, worker: subprocess.Popen[bytes] | threading.Thread) -> Problem | None:
+    def _problem(
+        self, number: int, worker: subprocess.Popen[bytes] | threading.Thread
+    ) -> HybridflowError | OSError | None:
         """Return the reason why a part was not made; None: it is made."""
         if isinstance(worker, threading.Thread):
             return self._told[number]
         stem = self._aside / part_name(number)
         if stem.with_suffix(".json").is_file():
             return None
-        is_of_writing = worker.returncode == TARGET
         said, log = (_text(stem.with_suffix(end)) for end in (".error", ".log"))
-        if said or is_of_writing:
-            return Problem(said or f"{self._aside}: cannot be written; {REMEDY}", is_of_writing)
+        if said:
+            return unpack_error(*json.loads(said))
+        if worker.returncode == TARGET:
+            return WriteError(f"{self._aside}: cannot be written; make room there, or {REMEDY}")
         last = log.splitlines()[-1] if log else "it was killed"
-        return Problem(f"{stem}: the process that prepares it died: {last}; look at its memory", False)
+        return DataError(f"{stem}: the process that prepares it died: {last}; look at its memory")
 
 
 def _text(path: Path) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hybridflow.config.data import KafkaConfig, SpoolConfig
 from hybridflow.data.kafka import KafkaTaker, topic_rows
-from hybridflow.data.prepare import Alone, Everyone, agree
+from hybridflow.data.prepare import Alone, Everyone
 from hybridflow.data.problems import StoredProblems
 from hybridflow.data.shaping import Shape
 from hybridflow.data.spool import SpoolTaker, spooled
@@ -38,8 +38,8 @@ def open_queue(
     everyone = Alone() if everyone is None else everyone
     if isinstance(queue, SpoolConfig):
         inner, path, poll_s = folder / "spool", Path(queue.path), queue.poll_s
-        agree(everyone, "the spool", lambda: SpoolTaker(path, inner, shape, poll_s, print_out).start())
+        everyone.on_lead("the spool", lambda: SpoolTaker(path, inner, shape, poll_s, print_out).start())
         return StoredProblems(spooled(inner, path, queue.deadline_s), shape, tokenizer)
     inner = folder / "kafka"
-    agree(everyone, "the topic", lambda: KafkaTaker(queue, inner, shape, print_out).start())
+    everyone.on_lead("the topic", lambda: KafkaTaker(queue, inner, shape, print_out).start())
     return StoredProblems(topic_rows(inner, queue), shape, tokenizer)

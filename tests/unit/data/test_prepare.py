@@ -1,5 +1,6 @@
 """The pass over the data: what is stored is what was read, however the work is shared; bad rows as the policy says."""
 
+import errno
 import hashlib
 import json
 import shutil
@@ -9,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,6 +26,7 @@ from hybridflow.data.problems import StoredProblems, Stores, example_in, open_pr
 from hybridflow.data.prompts import encode_prompt, encode_solution
 from hybridflow.data.shaping import Shape
 from hybridflow.errors import DataError, WriteError
+from hybridflow.exit_status import FAILURE, exit_status
 from tests.support.disks import no_room
 from tests.support.ranks import run_ranks
 from tests.support.row_files import ENDINGS, examples_of_file, write_rows
@@ -214,7 +217,7 @@ def test_rows_that_a_program_has(tmp_path):
         yield ROWS[0]
         raise OSError("gone")
 
-    with pytest.raises(DataError, match="gone"):
+    with pytest.raises(DataError, match="mine: cannot be read: gone; look at what"):
         prepare(Given(broken(), "mine"), SHAPE, tmp_path / "stores")
 
 
@@ -337,6 +340,40 @@ def _counted(inner, read):
 def test_a_full_disk_is_told_as_one(tmp_path, monkeypatch, num_workers):
     small_pieces(monkeypatch, 4000)
     path = write_rows(tmp_path / "rows", ROWS * 20, "jsonl")
-    with no_room(12_000), pytest.raises(WriteError, match="cannot be written: .*File too large; make room, or set"):
+    with (
+        no_room(12_000),
+        pytest.raises(WriteError, match="cannot be written: .*File too large; make room there, or set data.cache_dir"),
+    ):
         store_of(path, tmp_path / "stores", num_workers=num_workers)
     assert list((tmp_path / "stores").iterdir()) == []
+
+
+STALE = """#!{python}
+import errno, sys
+from pathlib import Path
+from hybridflow.data import part
+replace_file = part.replace_file
+def stale(path, content):
+    if path.suffix == ".json":
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+    replace_file(path, content)
+part.replace_file = stale
+sys.exit(part._work_here(Path(sys.argv[-2]), int(sys.argv[-1])))
+"""
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_file_server_that_is_away_ends_with_the_status_of_what_may_pass(tmp_path, monkeypatch, num_workers):
+    small_pieces(monkeypatch, 4000)
+    if num_workers == 1:
+        refusal = OSError(errno.ESTALE, "Stale file handle")
+        monkeypatch.setattr("hybridflow.data.part.replace_file", Mock(side_effect=refusal))
+    else:
+        stale = tmp_path / "python"
+        stale.write_text(STALE.format(python=sys.executable))
+        stale.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(stale))
+    path = write_rows(tmp_path / "rows", ROWS * 20, "jsonl")
+    with pytest.raises(WriteError, match="Stale file handle; start again once the file system") as caught:
+        store_of(path, tmp_path / "stores", num_workers=num_workers)
+    assert exit_status(caught.value) == FAILURE

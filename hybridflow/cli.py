@@ -27,6 +27,7 @@ from hybridflow.launch.command import (
     add_recipe,
     add_slurm_options,
     batch_file,
+    choose_log,
     train_here,
     try_here,
 )
@@ -36,7 +37,7 @@ from hybridflow.mapping.auto_command import add_auto
 from hybridflow.mapping.estimate_command import add_estimate
 from hybridflow.mapping.reshard_command import add_reshard
 from hybridflow.observe.console import complain, ensure_streams, flushed, print_out
-from hybridflow.observe.rank_log import LOG_VARIABLE, say_event
+from hybridflow.observe.rank_log import say_event
 from hybridflow.observe.status_command import add_status
 from hybridflow.parallel.rank import MEETING_VARIABLE, run_rank
 from hybridflow.parallel.signals import COPIES_S, CaughtSignals
@@ -306,7 +307,7 @@ def _train(arguments: argparse.Namespace) -> int:
         _print_plan(_settled(recipe, arguments), None)
         print_out("\ninputs\n" + "\n".join(try_here(recipe, resume=arguments.resume)))
         return 0
-    os.environ[LOG_VARIABLE] = arguments.log
+    choose_log(arguments)
     start = find_start()
     if start.launcher == "alone" and recipe.cluster.ranks > 1:
         return train_here(recipe, arguments)

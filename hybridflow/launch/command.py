@@ -115,9 +115,20 @@ def add_log(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log",
         choices=LOG_KINDS,
-        default=os.environ.get(LOG_VARIABLE, LOG_KINDS[0]),
         help="form of the job's lines: text, or a JSON object for each (default: text, or $HYBRIDFLOW_LOG)",
     )
+
+
+def choose_log(arguments: argparse.Namespace) -> None:
+    """Leave the form of the job's console for this process and those that it starts.
+
+    Raises:
+        ConfigError: The variable names no form.
+    """
+    kind = arguments.log or os.environ.get(LOG_VARIABLE) or LOG_KINDS[0]
+    if kind not in LOG_KINDS:
+        raise ConfigError(f"${LOG_VARIABLE} is {kind!r}; set it to {' or '.join(LOG_KINDS)}, or use --log")
+    os.environ[LOG_VARIABLE] = kind
 
 
 def add_slurm_options(parser: argparse.ArgumentParser) -> None:
@@ -237,7 +248,7 @@ def _settle(recipe: Recipe, arguments: argparse.Namespace) -> Recipe:
 
 
 def _local(arguments: argparse.Namespace) -> int:
-    os.environ[LOG_VARIABLE] = arguments.log
+    choose_log(arguments)
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if not arguments.prints:
         check_inputs(recipe, find_recipe(arguments.recipe).parent)

@@ -6,12 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 import hybridflow
+from hybridflow.errors import ConfigError
+from hybridflow.launch.command import choose_log
 from hybridflow.launch.local import run_local
 from hybridflow.parallel.process import find_process, is_running
 from tests.support.machines import write_machine
@@ -129,6 +132,8 @@ def test_what_a_rank_started_ends_with_it(none_left):
 
 PARENT = """
 import sys
+from hybridflow.errors import ConfigError
+from hybridflow.launch.command import choose_log
 from hybridflow.launch.local import run_local
 sys.exit(run_local([], num_ranks=2, save_s=float(sys.argv[1]), program=[sys.executable, "-c", sys.argv[2]]))
 """
@@ -360,3 +365,18 @@ def test_ranks_are_forked_from_a_process_that_has_imported_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "variable", "kind"), [(None, "", "text"), (None, "json", "json"), ("text", "json", "text")]
+)
+def test_the_form_of_the_console(monkeypatch, option, variable, kind):
+    monkeypatch.setenv("HYBRIDFLOW_LOG", variable)
+    choose_log(Namespace(log=option))
+    assert os.environ["HYBRIDFLOW_LOG"] == kind
+
+
+def test_a_form_of_the_console_that_is_not_known_is_refused(monkeypatch):
+    monkeypatch.setenv("HYBRIDFLOW_LOG", "yaml")
+    with pytest.raises(ConfigError, match=r"HYBRIDFLOW_LOG is 'yaml'; set it to text or json, or use --log"):
+        choose_log(Namespace(log=None))

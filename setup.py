@@ -78,8 +78,8 @@ setup(
         "serve": ["starlette", "uvicorn"],
         "vllm": ["vllm"],
         "prometheus": ["prometheus_client"],
-        "wandb": ["wandb"],
-        "math": ["math-verify"],
+        "wandb": ["wandb>=0.30"],
+        "math": ["math-verify>=0.9"],
         "docs": ["mkdocs-material", "mkdocstrings[python]", "playwright", "rich"],
         "dev": [
             *(

@@ -120,7 +120,7 @@ def add_log(parser: argparse.ArgumentParser) -> None:
 
 
 def choose_log(arguments: argparse.Namespace) -> None:
-    """Leave the form of the job's console for this process and those that it starts.
+    """Settle the form of the job's console, for this process and those that it starts.
 
     Raises:
         ConfigError: The variable names no form.
@@ -128,7 +128,7 @@ def choose_log(arguments: argparse.Namespace) -> None:
     kind = arguments.log or os.environ.get(LOG_VARIABLE) or LOG_KINDS[0]
     if kind not in LOG_KINDS:
         raise ConfigError(f"${LOG_VARIABLE} is {kind!r}; set it to {' or '.join(LOG_KINDS)}, or use --log")
-    os.environ[LOG_VARIABLE] = kind
+    arguments.log = os.environ[LOG_VARIABLE] = kind
 
 
 def add_slurm_options(parser: argparse.ArgumentParser) -> None:
@@ -268,6 +268,7 @@ def _local(arguments: argparse.Namespace) -> int:
 
 
 def _mpi(arguments: argparse.Namespace) -> int:
+    choose_log(arguments)
     recipe = _settle(load_recipe(arguments.recipe, arguments.overrides), arguments)
     plan_job(recipe)
     if not arguments.prints:

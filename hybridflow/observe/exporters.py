@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
+import os
 import re
 import secrets
 import threading
@@ -127,6 +129,8 @@ class WandbExporter:
 
     def __init__(self, settings: WandbConfig, run: str, run_dir: Path, *, is_resumed: bool = False) -> None:
         self._wandb = _import("wandb", extra="wandb")
+        if "prompt" not in inspect.signature(self._wandb.login).parameters:
+            raise ConfigError("metrics.wandb: needs wandb 0.30 or newer; pip install -U wandb")
         folder = run_dir / "wandb"
         named = folder / "run_id"
         with writing(named):
@@ -140,7 +144,7 @@ class WandbExporter:
             "dir": str(run_dir),
             "id": named.read_text(encoding="utf-8"),
             "resume": "allow",
-            "mode": "offline" if settings.offline else "online",
+            "mode": "offline" if settings.offline else os.environ.get("WANDB_MODE") or "online",
         }
         self._run: Any = None
 

@@ -19,9 +19,8 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-import hybridflow
+from hybridflow.data.limited import own_module
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.notation import formula_of, is_formula, is_marked, to_latex, with_marks
 from hybridflow.rewards.sample import Sample, Unscored
@@ -89,9 +88,9 @@ class _Worker:
     """A process that compares."""
 
     def __init__(self) -> None:
-        environ = {**os.environ, "PYTHONPATH": str(Path(hybridflow.__file__).parents[1])}
+        command, environ = own_module("hybridflow.rewards.maths")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "hybridflow.rewards.maths"],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -100,7 +99,10 @@ class _Worker:
         )
         if self._line(_START_S) is None:
             self.end()
-            raise Unscored(f"math-verify cannot be begun: try {sys.executable} -c 'import math_verify'")
+            raise Unscored(
+                "math-verify cannot be begun, or is older than 0.9: pip install -U math-verify, and try "
+                f"{sys.executable} -c 'import math_verify'"
+            )
 
     def ask(self, request: Sequence[object], timeout_s: float) -> str | None:
         """Return what the worker finds, or None after a timeout, which makes the worker unusable."""
@@ -143,8 +145,10 @@ def main() -> None:
     # The library's own words go nowhere.
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    # The first comparison loads much, which is not to count as its time.
-    compare("$1$", "$1$")
+    # The first comparison loads much, which is not to count as its time. Older releases read no expression without an
+    # alarm of their own, and would call every answer unreadable.
+    if compare(r"$\frac{1}{2}$", "$0.5$") != "equal":
+        sys.exit(1)
     print("ready", file=told, flush=True)
     for line in sys.stdin:
         answer, response, limit_s = json.loads(line)

@@ -8,6 +8,9 @@ from __future__ import annotations
 import re
 from decimal import Context
 from fractions import Fraction
+from typing import Any
+
+from hybridflow.data.prompts import as_text
 
 MAX_CHARACTERS = 200
 MAX_DIGITS = 30
@@ -111,9 +114,9 @@ class Calculator:
     ``[17*23]`` is answered ``391;``, and what cannot be computed ``error;``.
     """
 
-    def reset(self, prompt: str, answer: str) -> None:
+    def reset(self, prompt: str, answer: Any) -> None:
         """Remember the right answer."""
-        self._answer = answer.strip()
+        self._answer = as_text(answer).strip()
 
     def step(self, response: str) -> tuple[str, float, bool]:
         """Return the calculator's display; at the end score 1 if the response is the answer, ignoring outer spaces."""

@@ -42,7 +42,7 @@ class Environment(Protocol):
     Samples have threads of their own: what they share must bear that. A call may wait, for a tool or a server.
     """
 
-    def reset(self, prompt: str, answer: str) -> str | None:
+    def reset(self, prompt: str, answer: Any) -> str | None:
         """Begin.
 
         Args:

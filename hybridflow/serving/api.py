@@ -38,7 +38,7 @@ _SAMPLING: dict[str, tuple[str, ...]] = {
         )
     },
 }
-_THEIRS = {name: theirs[0] for name, theirs in _SAMPLING.items()}
+_THEIRS = {name: theirs[0] for name, theirs in _SAMPLING.items()} | {"bad_ids": "bad_words"}
 _COMMON = frozenset({"model", "stream", "stream_options", "logprobs", "ignore_eos"})
 _COMPLETION = frozenset({"prompt", "echo", "best_of", "suffix"})
 _CHAT = frozenset({"messages", "top_logprobs"})
@@ -158,6 +158,8 @@ def _ask(fields: Mapping[str, Any], served: Served, *, is_chat: bool) -> Ask:
     is_streamed = _flag(fields, "stream")
     if is_streamed and (echo or with_log_probs):
         raise ApiError(400, f"{'echo' if echo else 'logprobs'} cannot be streamed; leave one of them out")
+    if echo and fields.get("logprobs") == 1:
+        raise ApiError(400, "logprobs=1 with echo asks for the likeliest tokens too; they are not given, so set 0")
     if echo and with_log_probs:
         options["with_prompt_log_probs"] = True
     return Ask(
@@ -296,7 +298,8 @@ class Sample:
 def failure(sample: Sample) -> ApiError:
     """Return the error for a sample that failed."""
     if sample.is_refused:
-        return ApiError(400, f"the prompt: {sample.error}")
+        said = re.sub(r"\w+_\w+", lambda name: _THEIRS.get(name[0], name[0]), str(sample.error))
+        return ApiError(400, f"the request: {said}")
     return ApiError(500, f"generating failed: {sample.error}")
 
 
@@ -314,10 +317,12 @@ def head(ask: Ask, served: Served, answer_id: str, *, is_piece: bool = False) ->
     return {"id": answer_id, "object": kind, "created": int(time.time()), "model": served.name}
 
 
-def piece(ask: Ask, text: str, index: int, finish: str | None) -> dict[str, Any]:
-    """Return a choice in a piece of a stream."""
+def piece(ask: Ask, text: str, index: int, finish: str | None, *, is_first: bool) -> dict[str, Any]:
+    """Return a choice in a piece of a stream, the first of that choice or a later one."""
     if ask.is_chat:
-        return {"index": index, "delta": {"content": text} if text or finish is None else {}, "finish_reason": finish}
+        delta = {"content": text} if text or is_first else {}
+        delta = {"role": "assistant", **delta} if is_first else delta
+        return {"index": index, "delta": delta, "finish_reason": finish}
     return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
 
 

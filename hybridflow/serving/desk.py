@@ -71,6 +71,8 @@ class Desk:
             ApiError: There are too many, or the server ends.
         """
         number = len(ask.prompts) * ask.count
+        if number > self._max_waiting:
+            raise ApiError(400, f"{number} samples; this server takes at most {self._max_waiting} at a time")
         with self._condition:
             if self._is_closed:
                 raise ApiError(503, "the server is about to end")

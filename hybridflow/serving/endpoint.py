@@ -74,10 +74,10 @@ def token_of(arguments: argparse.Namespace) -> bytes | None:
     if arguments.token_env is None:
         return None
     token = os.environ.get(arguments.token_env, "")
-    if not token or not token.isascii() or not token.isprintable():
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
             f"--token-env {arguments.token_env}: this environment variable is unset or empty, or is not printable "
-            "ASCII; export it with the token"
+            "ASCII without blanks; export it with the token"
         )
     return token.encode()
 
@@ -341,10 +341,10 @@ class _Completions:
                 else:
                     text, finish = api.text_of(ask, served, event.sample.tokens), event.sample.finish
                     samples.append(event.sample)
-                before = sent.get(event.place, "")
+                is_first, before = event.place not in sent, sent.get(event.place, "")
                 if finish is not None or (text.startswith(before) and len(text) > len(before)):
                     sent[event.place] = text
-                    choice = api.piece(ask, text[len(before) :], event.place, finish)
+                    choice = api.piece(ask, text[len(before) :], event.place, finish, is_first=is_first)
                     await send(_server_sent({**begin, "choices": [choice]}))
                 event = await anext(events, None)
             if ask.with_usage:

@@ -17,6 +17,7 @@ from hybridflow.observe.activity import current_activity
 from hybridflow.observe.rank_log import say, tell
 from hybridflow.parallel.world import World
 from hybridflow.rollout.request import Request, Response, SamplingParams, expand
+from hybridflow.rollout.sampling import BAD_TEXT, FAILURES, NOTHING_LEFT
 from hybridflow.serving.api import Sample, Served
 from hybridflow.serving.desk import Desk
 from hybridflow.serving.endpoint import Endpoint, token_of
@@ -112,9 +113,15 @@ class _Replica:
             prompt_log_probs=None if prompt is None else finite_or_none(prompt),
             finish=response.finish,
             error=response.error,
-            is_refused=response.finish == "failed" and self._placed.engine.refusal(request) is not None,
+            is_refused=response.finish == "failed" and self._is_refused(request, response),
         )
         return {"id": self._forget(request), "sample": asdict(sample)}
+
+    def _is_refused(self, request: Request, response: Response) -> bool:
+        """Return whether a sample failed by what was asked for."""
+        if self._placed.engine.refusal(request) is not None:
+            return True
+        return (response.error or "").endswith((FAILURES[NOTHING_LEFT], FAILURES[BAD_TEXT]))
 
     def _pieces(self) -> list[dict[str, Any]]:
         """Return the new output of streamed samples that have some."""

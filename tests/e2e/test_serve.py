@@ -169,9 +169,11 @@ def test_two_ranks_answer_the_same(folder, alone, layout):
 
 
 def test_streams_chats_and_log_probs(folder):
+    num_tokens = json.loads((folder / "model/config.json").read_text())["vocab_size"]
+
     def ask(client):
         body = {"prompt": "7+7=", "max_tokens": 24, "seed": 4}
-        status, answer = client.post(**body, logprobs=1, echo=True)
+        status, answer = client.post(**body, logprobs=0, echo=True)
         chat = {"messages": [{"role": "user", "content": "7"}], "max_tokens": 9, "temperature": 0}
         path = "/v1/chat/completions"
         return {
@@ -182,6 +184,7 @@ def test_streams_chats_and_log_probs(folder):
             "chat stream": client.post(path, **chat, stream=True)[1],
             "plain": client.text(prompt="7+1=", max_tokens=9, temperature=0),
             "refused": client.post(prompt="1" * 2000, max_tokens=1)[0],
+            "forbidden": client.post(prompt="1", stop_token_ids=[*range(num_tokens)], min_tokens=1, max_tokens=4),
         }
 
     found, _ = serve(folder, ask)
@@ -196,6 +199,7 @@ def test_streams_chats_and_log_probs(folder):
     assert len(found["chat"][0]["logprobs"]["content"]) > 0
     assert "".join(each["delta"].get("content", "") for each in pieces(found["chat stream"])) == found["plain"][0][0]
     assert found["refused"] == 400
+    assert found["forbidden"][0] == 400 and "every token is forbidden" in found["forbidden"][1]["error"]["message"]
     # The log-probabilities of prompt and answer, by transformers, at temperature 1.
     tokens = torch.tensor(found["scored"]["token_ids"])
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").eval()

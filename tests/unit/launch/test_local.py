@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import hybridflow
+from hybridflow.cli import main
 from hybridflow.errors import ConfigError
 from hybridflow.launch.command import choose_log
 from hybridflow.launch.local import run_local
@@ -132,8 +133,6 @@ def test_what_a_rank_started_ends_with_it(none_left):
 
 PARENT = """
 import sys
-from hybridflow.errors import ConfigError
-from hybridflow.launch.command import choose_log
 from hybridflow.launch.local import run_local
 sys.exit(run_local([], num_ranks=2, save_s=float(sys.argv[1]), program=[sys.executable, "-c", sys.argv[2]]))
 """
@@ -372,8 +371,18 @@ def test_ranks_are_forked_from_a_process_that_has_imported_torch(tmp_path):
 )
 def test_the_form_of_the_console(monkeypatch, option, variable, kind):
     monkeypatch.setenv("HYBRIDFLOW_LOG", variable)
-    choose_log(Namespace(log=option))
-    assert os.environ["HYBRIDFLOW_LOG"] == kind
+    arguments = Namespace(log=option)
+    choose_log(arguments)
+    assert arguments.log == os.environ["HYBRIDFLOW_LOG"] == kind
+
+
+@pytest.mark.parametrize("launcher", ["local", "mpi"])
+@pytest.mark.parametrize(("variable", "words"), [("", []), ("json", ["--log", "json"])])
+def test_ranks_are_told_the_form_of_the_console(monkeypatch, capsys, launcher, variable, words):
+    monkeypatch.setenv("HYBRIDFLOW_LOG", variable)
+    assert main(["launch", launcher, "quickstart", "--print"]) == 0
+    for line in capsys.readouterr().out.splitlines():
+        assert line.split()[-len(words) - 1 :] == ["quickstart", *words]
 
 
 def test_a_form_of_the_console_that_is_not_known_is_refused(monkeypatch):

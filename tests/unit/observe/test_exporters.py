@@ -11,6 +11,7 @@ import time
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,9 +104,13 @@ def test_the_node_exporter_finds_a_whole_file(tmp_path):
     assert gauges(path.read_text())["hybridflow_reward_mean", "one"] == 0.5
 
 
-def test_weights_and_biases_has_the_steps_offline_and_knows_a_run_again(tmp_path):
+@pytest.mark.parametrize("is_said_by", ["recipe", "variable"])
+def test_weights_and_biases_has_the_steps_offline_and_knows_a_run_again(tmp_path, monkeypatch, is_said_by):
+    settings = WandbConfig(project="tests", offline=is_said_by == "recipe")
+    if is_said_by == "variable":
+        monkeypatch.setenv("WANDB_MODE", "offline")
     for first, is_resumed in ((1, False), (3, True)):
-        exporter = WandbExporter(WandbConfig(project="tests", offline=True), "one", tmp_path, is_resumed=is_resumed)
+        exporter = WandbExporter(settings, "one", tmp_path, is_resumed=is_resumed)
         for step in (first, first + 1):
             exporter.export(step, METRICS)
         exporter.close()
@@ -253,6 +258,9 @@ def test_what_is_not_there_is_refused_before_the_first_step(tmp_path, monkeypatc
     recipe = load_recipe("grpo", ["metrics.callbacks=['nowhere:callback']"])
     with pytest.raises(ConfigError, match="metrics.callbacks='nowhere:callback'"):
         open_outlets(recipe, tmp_path, is_resumed=False)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(login=lambda key=None: True))
+    with pytest.raises(ConfigError, match=r"needs wandb 0.30 or newer"):
+        WandbExporter(WandbConfig(project="tests"), "one", tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", None)
     recipe = replace(recipe, metrics=load_recipe("grpo", ["metrics.wandb={project: a}"]).metrics)
     with pytest.raises(ConfigError, match=r"pip install 'hybridflow\[wandb\]'"):

@@ -10,7 +10,7 @@ from hybridflow.config.rewards import RewardConfig
 from hybridflow.errors import RewardError
 from hybridflow.rewards import maths
 from hybridflow.rewards.kinds import make_kind
-from hybridflow.rewards.sample import Sample
+from hybridflow.rewards.sample import Sample, Unscored
 from hybridflow.rewards.scorer import Scorer
 
 pytest.importorskip("math_verify")
@@ -181,6 +181,21 @@ def test_a_worker_that_is_killed_is_replaced(made):
     with pytest.raises(RewardError, match="the process that compares was killed"):
         made.scores([sample("4", "4")])
     assert made.scores([sample("4", "4")]) == [1]
+
+
+OLD = """
+class LatexExtractionConfig:
+    pass
+ExprExtractionConfig = LatexExtractionConfig
+parse = verify = lambda *_, **__: []
+"""
+
+
+def test_a_math_verify_that_reads_nothing_is_not_begun_with(tmp_path, monkeypatch):
+    (tmp_path / "math_verify.py").write_text(OLD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(Unscored, match="is older than 0.9: pip install -U math-verify"):
+        maths.Maths(10.0, "reward.function")([sample("4", "4")])
 
 
 def test_a_comparison_that_is_not_told_in_time_counts_as_different(monkeypatch):

@@ -92,6 +92,8 @@ def test_what_is_no_expression_or_too_large_is_refused(text, message):
 
 def test_it_answers_until_the_policy_does():
     calculator = Calculator()
+    calculator.reset("", 391)
+    assert calculator.step("391") == ("", 1.0, True)
     assert calculator.reset("17*23=", "391") is None
     assert calculator.step("hm [17*23] and [1]") == ("391;", 0.0, False)
     assert calculator.step("[17*]") == ("error;", 0.0, False)

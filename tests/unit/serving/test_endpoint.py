@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -129,7 +130,7 @@ def test_answers_and_refusals():
             ("POST", "/v1/completions", {"prompt": "a" * 65}, JSON, 400),
             ("POST", "/v1/completions", {"prompt": "a"}, {"Content-Type": "text/plain"}, 415),
             ("POST", "/v1/completions", {"prompt": "a"}, {**JSON, "Host": "evil.example:80"}, 403),
-            ("POST", "/v1/completions", {"prompt": "a", "n": 9}, JSON, 429),
+            ("POST", "/v1/completions", {"prompt": "a", "n": 9}, JSON, 400),
         ]:
             status, answer = call(end, method, path, body, headers)
             assert status == expected and answer["error"]["message"], (path, body, status, answer)
@@ -250,6 +251,24 @@ def test_pieces_of_a_stream_are_the_text():
         assert rows[-2]["choices"][0]["finish_reason"] == "stop" and rows[-1]["usage"]["completion_tokens"] == 9
 
 
+def test_the_first_piece_of_each_choice_of_a_chat_says_who_speaks(tmp_path):
+    tokenizer = Letters()
+    tokenizer.path = tmp_path / "tokenizer.json"
+    (tmp_path / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    with serving(served=replace(SERVED, tokenizer=tokenizer)) as (end, _, _):
+        body = {"messages": [{"role": "user", "content": "abc"}], "n": 2, "stream": True}
+        connection = http.client.HTTPConnection("127.0.0.1", end.port, timeout=30)
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), JSON)
+        events = connection.getresponse().read().decode().split("\n\n")[:-2]
+    deltas = {0: [], 1: []}
+    for event in events:
+        (choice,) = json.loads(event.removeprefix("data: "))["choices"]
+        deltas[choice["index"]].append(choice["delta"])
+    for first, *later in deltas.values():
+        assert first["role"] == "assistant" and "content" in first
+        assert len(later) > 1 and not any("role" in delta for delta in later)
+
+
 def test_a_token_is_needed_once_there_is_one():
     with serving(token=b"secret") as (end, _, _):
         for given in (None, "Bearer wrong", "Bearer secre", "Bearer secrets", "secret", "Basic secret", "Bearer \xe9"):
@@ -283,7 +302,7 @@ def test_what_takes_too_long_and_what_is_too_much_is_told():
         for thread in threads:
             thread.start()
         wait_until(lambda: desk.num_running == 2 or len(answers) == 2)
-        status, answer = call(end, "POST", "/v1/completions", {"prompt": ["a", "b", "c"]})
+        status, answer = call(end, "POST", "/v1/completions", {"prompt": "a"})
         assert status == 429 and answer["error"]["type"] == "rate_limit_error"
         for thread in threads:
             thread.join()
@@ -442,7 +461,7 @@ def test_others_may_not_reach_it_without_a_token(monkeypatch):
         with pytest.raises(ConfigError, match="--token-env"):
             _serve(serve_arguments(host=host))
     monkeypatch.delenv("NO_TOKEN", raising=False)
-    for value in (None, "", "a\nb", "é"):
+    for value in (None, "", "a\nb", "é", "secret "):
         if value is not None:
             monkeypatch.setenv("NO_TOKEN", value)
         with pytest.raises(ConfigError, match="NO_TOKEN"):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hybridflow.data.chat import chat_template, render_chat
 from hybridflow.errors import ConfigError, DataError, WriteError
 from hybridflow.exit_status import DONE
+from hybridflow.rollout.sampling import FAILURES, NOTHING_LEFT
 from hybridflow.rollout.texts import GrowingText, Texts, Watch, settled_text, text_before_stop
 from hybridflow.serving import batch, command
 from hybridflow.serving.api import ApiError, Sample, Served, completion, failure, read_ask
@@ -345,6 +346,7 @@ def test_the_name_of_a_special_token_ends_a_sample_as_the_token_does(stop, texts
         ({"prompt": ["a"] * 300}, "at most 256"),
         ({"prompt": "a", "max_tokens": 4, "max_completion_tokens": 4}, "mean the same"),
         ({"prompt": "a", "logprobs": 5}, "0 or 1"),
+        ({"prompt": "a", "logprobs": 1, "echo": True}, "logprobs=1 with echo asks for the likeliest"),
         ({"prompt": "a", "best_of": 3}, "best_of=3"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "stream": 1}, "true or false"),
@@ -417,7 +419,7 @@ def test_bodies_that_are_no_objects_and_other_models_are_refused(tmp_path):
 
 
 def test_an_answer_with_echo_and_log_probs_has_a_number_for_each_token_but_the_first():
-    asked = ask(prompt=["ab", "c"], echo=True, logprobs=1)
+    asked = ask(prompt=["ab", "c"], echo=True, logprobs=0)
     assert asked.params["with_prompt_log_probs"]
     samples = [
         Sample(tokens=[120, 256], log_probs=[-1.0, -2.0], prompt_log_probs=[-3.0], finish="stop", error=None),
@@ -431,3 +433,5 @@ def test_an_answer_with_echo_and_log_probs_has_a_number_for_each_token_but_the_f
     failed = Sample(tokens=[], log_probs=[], prompt_log_probs=None, finish="failed", error="not finite")
     for each, status in ((failed, 500), (replace(failed, is_refused=True), 400)):
         assert "not finite" in str(failure(each)) and failure(each).status == status
+    forbidden = replace(failed, is_refused=True, error=f"token 0: {FAILURES[NOTHING_LEFT]}")
+    assert "bad_words" in str(failure(forbidden)) and "min_tokens" in str(failure(forbidden))

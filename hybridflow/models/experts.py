@@ -50,10 +50,12 @@ class RoutedLayer(TransformerLayer):
         if not isinstance(self.mlp, ExpertLayer):
             return super().forward(*args, **known)
         self.mlp.router.routing = getattr(known["attention_bias"], "routing", None)
-        output = super().forward(*args, **known)
-        # A rollout on a GPU calls the experts alone, and is told nothing.
-        self.mlp.router.routing = None
-        return output
+        try:
+            return super().forward(*args, **known)
+        finally:
+            # A rollout on a GPU calls the experts alone, and is told nothing. Recomputation for the backward pass
+            # leaves by an exception as soon as it has what it needs.
+            self.mlp.router.routing = None
 
 
 class ExpertLayer(BaseMoELayer):

@@ -11,6 +11,7 @@ import torch
 from hybridflow.config.roles import MoEConfig
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.models.layers import recompute_activations
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import pack
 from hybridflow.models.router import ExpertRouter
@@ -53,7 +54,7 @@ def by_hand(model, config, logits):
     return aux, z, loads
 
 
-def losses_of_routers(world, config):
+def losses_of_routers(world, config, recompute):
     """What a step reports and leaves, and the same by hand."""
     model, _, groups, _ = make_model(world, ParallelLayout(), model=config)
     for layer in model.decoder.layers:
@@ -74,10 +75,12 @@ def losses_of_routers(world, config):
     loss = MOE.aux_loss * aux / 3 + MOE.z_loss * z / 13
     parameters = list(model.parameters())
     expected = torch.autograd.grad(loss, parameters, allow_unused=True)
+    recompute_activations(model, "actor", recompute)
     watch = RouterWatch(model, groups, MOE, [part])
     output = model(part.tokens, part.attention, part.rows)
     assert all(layer.mlp.router.routing is None for layer in model.decoder.layers), "a rollout on a GPU would obey it"
     (output.sum() * 0.0).backward()
+    assert all(layer.mlp.router.routing is None for layer in model.decoder.layers), "the backward pass leaves it there"
     worst = 0.0
     for parameter, wanted in zip(parameters, expected, strict=True):
         wanted = torch.zeros_like(parameter) if wanted is None else wanted
@@ -108,9 +111,10 @@ def losses_of_routers(world, config):
 FREE = dict(num_dense_layers=0, dense_ffn_hidden_size=None, router_groups=None, router_groups_per_token=None)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("config", [MIXTURE, replace(SHARED, **FREE)], ids=["softmax", "sigmoid"])
-def test_losses_and_biases_are_those_of_the_formulas(config):
-    ((worst, found, wanted),) = run_ranks(losses_of_routers, 1, replace(config, num_layers=2))
+def test_losses_and_biases_are_those_of_the_formulas(config, recompute):
+    ((worst, found, wanted),) = run_ranks(losses_of_routers, 1, replace(config, num_layers=2), recompute)
     assert worst < 1e-6
     assert found == pytest.approx(wanted, rel=1e-5)
 

@@ -278,39 +278,14 @@ def _whole(name: str, shape: tuple[int, ...], dtype: DType, place: Place) -> Ten
     return TensorSpec(name=name, shape=shape, dtype=dtype, tp_dim=None, place=place)
 
 
-def _llama3(num_layers: int, hidden_size: int, ffn_hidden_size: int, heads: int, **other: Any) -> ModelShape:
-    return ModelShape(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        ffn_hidden_size=ffn_hidden_size,
-        num_attention_heads=heads,
-        num_query_groups=8,
-        vocab_size=128256,
-        **other,
-    )
-
-
-def _qwen(num_layers: int, hidden_size: int, ffn_hidden_size: int, heads: int, groups: int, **other: Any) -> ModelShape:
-    return ModelShape(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        ffn_hidden_size=ffn_hidden_size,
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        **{"vocab_size": 151936, **other},
-    )
-
-
-def _qwen2(*sizes: int, **other: Any) -> ModelShape:
-    return _qwen(*sizes, qkv_bias=True, **other)
-
-
-def _qwen3(*sizes: int, **other: Any) -> ModelShape:
-    return _qwen(*sizes, qk_norm=True, **other)
-
-
-def _gemma3(
-    num_layers: int, hidden_size: int, ffn_hidden_size: int, heads: int, groups: int, **other: Any
+def _shape(
+    family: dict[str, Any],
+    num_layers: int,
+    hidden_size: int,
+    ffn_hidden_size: int,
+    heads: int,
+    groups: int = 8,
+    **other: Any,
 ) -> ModelShape:
     return ModelShape(
         num_layers=num_layers,
@@ -318,88 +293,49 @@ def _gemma3(
         ffn_hidden_size=ffn_hidden_size,
         num_attention_heads=heads,
         num_query_groups=groups,
-        tied_embeddings=True,
-        qk_norm=True,
-        post_norms=True,
-        **{"head_dim": 256, "vocab_size": 262208, **other},
+        **{**family, **other},
     )
 
 
-def _olmo2(num_layers: int, hidden_size: int, ffn_hidden_size: int, heads: int, groups: int) -> ModelShape:
-    return ModelShape(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        ffn_hidden_size=ffn_hidden_size,
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        vocab_size=100352,
-        qk_norm=True,
-        qk_norm_over="projection",
-        pre_norms=False,
-        post_norms=True,
-    )
-
-
-def _glm4(num_layers: int, hidden_size: int, ffn_hidden_size: int, heads: int, groups: int, **other: Any) -> ModelShape:
-    return ModelShape(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        ffn_hidden_size=ffn_hidden_size,
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        vocab_size=151552,
-        post_norms=True,
-        **other,
-    )
-
-
-def _gpt_oss(num_layers: int, num_experts: int) -> ModelShape:
-    return ModelShape(
-        num_layers=num_layers,
-        hidden_size=2880,
-        ffn_hidden_size=2880,
-        num_attention_heads=64,
-        num_query_groups=8,
-        head_dim=64,
-        vocab_size=201088,
-        linear_bias=True,
-        attention_sinks=True,
-        num_experts=num_experts,
-        experts_per_token=4,
-    )
-
-
-def _mixtral(num_layers: int, hidden_size: int, ffn_hidden_size: int, heads: int, vocab_size: int) -> ModelShape:
-    return ModelShape(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        ffn_hidden_size=ffn_hidden_size,
-        num_attention_heads=heads,
-        num_query_groups=8,
-        vocab_size=vocab_size,
-        num_experts=8,
-        experts_per_token=2,
-    )
-
+_LLAMA3 = {"vocab_size": 128256}
+_QWEN2 = {"vocab_size": 151936, "qkv_bias": True}
+_QWEN3 = {"vocab_size": 151936, "qk_norm": True}
+_MIXTRAL = {"num_experts": 8, "experts_per_token": 2}
+_GEMMA3 = {"head_dim": 256, "vocab_size": 262208, "tied_embeddings": True, "qk_norm": True, "post_norms": True}
+_OLMO2 = {
+    "vocab_size": 100352,
+    "qk_norm": True,
+    "qk_norm_over": "projection",
+    "pre_norms": False,
+    "post_norms": True,
+}
+_GLM4 = {"vocab_size": 151552, "post_norms": True}
+_GPT_OSS = {
+    "head_dim": 64,
+    "vocab_size": 201088,
+    "linear_bias": True,
+    "attention_sinks": True,
+    "experts_per_token": 4,
+}
 
 _SHAPES = {
-    "llama3-1b": _llama3(16, 2048, 8192, 32, head_dim=64, tied_embeddings=True),
-    "llama3-3b": _llama3(28, 3072, 8192, 24, tied_embeddings=True),
-    "llama3-8b": _llama3(32, 4096, 14336, 32),
-    "llama3-70b": _llama3(80, 8192, 28672, 64),
-    "llama3-405b": _llama3(126, 16384, 53248, 128),
-    "qwen2.5-0.5b": _qwen2(24, 896, 4864, 14, 2, head_dim=64, tied_embeddings=True),
-    "qwen2.5-1.5b": _qwen2(28, 1536, 8960, 12, 2, tied_embeddings=True),
-    "qwen2.5-7b": _qwen2(28, 3584, 18944, 28, 4, vocab_size=152064),
-    "qwen2.5-32b": _qwen2(64, 5120, 27648, 40, 8, vocab_size=152064),
-    "qwen2.5-72b": _qwen2(80, 8192, 29568, 64, 8, vocab_size=152064),
-    "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, 8, tied_embeddings=True),
-    "qwen3-4b": _qwen3(36, 2560, 9728, 32, 8, tied_embeddings=True),
-    "qwen3-8b": _qwen3(36, 4096, 12288, 32, 8),
-    "qwen3-14b": _qwen3(40, 5120, 17408, 40, 8),
-    "qwen3-32b": _qwen3(64, 5120, 25600, 64, 8),
-    "qwen3-30b-a3b": _qwen3(48, 2048, 768, 32, 4, num_experts=128, experts_per_token=8),
-    "qwen3-235b-a22b": _qwen3(94, 4096, 1536, 64, 4, num_experts=128, experts_per_token=8),
+    "llama3-1b": _shape(_LLAMA3, 16, 2048, 8192, 32, head_dim=64, tied_embeddings=True),
+    "llama3-3b": _shape(_LLAMA3, 28, 3072, 8192, 24, tied_embeddings=True),
+    "llama3-8b": _shape(_LLAMA3, 32, 4096, 14336, 32),
+    "llama3-70b": _shape(_LLAMA3, 80, 8192, 28672, 64),
+    "llama3-405b": _shape(_LLAMA3, 126, 16384, 53248, 128),
+    "qwen2.5-0.5b": _shape(_QWEN2, 24, 896, 4864, 14, 2, head_dim=64, tied_embeddings=True),
+    "qwen2.5-1.5b": _shape(_QWEN2, 28, 1536, 8960, 12, 2, tied_embeddings=True),
+    "qwen2.5-7b": _shape(_QWEN2, 28, 3584, 18944, 28, 4, vocab_size=152064),
+    "qwen2.5-32b": _shape(_QWEN2, 64, 5120, 27648, 40, 8, vocab_size=152064),
+    "qwen2.5-72b": _shape(_QWEN2, 80, 8192, 29568, 64, 8, vocab_size=152064),
+    "qwen3-0.6b": _shape(_QWEN3, 28, 1024, 3072, 16, 8, tied_embeddings=True),
+    "qwen3-4b": _shape(_QWEN3, 36, 2560, 9728, 32, 8, tied_embeddings=True),
+    "qwen3-8b": _shape(_QWEN3, 36, 4096, 12288, 32, 8),
+    "qwen3-14b": _shape(_QWEN3, 40, 5120, 17408, 40, 8),
+    "qwen3-32b": _shape(_QWEN3, 64, 5120, 25600, 64, 8),
+    "qwen3-30b-a3b": _shape(_QWEN3, 48, 2048, 768, 32, 4, num_experts=128, experts_per_token=8),
+    "qwen3-235b-a22b": _shape(_QWEN3, 94, 4096, 1536, 64, 4, num_experts=128, experts_per_token=8),
     "deepseek-v3": ModelShape(
         num_layers=61,
         hidden_size=7168,
@@ -419,17 +355,17 @@ _SHAPES = {
         shared_ffn_hidden_size=2048,
         expert_bias=True,
     ),
-    "mixtral-8x7b": _mixtral(32, 4096, 14336, 32, 32000),
-    "mixtral-8x22b": _mixtral(56, 6144, 16384, 48, 32768),
-    "gemma3-1b": _gemma3(26, 1152, 6912, 4, 1, vocab_size=262144),
-    "gemma3-4b": _gemma3(34, 2560, 10240, 8, 4),
-    "gemma3-12b": _gemma3(48, 3840, 15360, 16, 8),
-    "gemma3-27b": _gemma3(62, 5376, 21504, 32, 16, head_dim=128),
-    "olmo2-7b": _olmo2(32, 4096, 11008, 32, 32),
-    "olmo2-13b": _olmo2(40, 5120, 13824, 40, 40),
-    "olmo2-32b": _olmo2(64, 5120, 27648, 40, 8),
-    "glm4-9b": _glm4(40, 4096, 13696, 32, 2, qkv_bias=True),
-    "glm4-32b": _glm4(61, 6144, 23040, 48, 2),
-    "gpt-oss-20b": _gpt_oss(24, 32),
-    "gpt-oss-120b": _gpt_oss(36, 128),
+    "mixtral-8x7b": _shape(_MIXTRAL, 32, 4096, 14336, 32, vocab_size=32000),
+    "mixtral-8x22b": _shape(_MIXTRAL, 56, 6144, 16384, 48, vocab_size=32768),
+    "gemma3-1b": _shape(_GEMMA3, 26, 1152, 6912, 4, 1, vocab_size=262144),
+    "gemma3-4b": _shape(_GEMMA3, 34, 2560, 10240, 8, 4),
+    "gemma3-12b": _shape(_GEMMA3, 48, 3840, 15360, 16, 8),
+    "gemma3-27b": _shape(_GEMMA3, 62, 5376, 21504, 32, 16, head_dim=128),
+    "olmo2-7b": _shape(_OLMO2, 32, 4096, 11008, 32, 32),
+    "olmo2-13b": _shape(_OLMO2, 40, 5120, 13824, 40, 40),
+    "olmo2-32b": _shape(_OLMO2, 64, 5120, 27648, 40, 8),
+    "glm4-9b": _shape(_GLM4, 40, 4096, 13696, 32, 2, qkv_bias=True),
+    "glm4-32b": _shape(_GLM4, 61, 6144, 23040, 48, 2),
+    "gpt-oss-20b": _shape(_GPT_OSS, 24, 2880, 2880, 64, num_experts=32),
+    "gpt-oss-120b": _shape(_GPT_OSS, 36, 2880, 2880, 64, num_experts=128),
 }

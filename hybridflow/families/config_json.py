@@ -28,6 +28,8 @@ _ROTARY_NUMBERS = (
     *("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"),
     *_YARN_NUMBERS,
 )
+_STRETCHED = ("yarn", "longrope")
+"""Kinds of scaling whose files have the stretched context, as the model's longest sequence."""
 _ROTARY_LISTS = ("short_factor", "long_factor")
 _ROTARY_KEYS = {
     *_ROTARY_NUMBERS,
@@ -220,7 +222,7 @@ def _one_rotary(family: Family, given: Mapping[str, Any], told: dict[str, Any], 
     context = given["max_position_embeddings"]
     original = given.get("original_max_position_embeddings", told.get("original_max_position_embeddings", context))
     scaling = {key: told[key] for key in _ROTARY_NUMBERS if told.get(key) is not None}
-    if kind in ("yarn", "longrope"):
+    if kind in _STRETCHED:
         scaling.setdefault("factor", context / original)
     scaling |= {key: [float(item) for item in told[key]] for key in _ROTARY_LISTS if told.get(key) is not None}
     scaling = {key: float(value) if type(value) is int else value for key, value in scaling.items()}
@@ -300,7 +302,8 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
     """Return the ``config.json`` to write beside a model's tensors; the inverse of ``read_config``.
 
     Rotary positions are written in both spellings: ``rope_parameters`` of transformers 5, and the flat keys that went
-    before. With LongRoPE ``max_position_embeddings`` is the stretched context, also of a model with a shorter one.
+    before. With YaRN and LongRoPE ``max_position_embeddings`` is the stretched context, also of a model with a shorter
+    one: transformers 4 takes its ratio to the original context for the factor, whatever factor is written.
 
     Args:
         original: The one that traveled along; kept where it describes the model, with the model's longest sequence and
@@ -310,8 +313,11 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
     """
     config = _written(described)
     if original is not None:
-        shortened = (key for key, setting in described.family.keys.items() if setting in ("max_context", "init_std"))
-        original = {**original, **{key: config[key] for key in shortened if key in original}}
+        scaling = described.model.rotary_scaling
+        # The stretched context of YaRN stays: of a factor that is no ratio of whole numbers it cannot be computed.
+        updated = ("init_std",) if scaling is not None and scaling.kind == "yarn" else ("max_context", "init_std")
+        keys = (key for key, setting in described.family.keys.items() if setting in updated)
+        original = {**original, **{key: config[key] for key in keys if key in original}}
     if original is not None and _describes(original, described):
         head = {key: value for key, value in config.items() if key in ("architectures", "id2label", "label2id")}
         # Code and labels do not travel along, and what is written lies in no codes.
@@ -393,9 +399,9 @@ def _describes(original: Mapping[str, Any], described: Described) -> bool:
 
 
 def _cut(found: ModelConfig, model: ModelConfig) -> ModelConfig:
-    """Return a model that was read, with the context of ``model`` where a file of LongRoPE does not say that."""
-    is_long = model.rotary_scaling is not None and model.rotary_scaling.kind == "longrope"
-    return replace(found, max_context=model.max_context) if is_long else found
+    """Return a model that was read, with the context of ``model`` where its file has the stretched one instead."""
+    is_stretched = model.rotary_scaling is not None and model.rotary_scaling.kind in _STRETCHED
+    return replace(found, max_context=model.max_context) if is_stretched else found
 
 
 def _written(described: Described) -> dict[str, Any]:
@@ -489,11 +495,14 @@ def _written_one_rotary(model: ModelConfig) -> dict[str, Any]:
     flat = {"rope_type": scaling.kind, "type": scaling.kind, **told}
     full = {"rope_type": scaling.kind, **told, "rope_theta": base}
     config: dict[str, Any] = {"rope_theta": base}
+    # vLLM (LongRoPE) and older readers (both kinds) go by this ratio, whatever the factor is.
+    stretched = None if original is None else round(scaling.factor * original)
+    is_ratio = scaling.kind in _STRETCHED and stretched is not None and stretched / original == scaling.factor
+    if is_ratio:
+        config["max_position_embeddings"] = stretched
     if scaling.kind == "longrope":
-        # vLLM and older readers go by this ratio, whatever the factor is, and take no fourth key beside the two lists.
-        stretched = round(scaling.factor * original)
-        if stretched / original == scaling.factor:
-            config["max_position_embeddings"] = stretched
+        if is_ratio:
+            # Older readers take no fourth key beside the two lists.
             del flat["factor"], full["factor"]
         # Where the models that have it keep it.
         config["original_max_position_embeddings"] = original

@@ -471,7 +471,7 @@ def test_what_is_written_reads_as_it_was(name, data, has_value_head):
     found = read_config(written, where="config.json")
     assert (found.family, found.has_value_head) == (described.family, has_value_head)
     expected = described.model
-    if expected.rotary_scaling is not None and expected.rotary_scaling.kind == "longrope":
+    if expected.rotary_scaling is not None and expected.rotary_scaling.kind in ("yarn", "longrope"):
         expected = replace(expected, max_context=found.model.max_context)
     assert spelled_out(found.model) == spelled_out(expected)
 
@@ -531,15 +531,35 @@ def test_the_original_is_kept_and_brought_up_to_date():
     assert "something_new" not in written and written["dtype"] == written["torch_dtype"] == "float32"
 
 
-def test_a_shorter_context_changes_no_factor_of_positions():
-    """YaRN without a factor has it from the context, so that the original is of no use."""
-    yarn = {"rope_type": "yarn", "original_max_position_embeddings": 4096}
+def yarn_factor_of_transformers_4(config):
+    """As ``_compute_yarn_parameters`` of 4.51 to 4.55 has it: the factor that is written does not count."""
+    scaling = config["rope_scaling"]
+    if "original_max_position_embeddings" in scaling:
+        return config["max_position_embeddings"] / scaling["original_max_position_embeddings"]
+    return scaling["factor"]
+
+
+@pytest.mark.parametrize("told", [{"factor": 32.0}, {}])
+def test_a_shorter_context_changes_no_factor_of_yarn(told):
+    """Older readers take the ratio of the two contexts, also of a model that was trained with a shorter one."""
+    yarn = {"rope_type": "yarn", **told, "original_max_position_embeddings": 4096}
     values = {**real("Llama-3.1-8B")[0], "rope_scaling": yarn, "something_new": 1}
     described = read_config(values, where="config.json")
     short = replace(described, model=replace(described.model, max_context=8192))
-    written = update_config(values, short, dtype="bfloat16")
-    assert spelled_out(read_config(written, where="config.json").model) == spelled_out(short.model)
-    assert "something_new" not in written
+    for written in (written_config(short), update_config(values, short, dtype="bfloat16")):
+        assert yarn_factor_of_transformers_4(written) == 32.0
+        assert read_config(written, where="config.json").model.rotary_scaling == short.model.rotary_scaling
+    assert written["something_new"] == 1
+
+
+def test_yarn_whose_factor_is_no_ratio_keeps_the_number_of_the_original():
+    """As Qwen is advised to be stretched: the factor added, the longest sequence left as it was."""
+    yarn = {"rope_type": "yarn", "factor": 2.3, "original_max_position_embeddings": 4096}
+    values = {**real("Llama-3.1-8B")[0], "rope_scaling": yarn}
+    described = read_config(values, where="config.json")
+    short = replace(described, model=replace(described.model, max_context=8192))
+    assert update_config(values, short, dtype="bfloat16")["max_position_embeddings"] == 131072
+    assert written_config(short)["max_position_embeddings"] == 8192
 
 
 @pytest.mark.parametrize("max_context", [131072, 4096, 8192])

@@ -287,20 +287,20 @@ class Trainer(Role):
         progress.is_save_overdue = time.monotonic() - self._saved_at_s >= SAVE_AFTER_S
         own = [share, self._take_shown(), progress.is_save_overdue, self._stopping.local_reason(), self._scores()]
         gathered = self._everyone.gather(own, "metrics of the step")
+        shares, shown, overdue, reasons, all_scores = zip(*gathered, strict=True)
         following = about["first_prompt_index"] + about["num_prompts"]
         progress.next_prompt_index = following if groups is None else groups.next_prompt_index
-        self._step_metrics = metrics = self._record.end_step(progress.step, [Share(*found) for found, *_ in gathered])
+        self._step_metrics = metrics = self._record.end_step(progress.step, [Share(*found) for found in shares])
         # Clocks differ: the lowest rank's counts.
-        progress.is_save_overdue = gathered[0][2]
+        progress.is_save_overdue = overdue[0]
         self._stopping.learn(metrics)
         self._steps_here += 1
         if self._steps_here == 1:
             self._tell_once(reward_warning(metrics, progress.step, self.job.recipe.run_dir))
         self._tell_once(duration_warning(self.job.recipe, self._steps_here, progress.step, metrics["time/step_s"]))
-        self._stopping.settle(reason for *_, reason, _ in gathered)
-        for *_, scores in gathered:
+        self._stopping.settle(reasons)
+        for scores in all_scores:
             self._rollouts.add_scores(progress.step, scores)
-        shown = [each for _, each, *_ in gathered]
         self._take_validation(metrics, shown)
         if self.job.recipe.data.held_out is None and self.job.world.rank == 0:
             self._record.show_samples([each for rank in shown for each in rank])

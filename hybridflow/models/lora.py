@@ -37,6 +37,8 @@ _ROW_PARALLEL = frozenset({"self_attention.linear_proj", "mlp.linear_fc2"})
 _GOLDEN = -7046029254386353131
 _MIX = (-4658895280553007687, -7723592293110705685)
 _KEPT_BITS = 24
+_DRAWN_AT_ONCE = 1 << 22
+"""Elements of a dropout mask that are drawn at one time, by way of up to three int64 tensors of this size: 96 MiB."""
 
 
 class Dropout:
@@ -98,9 +100,17 @@ class Dropout:
         digest = hashlib.sha256(f"{self._seed}:{self.update}:{name}".encode()).digest()
         salt = int.from_bytes(digest[:8], "little", signed=True)
         columns = torch.arange(first_column, first_column + inputs.shape[-1], device=inputs.device)
-        drawn = _mixed(keys[:, None] + _mixed(columns * _GOLDEN + salt))
-        is_kept = (drawn & ((1 << _KEPT_BITS) - 1)) >= self._share * (1 << _KEPT_BITS)
-        return inputs * (is_kept[:, None] / (1 - self._share)).to(inputs.dtype)
+        mixed_columns = _mixed(columns * _GOLDEN + salt)
+        mask = torch.empty_like(inputs)
+        num_rows = max(1, _DRAWN_AT_ONCE // inputs.shape[-1])
+        for part, of_tokens in zip(mask.split(num_rows), keys.split(num_rows), strict=True):
+            part.copy_(self._factors(of_tokens[:, None, None] + mixed_columns))
+        return inputs * mask
+
+    def _factors(self, values: Tensor) -> Tensor:
+        """Return by what inputs are multiplied, fp32, from a number for each."""
+        is_kept = (_mixed(values) & ((1 << _KEPT_BITS) - 1)) >= self._share * (1 << _KEPT_BITS)
+        return is_kept / (1 - self._share)
 
 
 def _mixed(values: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -418,6 +419,36 @@ def test_training_with_dropout_is_the_same_in_every_layout_and_leaves_the_refere
             np.testing.assert_array_equal(columns[0], columns[1])
             np.testing.assert_array_equal(columns[0], columns[2])
             assert abs(values - columns[0]).max() > 1e-2
+
+
+def split_mix(value: int) -> int:
+    """Finalize SplitMix64, on Python's integers."""
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64
+    return value ^ value >> 31
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 2, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_is_that_of_the_formula(monkeypatch, rows_at_once, dtype) -> None:
+    golden, tokens, first, width = 0x9E3779B97F4A7C15, [3, 1, 4, 1, 5], 11, 60
+    monkeypatch.setattr("hybridflow.models.lora._DRAWN_AT_ONCE", rows_at_once * width + 7)
+    salt = int.from_bytes(hashlib.sha256(b"5:2:layer").digest()[:8], "little")
+    expected, so_far = [], 0
+    for position, token in enumerate(tokens):
+        so_far = (so_far + split_mix((token * golden + position) % 2**64)) % 2**64
+        key = split_mix(so_far)
+        mixed = [split_mix((column * golden + salt) % 2**64) for column in range(first, first + width)]
+        expected.append([split_mix((key + each) % 2**64) % 2**24 >= 0.3 * 2**24 for each in mixed])
+    dropout = Dropout(0.3, seed=5)
+    dropout.update = 2
+    dropout.begin(torch.tensor(tokens), PackedAttention([5], torch.device("cpu")))
+    inputs = torch.linspace(-3, 3, 7 * width).view(7, 1, width).to(dtype)
+    found = dropout(inputs, "layer", first)
+    # What stands behind the tokens is dropped somehow.
+    kept = torch.tensor(expected, dtype=torch.float32)
+    assert torch.equal(found[:5, 0], inputs[:5, 0] * (kept / 0.7).to(dtype))
+    assert found.dtype == dtype and found.shape == inputs.shape
 
 
 def test_dropout_depends_on_the_tokens_so_far_and_on_nothing_else() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping import activations
 from hybridflow.models.gpt import build_transformer
+from hybridflow.models.lora import Dropout
 from tests.cuda.fake.batches import shared_prompts
 from tests.cuda.fake.machine import DEVICE, Peak, fake_cuda, place
 from tests.cuda.fake.shapes import FAMILIES, family_model
@@ -34,3 +37,20 @@ def test_a_layer_keeps_what_is_planned(monkeypatch, name):
     tokens = len(batch.tokens)
     planned = [activations.training_bytes(replace(model, num_layers=each), mesh, 0, tokens) for each in (1, 3)]
     assert 0.95 * (planned[1] - planned[0]) <= kept[1] - kept[0] <= planned[1] - planned[0]
+
+
+def test_a_mask_of_dropout_is_drawn_in_parts(monkeypatch):
+    # The last layer of a feed-forward block of 7B.
+    tokens, width = 16_384, 18_944
+    with fake_cuda(monkeypatch):
+        dropout = Dropout(0.05, seed=1)
+        keys = torch.empty(tokens, dtype=torch.int64, device=DEVICE)
+        # A stand-in: the sums over tokens so far come from a plan on the host.
+        attention = SimpleNamespace(positions=keys, sums_so_far=lambda values: values)
+        monkeypatch.setattr("hybridflow.models.lora.PackedAttention", SimpleNamespace)
+        dropout.begin(keys, attention)
+        inputs = torch.empty(tokens, 1, width, dtype=torch.bfloat16, device=DEVICE)
+        with Peak() as peak:
+            output = dropout(inputs, "layer", 0)
+    assert output.shape == inputs.shape
+    assert peak.most_bytes <= 2 * inputs.nbytes + 128 * 2**20

@@ -276,6 +276,7 @@ def _print_plan(recipe: Recipe, site_file: Path | None) -> None:
     from hybridflow.dataflow.render import plan_table
     from hybridflow.launch.site import load_site
     from hybridflow.mapping.memory import job_memory, planned_gpu_bytes, usable_bytes, with_micro_batches
+    from hybridflow.mapping.memory_check import check_memory
     from hybridflow.mapping.memory_table import memory_summary, memory_table
     from hybridflow.trainer.plan import placement_warnings, plan_job, transformers_note
     from hybridflow.trainer.warnings import recipe_warnings
@@ -295,6 +296,8 @@ def _print_plan(recipe: Recipe, site_file: Path | None) -> None:
             "fit: name the GPU to see them, as in cluster.hardware=h100-sxm"
         )
     for warning in (*transformers_note(recipe), *placement_warnings(plan.meshes), *recipe_warnings(recipe)):
+        complain(warning)
+    for warning in check_memory(recipe, memory, gpu_bytes):
         complain(warning)
 
 

@@ -30,7 +30,8 @@ from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.families.assets import ends_in
 from hybridflow.layout import mesh as geometry
-from hybridflow.mapping.memory import check_memory, with_micro_batches
+from hybridflow.mapping.memory import with_micro_batches
+from hybridflow.mapping.memory_check import check_budget
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.placement.job import Job
 from hybridflow.placement.library_models import with_library_models
@@ -139,7 +140,7 @@ class HybridActor:
         torch.set_num_threads(self.recipe.cluster.threads_per_rank)
         plan = plan_job(self.recipe)
         self.recipe = with_micro_batches(self.recipe, plan.meshes, self._world.gpu_bytes())
-        check_memory(self.recipe, plan.meshes)
+        check_budget(self.recipe, plan.meshes)
         self._world.make_groups([*rank_sets(plan.meshes.values(), self._world.size), *plan.rank_sets()])
         place = tokenizer_in(section["path"]) if tokenizer is None and "path" in section else tokenizer
         known = None if place is None else open_tokenizer(place)

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,19 +17,16 @@ from hybridflow.errors import ConfigError, HybridflowError, LayoutError
 from hybridflow.launch.batch import BatchJob, shipped_body
 from hybridflow.launch.layout import with_layouts
 from hybridflow.launch.site import SITE_FILE, Site, absolute, check_line, load_site, seconds_of, texts
-from hybridflow.mapping.memory import RankMemory, job_memory, planned_gpu_bytes, with_micro_batches
+from hybridflow.mapping.memory import job_memory, planned_gpu_bytes, with_micro_batches
+from hybridflow.mapping.memory_check import check_memory
 from hybridflow.recipe.dry_run import try_inputs
 from hybridflow.recipe.inputs import check_inputs
 from hybridflow.recipe.load import load_recipe, recipe_for_ranks
 from hybridflow.recipe.meshes import role_meshes
 from hybridflow.recipe.run_dir import try_resume
-from hybridflow.reshard.report import format_bytes
 from hybridflow.sections import to_dict
 from hybridflow.trainer.plan import placement_warnings
 from hybridflow.trainer.warnings import recipe_warnings
-
-_NEAR_SHARE = 0.9
-"""From this share of a GPU's memory on a job may not fit, since the estimate does not have all."""
 
 
 def site_of(arguments: argparse.Namespace) -> Site:
@@ -66,10 +63,9 @@ def check_job(arguments: argparse.Namespace, site: Site) -> tuple[Recipe, BatchJ
         warnings += [f"{told}: {line}; the job searches again when it starts"] if line is not None else []
         meshes = role_meshes(chosen)
         warnings += placement_warnings(meshes)
-        if site.gpu_memory_gb is not None:
-            gpu_bytes = planned_gpu_bytes(chosen, site.gpu_memory_gb)
-            chosen = with_micro_batches(chosen, meshes, gpu_bytes)
-            warnings += check_memory(job_memory(chosen, meshes, gpu_bytes=gpu_bytes), site.gpu_memory_gb)
+        gpu_bytes = planned_gpu_bytes(chosen, site.gpu_memory_gb)
+        chosen = with_micro_batches(chosen, meshes, gpu_bytes)
+        warnings += check_memory(chosen, job_memory(chosen, meshes, gpu_bytes=gpu_bytes), gpu_bytes)
     try_resume(recipe)
     folder = Path.cwd()
     job = BatchJob(
@@ -304,28 +300,3 @@ def time_limit(site: Site) -> str:
             "end; give more time, or lower signal_lead_s in the site settings"
         )
     return site.time
-
-
-def check_memory(memory: Sequence[RankMemory], gpu_memory_gb: float) -> list[str]:
-    """Return warnings where ranks come near the memory of a GPU.
-
-    Raises:
-        ConfigError: A rank needs more.
-    """
-    rank = max(range(len(memory)), key=lambda rank: (memory[rank].least, -rank))
-    needed, room = memory[rank], gpu_memory_gb * 1e9
-    if needed.least <= _NEAR_SHARE * room:
-        return []
-    phase = "update" if needed.update >= needed.rollout - needed.spare else "rollout"
-    remedies = {
-        "update": "lower trainer.micro_batch_tokens or model.max_context, or cut models more ways (tp, pp)",
-        "rollout": "lower rollout.max_concurrent or rollout.cache_memory, set actor.offload=true, or cut the rollout "
-        "more ways (tp)",
-    }
-    found = f"rank {rank} needs about {format_bytes(needed.least)} during the {phase}, a GPU has {gpu_memory_gb:g} GB"
-    if needed.least > room:
-        raise ConfigError(
-            f"{found} (gpu_memory_gb in the site settings); {remedies[phase]}; `hybridflow plan job` tells what needs "
-            "how much"
-        )
-    return [f"{found}, and the estimate does not have all; to be safe, {remedies[phase]}"]

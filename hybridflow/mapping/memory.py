@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 
 from hybridflow.config.recipe import CRITICS, FROZEN, MODEL_MESHES, REWARDS, Recipe
 from hybridflow.config.roles import LoRAConfig, OptimizerConfig
-from hybridflow.errors import ConfigError
 from hybridflow.families.fp8 import LAYERS
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
@@ -30,7 +29,6 @@ from hybridflow.reshard.fsdp import weight_holdings
 from hybridflow.reshard.holdings import Holdings, WeightHoldings, tensors_alike
 from hybridflow.reshard.optimizer import OptimizerHoldings, bucket_elements
 from hybridflow.reshard.plan import aliases, held_bytes, shares_storage
-from hybridflow.reshard.report import format_bytes
 from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec, TensorSpec
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 
@@ -555,26 +553,3 @@ def with_micro_batches(recipe: Recipe, meshes: Mapping[str, DeviceMesh], gpu_byt
         if max(needed.least for needed in job_memory(chosen, meshes, gpu_bytes=gpu_bytes)) <= room:
             break
     return replace(chosen, defaults={**recipe.defaults, "trainer.micro_batch_tokens": tokens})
-
-
-def check_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> None:
-    """Refuse a job that needs more memory than ``cluster.memory_budget_gb``, with the smallest cache.
-
-    Raises:
-        ConfigError: It does; names the rank and the phase.
-    """
-    budget_gb = recipe.cluster.memory_budget_gb
-    if budget_gb is None:
-        return
-    # The file of measured hardware need not be on a node of the job where nothing depends on it.
-    gpu_bytes = planned_gpu_bytes(recipe, None) if recipe.rollout.engine.kind == "vllm" else None
-    for rank, needed in enumerate(job_memory(recipe, meshes, gpu_bytes=gpu_bytes)):
-        phases = {"rollout": needed.rollout - needed.spare, "update": needed.update}
-        phase = max(phases, key=lambda name: phases[name])
-        if phases[phase] > budget_gb * 1e9:
-            raise ConfigError(
-                f"cluster.memory_budget_gb={budget_gb:g}: rank {rank} would need {format_bytes(phases[phase])} in its "
-                f"{phase} phase, of {format_bytes(int(budget_gb * 1e9))}; raise tp or pp, offload (actor.offload, "
-                "reference.offload), lower trainer.micro_batch_tokens, or raise the budget; `hybridflow plan job` "
-                "shows what needs it"
-            )

@@ -45,9 +45,6 @@ _MOST_COUNTED_BYTES = 1 << 30
 _MOST_CHUNKS = 4096
 """MiB of text that are counted: what is compressed may be far longer than its file."""
 
-_SIZED = ("actor.update", "actor.optimizer.lr", "rollout.max_new_tokens", "trainer.steps", "trainer.global_batch_size")
-"""A recipe with all of these has chosen its sizes."""
-
 
 def in_full(values: Mapping[Any, Any], overrides: Sequence[str]) -> tuple[dict[Any, Any], list[str]]:
     """Return values and overrides in which a model, data or a reward given as one text is a section."""
@@ -115,7 +112,6 @@ def fill_in(
     Returns:
         Dotted key -> value of what was set.
     """
-    is_sized = all(inner(values, key) is not None for key in _SIZED)
     found: dict[str, Any] = {}
 
     def put(key: str, value: Any) -> None:
@@ -134,7 +130,7 @@ def fill_in(
     if traits.group_size > 1:
         put("rollout.group_size", traits.group_size)
     context = inner(values, "model.max_context")
-    if not has_context and not is_sized and context > _MOST_CONTEXT:
+    if not has_context and context > _MOST_CONTEXT:
         values["model"]["max_context"] = found["model.max_context"] = context = _MOST_CONTEXT
     is_silent = traits.is_offline and inner(values, "data.held_out") is None
     if type(context) is int:

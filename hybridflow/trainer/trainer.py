@@ -21,7 +21,8 @@ from hybridflow.dataflow.role import Role
 from hybridflow.dataflow.run import Executor, Scope
 from hybridflow.dataflow.schedule import Program
 from hybridflow.errors import DataError, LayoutError
-from hybridflow.mapping.memory import check_memory, with_micro_batches
+from hybridflow.mapping.memory import with_micro_batches
+from hybridflow.mapping.memory_check import check_budget
 from hybridflow.observe.activity import current_activity
 from hybridflow.observe.console import complain
 from hybridflow.observe.exporters import Exporter
@@ -105,7 +106,7 @@ def make_trainer(
     recipe = _with_nodes(recipe, world)
     plan = plan_job(recipe, step)
     recipe = with_micro_batches(recipe, plan.meshes, world.gpu_bytes())
-    check_memory(recipe, plan.meshes)
+    check_budget(recipe, plan.meshes)
     if world.rank == 0:
         for warning in (*transformers_note(recipe), *placement_warnings(plan.meshes), *recipe_warnings(recipe)):
             complain(warning)

@@ -34,7 +34,7 @@ from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.provider import DataProvider
 from hybridflow.errors import CheckpointError, ConfigError, DataError, GraphError
 from hybridflow.exit_status import REQUEUE
-from hybridflow.mapping.memory import check_memory
+from hybridflow.mapping.memory_check import check_budget
 from hybridflow.recipe.meshes import role_meshes
 from tests.support.complaints import complains, complaint
 from tests.support.hf_models import write_tokenizer
@@ -400,9 +400,9 @@ def test_a_budget_of_memory(folder: Path) -> None:
         given = {"model": MODEL | {"vocab_size": 32}, "batch_size": 8, "rollout": {"max_new_tokens": 4}}
         values = recipe_values({**given, "hybrid_engine": {"memory_budget_gb": budget}}, algorithm="ppo", num_ranks=2)
         recipe = finish_recipe(values, num_prompts=None)
-        return complaint(lambda: check_memory(recipe, role_meshes(recipe)), ConfigError)
+        return complaint(lambda: check_budget(recipe, role_meshes(recipe)), ConfigError)
 
-    assert "rank 0 would need" in refused(1e-4) and "phase" in refused(1e-4)
+    assert "rank 0 needs about" in refused(1e-4) and "phase" in refused(1e-4)
     assert refused(100.0) == ""
 
 

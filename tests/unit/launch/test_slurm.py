@@ -17,11 +17,10 @@ from hybridflow import cli
 from hybridflow.errors import ConfigError, LayoutError, WriteError
 from hybridflow.launch import snapshot
 from hybridflow.launch.batch import BatchJob, render_batch, shipped_body
-from hybridflow.launch.checks import check_memory, node_range, time_limit
+from hybridflow.launch.checks import node_range, time_limit
 from hybridflow.launch.command import mpi_command
 from hybridflow.launch.site import Container, Site, check_site, load_site, seconds_of, texts
 from hybridflow.launch.submit import job_state
-from hybridflow.mapping.memory import RankMemory
 from hybridflow.parallel.scontrol import parse_records
 from hybridflow.recipe.load import find_recipe, load_recipe, recipe_for_ranks
 from hybridflow.sections import to_dict
@@ -309,20 +308,6 @@ def test_other_numbers_of_nodes_are_refused(nodes):
         node_range(nodes, 16, 4)
 
 
-def test_memory_near_the_limit_warns_and_above_it_is_refused():
-    def ranks(*peaks_gb):
-        return [RankMemory(meshes=(), rollout=int(each * 1e9), update=1) for each in peaks_gb]
-
-    assert check_memory(ranks(71, 72), 80) == []
-    (warning,) = check_memory(ranks(10, 73), 80)
-    assert "rank 1 needs about 73.0 GB during the rollout, a GPU has 80 GB" in warning
-    with pytest.raises(ConfigError, match=r"rank 0 needs about 80\.1 GB during the rollout.* rollout\.max_concurrent"):
-        check_memory(ranks(80.1, 10), 80)
-    # A cache that takes no more than is free fits.
-    roomy = RankMemory(meshes=(), rollout=int(200e9), update=1, spare=int(190e9))
-    assert check_memory([roomy, *ranks(20)], 80) == []
-
-
 @pytest.fixture
 def on_a_login_node(tmp_path, monkeypatch):
     """A working directory, a home without settings, and an sbatch that notes what it was given."""
@@ -567,7 +552,7 @@ def test_memory_is_checked_against_the_sites_gpus(on_a_login_node, capsys):
     (on_a_login_node / "site.yaml").write_text('time: "24:00:00"\ngpus_per_node: 8\ngpu_memory_gb: 40\n')
     given = ["launch", "slurm", "ppo-70b", "--site", "site.yaml", "--print"]
     assert cli.main(given) == 2
-    assert "GB during the update, a GPU has 40 GB" in capsys.readouterr().err
+    assert "GB in its update phase, a GPU has 40.0 GB (gpu_memory_gb in the site settings)" in capsys.readouterr().err
     (on_a_login_node / "site.yaml").write_text('time: "24:00:00"\ngpus_per_node: 8\ngpu_memory_gb: 80\n')
     assert cli.main(given) == 0
     found = capsys.readouterr()

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from hybridflow import cli
+from hybridflow.errors import ConfigError
 from hybridflow.mapping.memory import MeshMemory, RankMemory, job_memory, with_micro_batches
+from hybridflow.mapping.memory_check import check_memory
 from hybridflow.mapping.memory_table import memory_summary, memory_table
 from hybridflow.recipe.load import load_recipe
 from hybridflow.recipe.meshes import role_meshes
@@ -409,3 +411,38 @@ def test_micro_batches_are_those_of_the_recipe_or_leave_no_stage_idle():
 def test_the_plan_tells_the_micro_batches_that_fit(capsys):
     assert cli.main(["plan", "job", "dpo", "cluster.memory_budget_gb=80"]) == 0
     assert re.search(rf"^  {LEFT_OUT} +16384$", capsys.readouterr().out, re.M)
+
+
+def test_memory_near_the_limit_warns_and_above_it_is_refused():
+    def ranks(*peaks_gb):
+        return [RankMemory(meshes=(), rollout=int(each * 1e9), update=1) for each in peaks_gb]
+
+    recipe = load_recipe("grpo")
+    assert check_memory(recipe, ranks(71, 72), 80e9) == check_memory(recipe, ranks(900)) == []
+    (warning,) = check_memory(recipe, ranks(10, 73), 80e9)
+    assert "rank 1 needs about 73.0 GB in its rollout phase, a GPU has 80.0 GB (gpu_memory_gb in the site" in warning
+    with pytest.raises(ConfigError, match=r"rank 0 needs about 80\.1 GB in its rollout.* rollout\.max_concurrent"):
+        check_memory(recipe, ranks(80.1, 10), 80e9)
+    # A cache that takes no more than is free fits.
+    roomy = RankMemory(meshes=(), rollout=int(200e9), update=1, spare=int(190e9))
+    assert check_memory(recipe, [roomy, *ranks(20)], 80e9) == []
+    budget = load_recipe("grpo", ["cluster.memory_budget_gb=70"])
+    assert check_memory(budget, ranks(70)) == []
+    with pytest.raises(ConfigError, match=r"cluster\.memory_budget_gb=70: rank 1 needs about 70\.5 GB in its rollout"):
+        check_memory(budget, ranks(70, 70.5))
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("cluster.memory_budget_gb=2", "cluster.memory_budget_gb=2: rank 0 needs about"),
+        ("cluster.hardware=h100-sxm", "a GPU has 80.0 GB (cluster.hardware=h100-sxm)"),
+    ],
+)
+@pytest.mark.parametrize("command", [["plan", "job"], ["train", "--dry-run"], ["launch", "slurm", "--print"]])
+def test_a_job_that_does_not_fit_is_refused_before_it_has_gpus(tmp_path, monkeypatch, capsys, command, setting, words):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    size = "model={num_layers: 64, hidden_size: 8192, ffn_hidden_size: 28672, num_attention_heads: 64, max_context: 64}"
+    time = ["--time", "1:00:00"] if command[0] == "launch" else []
+    assert cli.main([*command, "grpo", size, setting, f"run_dir={tmp_path}/run", *time]) == 2
+    assert words in capsys.readouterr().err

@@ -80,7 +80,7 @@ def test_memory_is_planned_for_sequences_of_usual_length(folder):
     assert load_recipe("grpo", [*long, "model.max_context=8192"]).model.max_context == 8192
     sized = ["actor.update={}", "actor.optimizer.lr=1", "rollout.max_new_tokens=8", "trainer.steps=1"]
     recipe = load_recipe("grpo", [*long, *sized, "trainer.global_batch_size=8"])
-    assert (recipe.model.max_context, recipe.rollout.group_size) == (131072, 8)
+    assert (recipe.model.max_context, recipe.rollout.group_size) == (4096, 8)
 
 
 def test_critics_learn_beside_the_actor_or_on_their_own_ranks():

@@ -12,17 +12,10 @@ from hybridflow.config.types import Recompute
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.models.shapes import ALIGNED_ROWS, CHUNK_TOKENS
 from hybridflow.reshard.spec import ITEM_BYTES
+from hybridflow.rollout.blocks import STEP_TOKENS
 from hybridflow.sections import changed_keys
-
-STEP_TOKENS = 2048
-"""As ``rollout.engine`` has it, which a login node cannot import."""
-
-CHUNK_TOKENS = 1024
-"""As ``models.log_probs`` has it."""
-
-ALIGNED_ROWS = 8
-"""As ``models.grouped`` has it."""
 
 _FP32_BYTES = ITEM_BYTES["fp32"]
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")

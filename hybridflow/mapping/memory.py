@@ -30,7 +30,7 @@ from hybridflow.reshard.holdings import Holdings, WeightHoldings, tensors_alike
 from hybridflow.reshard.optimizer import OptimizerHoldings, bucket_elements
 from hybridflow.reshard.plan import aliases, held_bytes, shares_storage
 from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec, TensorSpec
-from hybridflow.rollout.blocks import BLOCK_TOKENS
+from hybridflow.rollout.blocks import BLOCK_TOKENS, PANEL
 
 USABLE = 0.9
 """Share of a GPU's memory that a job may need by our estimate, which leaves out contexts, buffers and fragmentation."""
@@ -38,9 +38,6 @@ USABLE = 0.9
 _MICRO_BATCHES = (16384, 8192, 4096, 2048, 1024)
 _STAGED_MICRO_BATCH = 4096
 """Most tokens where there are pipeline stages: fewer micro-batches leave stages idle."""
-
-PANEL = 32
-"""As ``rollout.cpu.transformer`` has it."""
 
 _FP32_BYTES = ITEM_BYTES["fp32"]
 

@@ -19,7 +19,6 @@ from hybridflow.dataflow.graph import Flow, Node, Repeat
 from hybridflow.errors import ConfigError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.mapping.activations import STEP_TOKENS
 from hybridflow.mapping.estimate import (
     Size,
     TrainStep,
@@ -37,6 +36,7 @@ from hybridflow.models.shapes import shape_of
 from hybridflow.observe.phases import phase_of
 from hybridflow.recipe.meshes import SAMPLING_MESHES
 from hybridflow.reshard.spec import ITEM_BYTES
+from hybridflow.rollout.blocks import STEP_TOKENS
 
 _SPREAD = 1.0
 """Standard deviation of the logarithm of response lengths where they are not known.

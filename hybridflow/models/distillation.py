@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.models.log_probs import CHUNK_TOKENS, Columns
+from hybridflow.models.log_probs import Columns
+from hybridflow.models.shapes import CHUNK_TOKENS
 from hybridflow.parallel.copies import to_device
 
 

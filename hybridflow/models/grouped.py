@@ -23,8 +23,7 @@ from torch.nn.functional import grouped_mm
 
 from hybridflow.models.gated import gated
 from hybridflow.models.pairs import Pairs, at_places, collect, spread
-
-ALIGNED_ROWS = 8
+from hybridflow.models.shapes import ALIGNED_ROWS
 
 
 def is_grouped(hidden: Tensor, config: TransformerConfig) -> bool:

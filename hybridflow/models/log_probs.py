@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_TOKENS = 1024
-"""Rows of logits that are in fp32 at one time."""
+from hybridflow.models.shapes import CHUNK_TOKENS
 
 
 def vocab_parallel_log_probs(

@@ -13,6 +13,12 @@ from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.reshard.spec import ITEM_BYTES, DType, ModelSpec, Place, TensorSpec
 
+CHUNK_TOKENS = 1024
+"""Rows of logits that are in fp32 at one time."""
+
+ALIGNED_ROWS = 8
+"""The rows of each expert begin at a multiple of it; see ``models.grouped``."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 16
 """Tokens of a block; ``BLOCK`` of kernels.c."""
 
+STEP_TOKENS = 2048
+"""Tokens that go through the model at one time."""
+
+PANEL = 32
+"""Outputs of a matrix that lie side by side where a CPU decodes; ``PANEL`` of kernels.c."""
+
 Key = bytes
 """Names the tokens of a block and all tokens before it."""
 

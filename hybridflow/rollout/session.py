@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.routing import unknown_choice
 from hybridflow.parallel.copies import to_device
-from hybridflow.rollout.blocks import BlockPool
+from hybridflow.rollout.blocks import STEP_TOKENS, BlockPool
 from hybridflow.rollout.paged import PagedCache
 from hybridflow.rollout.records import Records
 from hybridflow.rollout.replica import LOOK_STEPS, Replica, TakeTokens
@@ -24,9 +24,6 @@ from hybridflow.rollout.runner import Cache
 from hybridflow.rollout.sampling import FAILURES, Sampled, Sampler, sequence_key
 from hybridflow.rollout.scheduler import Scheduler, Step, TokenSequence
 from hybridflow.rollout.texts import Watch
-
-STEP_TOKENS = 2048
-"""Tokens that go through the model at one time."""
 
 FEW_STEPS = 4
 """Most steps at a time while sequences wait for the slots of those that end."""

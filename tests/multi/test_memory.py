@@ -11,7 +11,6 @@ from hybridflow.config.roles import LoRAConfig, OptimizerConfig
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping import activations, memory
-from hybridflow.models import grouped, log_probs
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.layers import recompute_activations
 from hybridflow.models.microbatch import pack
@@ -21,8 +20,7 @@ from hybridflow.models.weights import initialize
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.optimizer import OptimizerHoldings
 from hybridflow.reshard.plan import held_bytes
-from hybridflow.rollout import session
-from hybridflow.rollout.cpu import kernels, transformer
+from hybridflow.rollout.cpu import kernels
 from hybridflow.rollout.cpu.transformer import CpuTransformer
 from tests.multi.models import CAPPED, MIXTURE, TINY, VOCAB, make_model, place
 from tests.support.described import describe_model
@@ -205,11 +203,6 @@ def test_adapters_keep_no_more_than_is_estimated():
     assert found[0] <= estimated[0] + unfused + factors and found[1] <= estimated[1] + unfused + factors
     # The masks; what is left of the inputs is kept in place of these.
     assert 0.8 * (estimated[1] - estimated[0]) < found[1] - found[0] <= estimated[1] - estimated[0]
-
-
-def test_constants_of_modules_that_need_torch():
-    assert (activations.STEP_TOKENS, activations.CHUNK_TOKENS) == (session.STEP_TOKENS, log_probs.CHUNK_TOKENS)
-    assert (memory.PANEL, activations.ALIGNED_ROWS) == (transformer.PANEL, grouped.ALIGNED_ROWS)
 
 
 PACKED = [replace(WIDE, num_layers=4), replace(WIDE, num_layers=4, tied_embeddings=True)]

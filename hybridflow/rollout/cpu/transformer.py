@@ -21,11 +21,9 @@ from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.lora import merged_weight
 from hybridflow.models.rotary import rotary_table
+from hybridflow.rollout.blocks import PANEL
 from hybridflow.rollout.cpu.kernels import Batch, Layer, Shape, Slots, Step, Vocabulary, load_kernels
 from hybridflow.rollout.paged import PagedAttention, PagedCache, cache_shape
-
-PANEL = 32
-"""Outputs of a matrix that lie side by side; ``PANEL`` of kernels.c."""
 
 _ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 """``GATED_SILU`` and ``GATED_GELU`` of kernels.c."""

@@ -13,7 +13,8 @@ from hybridflow.algorithms.losses import Totals
 from hybridflow.dataflow.batch import Ragged
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.distillation import top_log_probs
-from hybridflow.models.log_probs import CHUNK_TOKENS, _VocabParallelLogProbs
+from hybridflow.models.log_probs import _VocabParallelLogProbs
+from hybridflow.models.shapes import CHUNK_TOKENS
 from hybridflow.placement.placed_model import PlacedModel
 from hybridflow.recipe.load import load_recipe
 from hybridflow.roles import offline_actor

@@ -6,6 +6,7 @@ rows, and replayed. Which sequences have ended is settled on the device. The hos
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 
 import numpy as np
@@ -161,13 +162,18 @@ class Decoder:
             *(state.whole["ends"][:rows], *stopping),
         )
 
+    @functools.cached_property
+    def _side(self) -> torch.cuda.Stream:
+        """Return the stream of all captures: torch keeps a workspace for each stream that cuBLAS was called on."""
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
     def _graph(self, rows: int, edits: GpuEdits | None) -> torch.cuda.CUDAGraph:
         """Return the captured step; capture it where there is none. Collective: tp."""
         key = rows, edits is not None
         if key not in self._graphs:
             # Rows that have ended: they read and write no cache.
             self._state.whole["positions"].fill_(-1)
-            side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            side = self._side
             side.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(side):
                 # Compiles the kernels, and makes what libraries make at their first call.
@@ -177,7 +183,7 @@ class Decoder:
             graph = torch.cuda.CUDAGraph()
             pool = next(iter(self._graphs.values())).pool() if self._graphs else None
             # Other threads of this process, such as NCCL's, may call CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
                 self.step(rows, edits)
             self._graphs[key] = graph
         return self._graphs[key]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -59,6 +63,11 @@ LLAMA3_70B = ModelConfig(
 LORA = LoRAConfig(rank=16, alpha=32.0)
 
 
+def on_the_device(self, *shape, dtype):
+    """Make both tensors of a pair without memory."""
+    return torch.zeros(shape, dtype=dtype, device=DEVICE), torch.zeros(shape, dtype=dtype)
+
+
 @pytest.mark.parametrize(
     ("model", "tp", "rows", "launches_per_layer", "is_edited", "lora"),
     [
@@ -74,11 +83,7 @@ LORA = LoRAConfig(rank=16, alpha=32.0)
 def test_a_step_asks_nothing_of_the_host_and_starts_few_kernels(
     monkeypatch, model, tp, rows, launches_per_layer, is_edited, lora
 ):
-    monkeypatch.setattr(
-        decode._State,
-        "pair",
-        lambda self, *shape, dtype: (torch.zeros(shape, dtype=dtype, device=DEVICE), torch.zeros(shape, dtype=dtype)),
-    )
+    monkeypatch.setattr(decode._State, "pair", on_the_device)
     with fake_cuda(monkeypatch, size=tp) as world, torch.inference_mode():
         layout = ParallelLayout(tp=tp)
         mesh, groups = place(world, layout)
@@ -103,3 +108,46 @@ def test_a_step_asks_nothing_of_the_host_and_starts_few_kernels(
     assert launches.names["sample_part"] == 1 and launches.names["settle"] == 1
     for name in ("penalize", "add_rules", "remember"):
         assert launches.names[name] == is_edited
+
+
+class Stream:
+    """Stands for a stream of a GPU; notes how many there are."""
+
+    made = 0
+
+    def __init__(self, device):
+        Stream.made += 1
+
+    def wait_stream(self, other):
+        pass
+
+
+def test_all_graphs_are_captured_on_one_stream_which_their_first_steps_ran_on(monkeypatch):
+    entered = []
+
+    def enter(stream):
+        entered.append(stream)
+        return contextlib.nullcontext()
+
+    def capture(graph, *, pool, stream, capture_error_mode):
+        return enter(stream)
+
+    monkeypatch.setattr(decode._State, "pair", on_the_device)
+    monkeypatch.setattr(Stream, "made", 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream.__new__(Stream))
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: None))
+    small = replace(QWEN2_7B, num_layers=1)
+    with fake_cuda(monkeypatch) as world, torch.inference_mode():
+        groups = place(world, ParallelLayout())[1]
+        model = build_transformer(small, ParallelLayout(), groups, DEVICE, vocab_size=small.vocab_size)
+        transformer = GpuTransformer(model, groups.tp, small.vocab_size)
+        decoder = decode.Decoder(transformer, groups.tp, max_rows=8, max_steps=4, context=64, device=DEVICE)
+        for rows in (1, 2, 8, 2):
+            decoder._graph(rows, None)
+        decoder.let_go()
+        decoder._graph(8, None)
+    # Each of four captures: the first steps, then the capture.
+    assert len(entered) == 8 and len(set(map(id, entered))) == 1 and Stream.made == 1

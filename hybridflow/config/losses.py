@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from hybridflow.config.types import Score
 from hybridflow.errors import ConfigError
-from hybridflow.sections import Bounds, Count, CountOrZero, NotNegative, Positive, Share, changed_keys
+from hybridflow.sections import MAY_CHANGE, Bounds, Count, CountOrZero, NotNegative, Positive, Share, changed_keys
 
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
 
@@ -137,14 +137,14 @@ class DynamicSamplingConfig:
 
     Attributes:
         max_tries: Most rollouts of one step.
-        when_short: What the run does if these rollouts give too few groups. ``error`` ends the run. ``train`` trains on
-            the groups that there are. Without any group, both end the run.
+        when_short: What the run does if these rollouts give too few groups. ``error`` saves and ends the run. ``train``
+            trains on the groups that there are. Without any group, both save and end the run.
 
     Paper: arXiv 2503.14476.
     """
 
-    max_tries: Count = 10
-    when_short: Literal["error", "train"] = "error"
+    max_tries: Count = field(default=10, metadata=MAY_CHANGE)
+    when_short: Literal["error", "train"] = field(default="error", metadata=MAY_CHANGE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,8 +132,8 @@ class RewardConfig:
     offload: Offload = field(default=False, metadata=MAY_CHANGE)
     timeout_s: Seconds | None = field(default=None, metadata=MAY_CHANGE)
     retries: CountOrZero = field(default=0, metadata=MAY_CHANGE)
-    on_failure: Literal["error", "score", "drop"] = "error"
-    failure_score: Score = 0.0
+    on_failure: Literal["error", "score", "drop"] = field(default="error", metadata=MAY_CHANGE)
+    failure_score: Score = field(default=0.0, metadata=MAY_CHANGE)
     cache: CountOrZero = field(default=0, metadata=MAY_CHANGE)
     max_in_flight: Count | None = field(default=None, metadata=MAY_CHANGE)
 

@@ -42,7 +42,8 @@ class Decisions:
     Attributes:
         is_warm_start_cut: Whether the warm start was cut short on this rank.
         first_prompt_index: Where the rollouts of a program's next step begin; None: behind those of the last step.
-        shortage: Why no prompts have come for the next step, on every rank; None: they have, so far.
+        shortage: Why no prompts have come for the next step, or too few of its groups teach something, on every rank;
+            None: there were enough so far.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Decisions:
             ),
             "keep_samples": lambda: not stopping.agree(coordinator(self._meshes[WORKING_AHEAD].ranks)),
             "go_on": lambda: not stopping.agree(everyone),
-            "go_on_to_update": lambda: not stopping.agree(everyone, before_update=True),
+            "go_on_to_update": lambda: self.shortage is None and not stopping.agree(everyone, before_update=True),
             "critic_mini_batch": self._mini_batches().__next__,
             "actor_mini_batch": self._actor_mini_batches().__next__,
             "validate": self._is_validation_due,
@@ -109,7 +110,7 @@ class Decisions:
         """
         problems, since_s = self._job.train, time.monotonic()
         if sampled is None or not isinstance(problems, StoredProblems) or problems.num_rows is not None:
-            return sampled is not None
+            return sampled is not None and self.shortage is None
         shortages = ranks.gather(self.shortage, "whether prompts are short")
         self.shortage = next((each for each in shortages if each is not None), None)
         if self.shortage is not None:
@@ -157,7 +158,15 @@ class Decisions:
         while True:
             assert self._roles.groups is not None, "only algorithms with groups have this loop"
             first = progress.next_prompt_index if self.first_prompt_index is None else self.first_prompt_index
-            yield from self._roles.groups.turns(first, progress.num_prompts, self._share_scores)
+            try:
+                for turn in self._roles.groups.turns(first, progress.num_prompts, self._share_scores):
+                    # The first rollout's prompts are there. A refill may need more than have come.
+                    if not self._have_come(turn, self._everyone):
+                        break
+                    yield turn
+            except DataError as error:
+                # Too few groups, which all ranks find alike: the steps before this one are to be saved.
+                self.shortage = str(error)
             yield None
 
     def _share_scores(self, local_scores: Scores) -> list[Scores] | None:

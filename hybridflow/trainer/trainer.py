@@ -260,10 +260,17 @@ class Trainer(Role):
 
         Args:
             about: Number of the step, and what it samples, as the decision ``train_step`` gives them.
+
+        Raises:
+            DataError: Too few groups of the step teach something.
         """
         self._record.begin_step(self.progress.step, self._stopping.job_end_s)
         self._decisions.first_prompt_index = about["first_prompt_index"]
-        return self._execute(self._plan.rollout, {}, {"train_step": about})
+        scope = self._execute(self._plan.rollout, {}, {"train_step": about})
+        shortage, self._decisions.shortage = self._decisions.shortage, None
+        if shortage is not None:
+            raise DataError(shortage)
+        return scope
 
     def learn(self, scope: Scope, about: Mapping[str, Any]) -> dict[str, float]:
         """Learn from samples of ``rollout``, which ends the step. Collective: all ranks.

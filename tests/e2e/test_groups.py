@@ -8,7 +8,9 @@ from typing import Any
 
 import h5py
 import pytest
+import torch
 
+from hybridflow.checkpoint.store import latest_step
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.reward import Reward
 from hybridflow.rollout import engine, session
@@ -98,6 +100,20 @@ def stop_in_the_second_rollout(rank: int) -> None:
         return "asked to" if is_late else local_reason(self, **more)
 
     Actor.sample, Stopping.local_reason = sample_late, reason
+
+
+def all_equal_in_the_third_step(rank: int) -> None:
+    """From step 3 on every score is 0."""
+    noting(rank)
+    score = Reward.score
+
+    def score_alike(self, batch, decided):
+        found = score(self, batch, decided)
+        if decided["train_step"]["step"] < 3:
+            return found
+        return found.with_columns({"scores": torch.zeros_like(found.columns["scores"])})
+
+    Reward.score = score_alike
 
 
 def rows(folder: Path, name: str) -> list[list[Any]]:
@@ -204,6 +220,19 @@ def test_a_step_that_ended_in_a_refill_begins_anew_with_what_was_sampled(whole, 
     assert taken(folder) == taken(whole)
     assert lasting_metrics(folder / "run") == lasting_metrics(whole / "run")
     assert reused(folder)[ended_in] > 0
+
+
+@pytest.mark.slow
+def test_a_run_that_finds_too_few_groups_saves_and_goes_on_as_its_message_says(whole, tmp_path):
+    folder = tmp_path / "short"
+    command = [*DAPO, "trainer.save_every=9"]
+    done = run(folder, [*command, "dynamic_sampling.max_tries=4"], hook=all_equal_in_the_third_step)
+    done.complains_once("after 4 rollouts the scores differ within 0 of 16 groups", "raise dynamic_sampling.max_tries")
+    assert latest_step(folder / "run") == len(lasting_metrics(folder / "run")) == 2
+
+    run_well([*command, "dynamic_sampling.max_tries=50", "--resume"], folder, hook=noting)
+    assert taken(folder) == taken(whole)
+    assert lasting_metrics(folder / "run") == lasting_metrics(whole / "run")
 
 
 EQUAL = """

@@ -184,6 +184,57 @@ def test_a_spool_is_waited_for_and_gone_on_with(tmp_path, rows):
     assert sorted(path.name for path in (spool / "taken").iterdir()) == ["a.jsonl", "b.jsonl"]
 
 
+ODD_REWARD = """
+def score(prompt, response, answer):
+    return float(sum(map(ord, prompt)) % 2 and sum(place * ord(each) for place, each in enumerate(response)) % 97)
+"""
+"""Only prompts with an odd sum of characters teach something."""
+
+
+def asking_in_a_refill(rank):
+    """A hook: rank 0 is sent a signal when the second step's refill waits for its prompts."""
+    look = StoredProblems.look
+
+    def looked(self, prompt_index, since_s, within_s):
+        if rank == 0 and prompt_index > 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return look(self, prompt_index, since_s, 0.5)
+
+    StoredProblems.look = looked
+
+
+@pytest.mark.slow
+def test_a_refill_waits_for_a_spool_as_a_step_does(tmp_path, rows):
+    train, held_out = rows
+    write_recipe(tmp_path)
+    (tmp_path / "rewards.py").write_text(ODD_REWARD)
+    write_rows(tmp_path / "held_out", held_out, "jsonl")
+    texts = [row["prompt"] + row["answer"] for row in train]
+    train_tokenizer(texts, path=tmp_path / "tokenizer.model", vocab_size=64)
+    spool = tmp_path / "spool"
+    spool.mkdir()
+    command = ["train", "tiny.yaml", *SETTINGS, "data.train=null", "data.held_out=held_out.jsonl", "algorithm=dapo"]
+    command += ["tokenizer.path=tokenizer.model", "warm_start=null", "trainer.save_every=9"]
+    # A step takes 4 prompts. The first has 4 that teach, the second has 2 and needs as many more.
+    even, odd = ([row for row in train if sum(map(ord, row["prompt"])) % 2 == rest] for rest in (0, 1))
+    write_rows(tmp_path / "a", [*odd[:6], *even[:2]], "jsonl").rename(spool / "a.jsonl")
+
+    stopped = fork_ranks([*command, "data.spool={path: spool, deadline_s: 20}"], tmp_path, hook=asking_in_a_refill)
+
+    assert set(stopped.codes) == {REQUEUE} and latest_step(tmp_path / "run") == 1, stopped.err
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    command += ["data.spool={path: spool, deadline_s: 2}"]
+
+    done = fork_ranks(command, tmp_path)
+
+    done.complains_once("did not come within data.spool.deadline_s=2; 8 rows were taken so far")
+    assert len(lasting_metrics(tmp_path / "run")) == latest_step(tmp_path / "run") == 1
+
+    write_rows(tmp_path / "b", odd[6:10], "jsonl").rename(spool / "b.jsonl")
+    run_well([*command, "--resume"], tmp_path)
+    assert [each["groups/tries"] for each in lasting_metrics(tmp_path / "run")] == [1, 2]
+
+
 @pytest.mark.slow
 def test_a_job_that_works_ahead_stops_while_it_waits_and_saves_where_nothing_comes(tmp_path, rows):
     """The rank that samples waits for the third step's prompts, the other one learns the second step meanwhile."""

@@ -291,6 +291,7 @@ def test_a_section_that_may_be_null_is_such_a_key_too(key, folder):
         (True, "model.path critic.model.path actor.optimizer.lr critic.optimizer.min_lr actor.optimizer.distributed"),
         (True, "cluster.ranks actor.update.tp critic.layout.pp reference.offload trainer.steps trainer.save_every"),
         (True, "trainer.micro_batch_tokens rollout.max_concurrent rollout.engine.deadline_s data.on_bad_row run_dir"),
+        (True, "dynamic_sampling.max_tries dynamic_sampling.when_short reward.on_failure cost.failure_score"),
         (True, "metrics.wandb.project profile.steps data.kafka.servers reward.service.urls cluster.memory_budget_gb"),
     ],
 )

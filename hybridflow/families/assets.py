@@ -19,12 +19,15 @@ ADAPTER_CONFIG = "adapter_config.json"
 FOLDER = "assets"
 """Where a model directory of ours keeps them."""
 
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+"""Files of which each is a tokenizer."""
+
+CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 ASSETS = (
     CONFIG,
     GENERATION,
-    "tokenizer.json",
+    *TOKENIZERS,
     "tokenizer_config.json",
-    "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -34,10 +37,14 @@ ASSETS = (
     "sentencepiece.bpe.model",
     "tiktoken.model",
     "tekken.json",
-    "chat_template.jinja",
-    "chat_template.json",
+    *CHAT_TEMPLATES,
 )
 """The small files that travel along."""
+
+
+def is_of_model(name: str) -> bool:
+    """Return whether a small file belongs to the model itself, not to its tokenizer: settings or code."""
+    return name in (CONFIG, GENERATION) or name.endswith(".py")
 
 
 class Ends(NamedTuple):

@@ -13,10 +13,20 @@ from hybridflow.checkpoint.formats.in_memory import InMemoryModel, in_memory_mod
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.model_info import read_model_info
+from hybridflow.checkpoint.store import BASE
 from hybridflow.config.recipe import CRITICS
 from hybridflow.data.tokenizer import JSON, PIECES, Tokenizer
 from hybridflow.errors import ConfigError
-from hybridflow.families.assets import ASSETS, CONFIG, GENERATION, ends_in, parse_json, read_assets, to_json
+from hybridflow.families.assets import (
+    ASSETS,
+    CONFIG,
+    GENERATION,
+    ends_in,
+    is_of_model,
+    parse_json,
+    read_assets,
+    to_json,
+)
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.quantization import plain_assets
 from hybridflow.layout.mesh import DeviceMesh
@@ -104,16 +114,15 @@ def assets_of(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
     if job.tokenizer is None:
         return family, assets  # type: ignore[unreachable]
     file = job.tokenizer.path
-    kept = (CONFIG, GENERATION)
     beside = read_assets(file.parent, follows_links=True)
-    tokenizer = {name: content for name, content in beside.items() if name not in kept}
+    tokenizer = {name: content for name, content in beside.items() if not is_of_model(name)}
     tokenizer[JSON if file.suffix == ".json" else PIECES] = file.read_bytes()
-    assets = {name: content for name, content in assets.items() if name in kept or name.endswith(".py")}
+    assets = {name: content for name, content in assets.items() if is_of_model(name)}
     if CONFIG in assets:
         is_scorer = role in CRITICS or job.recipe.traits.is_scorer
         if is_scorer:
             assets |= _padded(assets, job.tokenizer)
-        elif role == "actor":
+        elif role in ("actor", BASE):
             assets |= _aligned(assets, job.tokenizer)
     return family, {**assets, **tokenizer}
 

@@ -168,11 +168,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def trained(world, folder: str):
+def trained(world, folder: str, **settings: Any):
     place = Path(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(place / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(place / "tokenizer")
-    config = {"run_dir": str(place / "run"), "max_new_tokens": 16, "group_size": 8, "lr": 1e-4}
+    config = {"run_dir": str(place / "run"), "max_new_tokens": 16, "group_size": 8, "lr": 1e-4, **settings}
     actor = Actor(model=model, tokenizer=tokenizer)
     with GRPOTrainer(config, actor_model=actor, reward=lambda prompt, response, answer: len(response)) as trainer:
         rollout = trainer.rollout(["1+1=", "2+3="])
@@ -183,9 +183,14 @@ def trained(world, folder: str):
     return [row[length:].tolist() for row, length in zip(columns["tokens"].to_list(), lengths, strict=True)]
 
 
-def test_ends_are_aligned(folder: Path) -> None:
+def trained_with_adapters(world, folder: str):
+    return trained(world, folder, use_lora=True)
+
+
+@pytest.mark.parametrize("training", [trained, trained_with_adapters])
+def test_ends_are_aligned(folder: Path, training) -> None:
     """Text ends where the model says so, and where its tokenizer does; and so it does in what is written."""
-    (rows,) = run_ranks(trained, 1, str(folder))
+    (rows,) = run_ranks(training, 1, str(folder))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
     end = tokenizer.convert_tokens_to_ids(END)
     assert all(not {end, 5} & {*row[:-1]} and (len(row) == 16 or row[-1] in (end, 5)) for row in rows)

@@ -29,7 +29,15 @@ from hybridflow.checkpoint.formats.source import Source, num_blocks, spec_of_mod
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES
 from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.families.assets import ADAPTER_CONFIG, parse_json
+from hybridflow.families.assets import (
+    ADAPTER_CONFIG,
+    CHAT_TEMPLATES,
+    CONFIG,
+    GENERATION,
+    TOKENIZERS,
+    is_of_model,
+    parse_json,
+)
 from hybridflow.families.config_json import Described, describe
 from hybridflow.families.family import Form
 from hybridflow.families.model import ModelConfig
@@ -432,8 +440,15 @@ class MergedSource(Source):
         self._adapter.release()
 
     def assets(self) -> dict[str, bytes]:
-        """See ``Source``: the base's."""
-        return self._base.assets()
+        """See ``Source``: the base's, with the tokenizer, chat template and generation settings of the adapter."""
+        base, own = self._base.assets(), self._adapter.assets()
+        own = {name: content for name, content in own.items() if name not in (ADAPTER_CONFIG, CONFIG)}
+        if any(name in own for name in TOKENIZERS):
+            # One tokenizer out of the files of two would be neither.
+            base = {name: content for name, content in base.items() if is_of_model(name)}
+        else:
+            own = {name: content for name, content in own.items() if name in (GENERATION, *CHAT_TEMPLATES)}
+        return {**base, **own}
 
     def identity(self) -> str:
         """See ``Source``: of both."""

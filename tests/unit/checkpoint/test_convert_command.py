@@ -142,6 +142,35 @@ def test_adapter_is_merged_and_converted(here, capsys):
     assert "adapter" in capsys.readouterr().err
 
 
+OF_BASE = {"tokenizer.json": "base", "tokenizer_config.json": "base", "chat_template.jinja": "base"}
+WHOLE = {"tokenizer.model": "own", "chat_template.jinja": "own"}
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({}, OF_BASE),
+        ({"chat_template.jinja": "own"}, {**OF_BASE, "chat_template.jinja": "own"}),
+        (
+            {"tokenizer.model": "own", "chat_template.jinja": "own"},
+            {"tokenizer.model": "own"} | {"chat_template.jinja": "own"},
+        ),
+        ({"tokenizer_config.json": "own"}, OF_BASE),
+    ],
+)
+def test_what_lies_beside_an_adapter_goes_into_the_merged_model(here, own, expected):
+    """A fine-tuned tokenizer and chat template lie beside the adapter; a tokenizer comes from one of the two alone."""
+    write_adapter(here / "adapters/math")
+    for folder, files in (("models/llama", OF_BASE), ("adapters/math", own)):
+        for name, text in files.items():
+            (here / folder / name).write_text(text)
+    assert convert("models/llama", "out/merged", "--to", "hf", "--merge-lora", "adapters/math") == 0
+    found = {path.name: path for path in (here / "out/merged").iterdir() if path.suffix != ".safetensors"}
+    assert json.loads(found.pop("config.json").read_text())["model_type"] == "llama"
+    found.pop("generation_config.json", None)
+    assert {name: path.read_text() for name, path in found.items()} == expected
+
+
 def test_formats_of_others_there_and_back(here, capsys):
     for words in (("hdf5",), ("hdf5", "--layout", "tp2.pp2"), ("megatron-dist",)):
         assert convert("models/llama", "out/x", "--to", *words) == 0, capsys.readouterr().err

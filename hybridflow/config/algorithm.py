@@ -17,7 +17,6 @@ class AlgorithmTraits:
         needs: Sections that must be given.
         is_scorer: Whether what it trains gives scores, not text.
         is_offline: Whether it learns from given responses, and samples to validate at most.
-        generates: Whether it ever samples from what it trains.
         resamples: Why a step may sample more than once, in words. None: it samples once.
         has_preferences: Whether its rows are preferences: two responses to a prompt, or one and whether it is wanted.
         is_paired: Whether it learns from the two responses of a row together.
@@ -31,13 +30,17 @@ class AlgorithmTraits:
     needs: tuple[str, ...] = ()
     is_scorer: bool = False
     is_offline: bool = False
-    generates: bool = True
     resamples: str | None = None
     has_preferences: bool = False
     is_paired: bool = False
     preference_keys: frozenset[str] = frozenset()
     lr: float = 1e-6
     group_size: int = 1
+
+    @property
+    def generates(self) -> bool:
+        """Return whether it ever samples from what it trains."""
+        return not self.has_preferences
 
     @property
     def imitates(self) -> bool:

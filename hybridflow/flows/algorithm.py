@@ -20,7 +20,6 @@ KL_LOSS: Mapping[str, Any] = {"place": "loss", "estimator": "k3"}
 
 PREFERENCES: Mapping[str, Any] = {
     "is_offline": True,
-    "generates": False,
     "has_preferences": True,
     # Nothing is generated; the context keeps room for one token.
     "defaults": {"rollout": {"max_new_tokens": 1}},

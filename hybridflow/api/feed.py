@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridflow.config.data import DataConfig
 from hybridflow.data.chat import chat_template
 from hybridflow.data.order import permuted
-from hybridflow.data.preferences import Response
+from hybridflow.data.preferences import JudgedResponse
 from hybridflow.data.prompts import RESPONSE, Example, Solution, prompt_tokens
 from hybridflow.data.shaping import Shape, Shaper, examples_of
 from hybridflow.data.tokenizer import Tokenizer
@@ -192,7 +192,7 @@ class GivenProblems:
     seed: int
     prompts: tuple[tuple[int, ...], ...]
     solutions: tuple[Solution, ...] = ()
-    all_responses: tuple[tuple[Response, ...], ...] = ()
+    all_responses: tuple[tuple[JudgedResponse, ...], ...] = ()
 
     def row(self, prompt_index: int) -> int:
         """Return the index into ``examples`` of a prompt index, counted from 0 over all epochs."""
@@ -211,7 +211,7 @@ class GivenProblems:
         """Return the text to imitate of a prompt index."""
         return self.solutions[self.row(prompt_index)]
 
-    def responses(self, prompt_index: int) -> tuple[Response, ...]:
+    def responses(self, prompt_index: int) -> tuple[JudgedResponse, ...]:
         """Return the responses of a prompt index."""
         return self.all_responses[self.row(prompt_index)]
 
@@ -295,7 +295,7 @@ class Feed:
             f"prompt {prompt_index}: a program that gives prompts gives no solutions; train on a file of them"
         )
 
-    def responses(self, prompt_index: int) -> tuple[Response, ...]:
+    def responses(self, prompt_index: int) -> tuple[JudgedResponse, ...]:
         """Refuse, since there are no preferences. Raises DataError."""
         raise DataError(f"prompt {prompt_index}: a program that gives prompts gives no preferences; use DPOTrainer")
 

@@ -28,7 +28,7 @@ from hybridflow.errors import DataError
 _LABEL = "label"
 
 
-class Response(NamedTuple):
+class JudgedResponse(NamedTuple):
     """A response with a verdict, in tokens.
 
     Attributes:
@@ -63,7 +63,7 @@ def preferences_of(row: Row, place: str, data: DataConfig, *, is_paired: bool) -
     return tuple(replace(example, responses=(judged,)) for judged in example.responses)
 
 
-def encode_responses(example: Example, tokenizer: Tokenizer, *, max_context: int) -> tuple[Response, ...]:
+def encode_responses(example: Example, tokenizer: Tokenizer, *, max_context: int) -> tuple[JudgedResponse, ...]:
     """Encode the responses of an example, the better one first.
 
     Args:
@@ -79,11 +79,13 @@ def encode_responses(example: Example, tokenizer: Tokenizer, *, max_context: int
     for judged in example.responses:
         tokens = (*tokenizer.encode(judged.text), tokenizer.eos_id)
         check_length(example, len(prompt), "response", len(tokens), max_context=max_context)
-        responses.append(Response(prompt, tokens, judged.is_wanted, example.margin))
+        responses.append(JudgedResponse(prompt, tokens, judged.is_wanted, example.margin))
     return tuple(responses)
 
 
-def pairs_of(encoded: Sequence[tuple[Response, ...]], path: str | Path) -> tuple[tuple[Response, Response], ...]:
+def pairs_of(
+    encoded: Sequence[tuple[JudgedResponse, ...]], path: str | Path
+) -> tuple[tuple[JudgedResponse, JudgedResponse], ...]:
     """Pair each wanted response with an unwanted one for validation, in the order of the file.
 
     Args:

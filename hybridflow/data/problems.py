@@ -25,7 +25,7 @@ from hybridflow.data.live import Taken
 from hybridflow.data.mixture import source_of, whole_weights
 from hybridflow.data.order import permuted
 from hybridflow.data.part import Given
-from hybridflow.data.preferences import Response, encode_responses
+from hybridflow.data.preferences import JudgedResponse, encode_responses
 from hybridflow.data.prepare import Everyone, prepare
 from hybridflow.data.prompts import Example, Solution, encode_solution, prompt_tokens
 from hybridflow.data.row_store import RowStore, Stored
@@ -47,7 +47,7 @@ class _Drawn(NamedTuple):
     example: Example
     prompt: tuple[int, ...]
     solution: Solution | None
-    responses: tuple[Response, ...]
+    responses: tuple[JudgedResponse, ...]
 
 
 class Stores:
@@ -142,7 +142,7 @@ class StoredProblems:
         assert found is not None, "solutions are asked for where is_imitating says so"
         return found
 
-    def responses(self, prompt_index: int) -> tuple[Response, ...]:
+    def responses(self, prompt_index: int) -> tuple[JudgedResponse, ...]:
         """Return the responses of a preference, the better one first; else one response."""
         return self._drawn(prompt_index).responses
 

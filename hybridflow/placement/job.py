@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from hybridflow.config.recipe import MODEL_SECTIONS, Recipe
-from hybridflow.data.preferences import Response
+from hybridflow.data.preferences import JudgedResponse
 from hybridflow.data.prompts import Example, Solution
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.families.model import ModelConfig
@@ -27,7 +27,7 @@ class Problems(Protocol):
     def solution(self, prompt_index: int) -> Solution:
         """Return the text to imitate."""
 
-    def responses(self, prompt_index: int) -> tuple[Response, ...]:
+    def responses(self, prompt_index: int) -> tuple[JudgedResponse, ...]:
         """Return the responses of a preference, the better one first; else one response."""
 
     @property
@@ -66,7 +66,7 @@ class Job:
     tokenizer: Tokenizer
     train: Problems
     held_out: tuple[tuple[Example, tuple[int, ...]], ...]
-    held_out_pairs: tuple[tuple[Response, Response], ...] = ()
+    held_out_pairs: tuple[tuple[JudgedResponse, JudgedResponse], ...] = ()
     is_resumed: bool = False
     objects: Mapping[str, Any] = field(default_factory=dict)
     modules: Mapping[str, Any] = field(default_factory=dict)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hybridflow.data.preferences import Response
+from hybridflow.data.preferences import JudgedResponse
 from hybridflow.data.prompts import Solution
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.move import balance
@@ -80,7 +80,7 @@ class OfflineSamples(Role):
         lengths = [sum(map(sum, map(_sizes, pair))) for pair in pairs]
         return _batch([(pairs[index], index) for index in self._dealt(lengths, len(pairs))])
 
-    def _lengths(self, prompt_indices: range, read: Callable[[int], Sequence[Response | Solution]]) -> list[int]:
+    def _lengths(self, prompt_indices: range, read: Callable[[int], Sequence[JudgedResponse | Solution]]) -> list[int]:
         """Return the tokens of each prompt index, prompts and responses, and set the length metrics."""
         sizes = row_stats(self._job, prompt_indices, lambda prompt_index: [_sizes(each) for each in read(prompt_index)])
         responses = [length for row in sizes for _, length in row]
@@ -134,11 +134,11 @@ def _prompt_indices(decided: Mapping[str, Any]) -> range:
     return range(about["first_prompt_index"], about["first_prompt_index"] + about["num_prompts"])
 
 
-def _sizes(row: Response | Solution) -> tuple[int, int]:
+def _sizes(row: JudgedResponse | Solution) -> tuple[int, int]:
     return len(row.prompt), len(row.tokens)
 
 
-def _batch(dealt: Sequence[tuple[tuple[Response | Solution, ...], int]]) -> Batch:
+def _batch(dealt: Sequence[tuple[tuple[JudgedResponse | Solution, ...], int]]) -> Batch:
     """Return the responses of some prompt indices, equally many of each."""
     ids = [
         prompt_index * len(responses) + index for responses, prompt_index in dealt for index in range(len(responses))

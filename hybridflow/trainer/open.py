@@ -10,7 +10,7 @@ from hybridflow.config.data import DataSourceConfig
 from hybridflow.config.recipe import MODEL_SECTIONS, Recipe
 from hybridflow.data.arithmetic import ensure_files
 from hybridflow.data.pieces import train_tokenizer
-from hybridflow.data.preferences import Response, encode_responses, pairs_of
+from hybridflow.data.preferences import JudgedResponse, encode_responses, pairs_of
 from hybridflow.data.problems import FOLDER, example_in, held_out_shape, open_problems, open_stores, training_shape
 from hybridflow.data.prompts import Example, prompt_tokens
 from hybridflow.data.queues import open_queue
@@ -76,7 +76,9 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
     )
 
 
-def _pairs(recipe: Recipe, tokenizer: Tokenizer, held_out: Sequence[Example]) -> tuple[tuple[Response, Response], ...]:
+def _pairs(
+    recipe: Recipe, tokenizer: Tokenizer, held_out: Sequence[Example]
+) -> tuple[tuple[JudgedResponse, JudgedResponse], ...]:
     assert recipe.data.held_out is not None, "they come from there"
     encoded = [encode_responses(each, tokenizer, max_context=recipe.model.max_context) for each in held_out]
     return pairs_of(encoded, recipe.data.held_out)

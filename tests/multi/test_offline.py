@@ -23,7 +23,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import ActorConfig, OptimizerConfig, ReferenceConfig
 from hybridflow.config.rollout import RolloutConfig
 from hybridflow.config.trainer import TrainerConfig
-from hybridflow.data.preferences import Response
+from hybridflow.data.preferences import JudgedResponse
 from hybridflow.data.prompts import Example, Solution
 from hybridflow.dataflow import schedule
 from hybridflow.dataflow.batch import Batch
@@ -123,13 +123,13 @@ def rows_of(name: str, seed: int = 11) -> list[Any]:
         if name == "sft":
             rows.append(Solution(prompt, first, tuple(place % 3 != 1 for place in range(len(first)))))
         elif name == "kto":
-            rows.append((Response(prompt, first, index % 3 != 0, 0.0),))
+            rows.append((JudgedResponse(prompt, first, index % 3 != 0, 0.0),))
         else:
-            rows.append((Response(prompt, first, True, margin), Response(prompt, second, False, margin)))
+            rows.append((JudgedResponse(prompt, first, True, margin), JudgedResponse(prompt, second, False, margin)))
     return rows
 
 
-def held_out() -> tuple[tuple[Response, Response], ...]:
+def held_out() -> tuple[tuple[JudgedResponse, JudgedResponse], ...]:
     return tuple(rows_of("dpo", seed=12)[:5])
 
 
@@ -370,7 +370,7 @@ class Read(GivenProblems):
         noted.add(prompt_index)
         return super().solution(prompt_index)
 
-    def responses(self, prompt_index: int) -> tuple[Response, ...]:
+    def responses(self, prompt_index: int) -> tuple[JudgedResponse, ...]:
         noted.add(prompt_index)
         return super().responses(prompt_index)
 
@@ -451,7 +451,7 @@ def test_mismatched_responses_rotate_within_the_mini_batch_and_are_cut_at_the_co
         recipe=replace(recipe, trainer=trainer),
         world=SimpleNamespace(rank=0),
         meshes=role_meshes(recipe),
-        train=given_problems(all_responses=tuple((Response(*row, True, 0.0),) for row in rows)),
+        train=given_problems(all_responses=tuple((JudgedResponse(*row, True, 0.0),) for row in rows)),
     )
     batch = OfflineSamples(job).completions(
         Batch.empty(), {"train_step": {"step": 1, "first_prompt_index": 0, "num_prompts": 4}}

@@ -9,7 +9,7 @@ from hybridflow.config.data import ArithmeticConfig, DataConfig
 from hybridflow.data.arithmetic import ensure_files, make_problems, wrong_carry
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.preferences import (
-    Response,
+    JudgedResponse,
     check_imitable,
     encode_responses,
     pairs_of,
@@ -107,15 +107,15 @@ def test_responses_end_and_fit_exactly_or_are_named(tokenizer):
     example = Example(prompt="1+1=", answer="2", responses=responses, margin=0.5, place="f:1")
     prompt = (tokenizer.bos_id, *tokenizer.encode("1+1="))
     first, second = encode_responses(example, tokenizer, max_context=9)
-    assert first == Response(prompt, (*tokenizer.encode("2"), tokenizer.eos_id), True, 0.5)
-    assert second == Response(prompt, (*tokenizer.encode("123"), tokenizer.eos_id), False, 0.5)
+    assert first == JudgedResponse(prompt, (*tokenizer.encode("2"), tokenizer.eos_id), True, 0.5)
+    assert second == JudgedResponse(prompt, (*tokenizer.encode("123"), tokenizer.eos_id), False, 0.5)
     with pytest.raises(DataError, match=r"f:1: prompt of 5 tokens \+ response of 4 = 9 exceeds model.max_context=8"):
         encode_responses(example, tokenizer, max_context=8)
 
 
 def test_single_responses_are_compared_in_the_order_of_the_file():
     def response(number, is_wanted):
-        return (Response((1,), (number,), is_wanted, 0.0),)
+        return (JudgedResponse((1,), (number,), is_wanted, 0.0),)
 
     rows = [response(0, True), response(1, False), response(2, False), response(3, True), response(4, True)]
     pairs = pairs_of(rows, "held_out.jsonl")

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hybridflow.checkpoint.model_dir import ModelDir
 from hybridflow.checkpoint.saver import RolePart, Saver, Step
 from hybridflow.checkpoint.store import (
     BASE,
@@ -22,8 +23,10 @@ from hybridflow.checkpoint.store import (
     reading_state,
 )
 from hybridflow.checkpoint.training_state import Shares, load_model, load_training
+from hybridflow.data.tokenizer import JSON, PIECES, Tokenizer, open_tokenizer
 from hybridflow.errors import CheckpointError
-from hybridflow.families.assets import ADAPTER_CONFIG
+from hybridflow.families.assets import ADAPTER_CONFIG, TOKENIZERS
+from hybridflow.families.assets import FOLDER as ASSETS
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.adapters import base_spec, factor_spec
 from hybridflow.models.training import Trainable
@@ -64,7 +67,8 @@ def find_resume_point(job: Job, *, resume: bool) -> ResumePoint:
     Collective: all ranks.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or belongs to another recipe; names what differs. On all ranks.
+        CheckpointError: The checkpoint is damaged, or belongs to another recipe or tokenizer; names what differs. On
+            all ranks.
     """
     everyone, run_dir = job.world.coordinator(job.meshes["job"].ranks), Path(job.recipe.run_dir)
 
@@ -74,8 +78,9 @@ def find_resume_point(job: Job, *, resume: bool) -> ResumePoint:
         if found is not None:
             with reading_state(found):
                 check_resume(job.recipe, found.state["recipe"])
-            for role in found.roles:
-                open_role(found, role)
+            opened = {role: open_role(found, role) for role in found.roles}
+            if "actor" in opened:
+                _check_tokenizer(job.tokenizer, found, opened["actor"])
         fingerprint = _fingerprint(job, found, token)
         clear_leftovers(run_dir)
         if not resume:
@@ -290,6 +295,32 @@ def _assets(job: Job, name: str) -> tuple[str | None, dict[str, bytes]]:
     if name == "actor" and job.recipe.actor.lora is not None:
         assets = {**assets, ADAPTER_CONFIG: adapter_config(job)}
     return family, assets
+
+
+def _check_tokenizer(tokenizer: Tokenizer | None, checkpoint: Checkpoint, actor: ModelDir) -> None:
+    """Refuse another tokenizer than the one that the actor has learned; the same one in other bytes passes."""
+    if tokenizer is None:
+        return
+    file, told = tokenizer.path, actor.manifest.notes.get(ASSETS, {})
+    first = JSON if file.suffix == ".json" else PIECES
+    name = next((each for each in (first, *TOKENIZERS) if each in told), None)
+    if name is None or hashlib.sha256(file.read_bytes()).hexdigest() == told[name]:
+        return
+    actor.assets()
+    copy = actor.path / ASSETS / name
+    before = open_tokenizer(copy)
+    mine, theirs = tokenizer.pieces(), before.pieces()
+    differing = sorted(index for index in mine.keys() & theirs.keys() if mine[index] != theirs[index])
+    if differing:
+        found, expected = f"token {differing[0]}: {mine[differing[0]]!r}", repr(theirs[differing[0]])
+    elif tokenizer.eos_id != before.eos_id:
+        found, expected = f"end of sequence {tokenizer.eos_id}", str(before.eos_id)
+    else:
+        return
+    raise CheckpointError(
+        f"{file}: is another tokenizer than when {checkpoint.path} was written: found {found}, expected {expected}; "
+        f"copy it there from {copy}, or start another run_dir"
+    )
 
 
 def _check_problems(job: Job, checkpoint: Checkpoint) -> None:

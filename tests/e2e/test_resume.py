@@ -10,6 +10,7 @@ import pytest
 
 from hybridflow.checkpoint.manifest import digest
 from hybridflow.checkpoint.store import latest_step
+from hybridflow.data.pieces import PieceTokenizer, train_tokenizer
 from hybridflow.trainer.checkpoints import Checkpoints
 from tests.e2e.commands import fork_ranks, kill_in_step, lasting_metrics, run_well, write_recipe
 
@@ -255,6 +256,27 @@ def test_another_recipe_is_refused(runs):
     says = "run: the checkpoint was written with trainer.global_batch_size=8, the recipe now has 16"
     done.complains_once(says, "another run_dir")
     assert set(done.codes) == {3}
+
+
+@GRPO_ALONE
+def test_another_tokenizer_in_the_same_file_is_refused(runs, tmp_path):
+    """It has the tokens of the first under other ids, so that nothing else would tell."""
+    whole, _, argv, num_ranks = runs
+    folder = tmp_path / "again"
+    shutil.copytree(whole, folder)
+    tokenizer = folder / "run/tokenizer.model"
+    before = PieceTokenizer(tokenizer)
+    others = str.maketrans("0123456789", "1234567890")
+    text = "".join(json.loads(line)["prompt"] for line in (folder / "data/train.jsonl").read_text().splitlines())
+    lines = [text[begin : begin + 50].translate(others) for begin in range(0, len(text), 50)]
+    after = train_tokenizer(lines, path=tokenizer, vocab_size=before.vocab_size)
+    assert after.vocab_size == before.vocab_size and after.pieces() != before.pieces()
+    done = fork_ranks([*argv, "trainer.steps=5", "--resume"], folder, num_ranks=num_ranks)
+    copy = folder / "run/checkpoints/step_000004/actor/assets/tokenizer.model"
+    done.complains_once("run/tokenizer.model: is another tokenizer than when", str(copy.relative_to(folder)))
+    assert set(done.codes) == {3}
+    shutil.copy(copy, tokenizer)
+    run_well([*argv, "trainer.steps=4", "--resume"], folder, num_ranks=num_ranks)
 
 
 @pytest.mark.slow

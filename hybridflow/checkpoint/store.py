@@ -185,9 +185,9 @@ def complete_step(
     except OSError as error:
         remedy = write_remedy(error, "choose another place")
         raise WriteError(f"{tmp}: cannot be renamed to {path.name}: {error}; {remedy}") from error
-    if best is not None and step_path(run_dir, best).is_dir():
+    if best is not None:
         # First, so that a kill between the two is mended by the start that makes this step again.
-        write_bytes(folder / "best", f"{step_path(run_dir, best).name}\n".encode())
+        name_best(run_dir, best)
     write_bytes(folder / "latest", f"{path.name}\n".encode())
     kept = best_step(run_dir)
     for old in complete_steps(run_dir)[:-keep_last]:
@@ -195,6 +195,17 @@ def complete_step(
             # NFS keeps a directory while a file in it is being read: no reason to end a run whose checkpoint is whole.
             _remove(step_path(run_dir, old), may_stay=True)
     return path
+
+
+def name_best(run_dir: Path, step: int) -> None:
+    """Name a step's checkpoint as the best, if it is there. For one rank.
+
+    Raises:
+        WriteError: The file system refuses.
+    """
+    path = step_path(run_dir, step)
+    if path.is_dir():
+        write_bytes(checkpoints_folder(run_dir) / "best", f"{path.name}\n".encode())
 
 
 def best_step(run_dir: Path) -> int | None:

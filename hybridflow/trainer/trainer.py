@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hybridflow.checkpoint.store import Checkpoint, reading_state
+from hybridflow.checkpoint.store import Checkpoint, name_best, reading_state
 from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.graph import Step
@@ -428,12 +428,23 @@ class Trainer(Role):
         """
         self._checkpoints.finish()
         self._rollouts.end_save()
+        self._name_best()
         # Where the ranks meet is kept by one of them, which stays until all have seen the checkpoint complete.
         shares = self._everyone.gather(self._take_metrics(), "the last checkpoint")
         self._stopping.learn(merge_metrics(shares))
         self._summarize_validations()
         self._finish()
         return self._stopping.reason is None
+
+    def _name_best(self) -> None:
+        """Name the last checkpoint as the best where its validation came after it, in a later start of the run.
+
+        Collective: all ranks.
+        """
+        progress = self.progress
+        best = progress.validations.best_step
+        if self.job.recipe.trainer.keep_best and best is not None and best == progress.saved_step:
+            self._everyone.on_lead("the best checkpoint", lambda: name_best(Path(self.job.recipe.run_dir), best))
 
     def _execute(self, program: Program, scope: Scope | None = None, decided: Mapping[str, Any] | None = None) -> Scope:
         """Run this rank's part of a program, from what it holds before; returns what it holds after."""

@@ -5,8 +5,11 @@ import json
 import pytest
 
 from hybridflow.checkpoint.store import best_step, latest_step
+from hybridflow.exit_status import REQUEUE
 from hybridflow.observe.status import read_status
 from hybridflow.roles.actor import Actor
+from hybridflow.trainer.decisions import Decisions
+from hybridflow.trainer.stopping import Stopping
 from tests.e2e.commands import RECIPE, fork_ranks, lasting_metrics, run_well, write_recipe
 
 # What each validation of a process gives; what is learned from scores as in the other tests.
@@ -80,6 +83,36 @@ def test_training_ends_when_validations_do_not_become_better_and_the_best_stays(
     assert (latest_step(run_dir), best_step(run_dir)) == (5, 1) and steps_of(run_dir) == ["step_000001", "step_000005"]
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["best_step"], summary["score_after_rl"]) == (1, 0.5) and "ended" not in summary
+
+
+def stopping_at_the_validation(rank):
+    """A hook: the job is told to stop when the first step's validation is due."""
+    is_due, local_reason, asked = Decisions._is_validation_due, Stopping.local_reason, []
+
+    def is_due_and_asked(self):
+        asked.append(True)
+        return is_due(self)
+
+    Decisions._is_validation_due = is_due_and_asked
+    Stopping.local_reason = lambda self, **more: "asked to" if asked else local_reason(self, **more)
+
+
+@pytest.mark.slow
+def test_a_last_step_that_is_validated_after_a_resume_can_be_the_best(tmp_path):
+    write_recipe(tmp_path, RECIPE.replace("rewards:score", "judging:score"))
+    (tmp_path / "judging.py").write_text(JUDGING)
+    run, run_dir = ["train", "tiny.yaml", "trainer.steps=1", "trainer.validate_every=1"], tmp_path / "run"
+    run += ["trainer.keep_best=true"]
+
+    stopped = fork_ranks(run, tmp_path, hook=stopping_at_the_validation)
+
+    assert set(stopped.codes) == {REQUEUE}, stopped.err
+    assert (latest_step(run_dir), best_step(run_dir)) == (1, 0)
+
+    (tmp_path / "judging.py").write_text(JUDGING.replace("[0.125", "[0.25"))
+    run_well([*run, "--resume"], tmp_path)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["best_step"], summary["best_score"], best_step(run_dir)) == (1, 0.25, 1)
 
 
 @pytest.mark.slow

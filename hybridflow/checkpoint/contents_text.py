@@ -11,7 +11,7 @@ from hybridflow.checkpoint.contents import Collection, Contents, Damaged, Looked
 from hybridflow.checkpoint.manifest import WEIGHT, TensorEntry
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import format_ranks
-from hybridflow.reshard.report import format_bytes
+from hybridflow.observe.console import format_bytes
 from hybridflow.sections import to_dict
 
 _SAID = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "base_model_name_or_path")

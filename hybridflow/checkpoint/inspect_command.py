@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.exit_status import DIFFERENT, DONE, SOURCE, Ended, exit_status
-from hybridflow.observe.console import complain, print_out, signals_raise
-from hybridflow.reshard.report import format_bytes
+from hybridflow.observe.console import complain, format_bytes, print_out, signals_raise
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding, format_bytes, problem
+from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding, format_gib, problem
 from hybridflow.doctor.host import mounts
 
 AREA = "run directory"
@@ -108,7 +108,7 @@ def mount_finding(path: str, mount: Any) -> Finding:
 
 def room_finding(free_bytes: int, free_files: int | None) -> Finding:
     """Judge whether there is room."""
-    value, verdict, remedy = f"{format_bytes(free_bytes)} free", OK, ""
+    value, verdict, remedy = f"{format_gib(free_bytes)} free", OK, ""
     if free_bytes < _LITTLE_ROOM_BYTES:
         verdict, remedy = (
             NOTE,

@@ -47,7 +47,7 @@ def worst(findings: Iterable[Finding]) -> str:
     return next((verdict for verdict in (PROBLEM, NOTE) if verdict in found), OK)
 
 
-def format_bytes(num_bytes: float) -> str:
+def format_gib(num_bytes: float) -> str:
     """Format bytes, such as ``24.0 GiB``."""
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:

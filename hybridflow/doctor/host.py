@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding, format_bytes
+from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding, format_gib
 from hybridflow.errors import LayoutError
 from hybridflow.parallel.handshake import own_address
 from hybridflow.parallel.secret import secret_source
@@ -69,7 +69,7 @@ def shared_memory_finding(total_bytes: int, free_bytes: int) -> Finding:
 
     The ranks of a node share weights there, and NCCL and MPI speak through it.
     """
-    value = f"{format_bytes(free_bytes)} free of {format_bytes(total_bytes)}"
+    value = f"{format_gib(free_bytes)} free of {format_gib(total_bytes)}"
     return Finding(area=AREA, name="/dev/shm", value=value).unless(
         free_bytes >= _SMALL_SHARED_BYTES,
         PROBLEM,
@@ -97,7 +97,7 @@ def sandbox_finding(problem: str | None, bubblewrap: Bubblewrap) -> Finding:
 def memlock_finding(limit: int, *, has_fabric: bool) -> Finding:
     """Judge whether memory can be locked, which InfiniBand needs."""
     is_free = limit == resource.RLIM_INFINITY
-    value = "unlimited" if is_free else format_bytes(limit)
+    value = "unlimited" if is_free else format_gib(limit)
     return Finding(area=AREA, name="ulimit -l (locked memory)", value=value).unless(
         is_free or not has_fabric,
         PROBLEM,

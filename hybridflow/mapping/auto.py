@@ -24,11 +24,11 @@ from hybridflow.mapping.memory import usable_bytes
 from hybridflow.mapping.rl_step import Texts, check_estimated
 from hybridflow.mapping.search import Found, SearchRequest, cleared, search
 from hybridflow.mapping.step_command import texts_of
+from hybridflow.observe.console import format_bytes
 from hybridflow.observe.files import replace_file
 from hybridflow.observe.table import format_table
 from hybridflow.recipe.check_placement import may_sample_ahead
 from hybridflow.recipe.load import load_recipe
-from hybridflow.reshard.report import format_bytes
 from hybridflow.sections import changed_keys, to_dict
 
 _MOST_TIMES = 64

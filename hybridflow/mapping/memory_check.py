@@ -8,7 +8,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.mapping.memory import USABLE, RankMemory, job_memory, planned_gpu_bytes
-from hybridflow.reshard.report import format_bytes
+from hybridflow.observe.console import format_bytes
 
 _REMEDIES = {
     "update": "raise tp or pp, offload (actor.offload, reference.offload), or lower trainer.micro_batch_tokens or "

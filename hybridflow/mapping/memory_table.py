@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from hybridflow.layout.mesh import format_ranks
 from hybridflow.mapping.memory import RankMemory
+from hybridflow.observe.console import format_bytes
 from hybridflow.observe.table import format_table
-from hybridflow.reshard.report import format_bytes
 
 _LARGEST_GROUPS = 12
 

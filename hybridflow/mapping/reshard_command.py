@@ -15,11 +15,12 @@ from hybridflow.layout.mesh import DeviceMesh, format_ranks
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.sizes import model_shape
 from hybridflow.models.shapes import ModelShape, model_spec, named_shapes, shape_of
+from hybridflow.observe.console import format_bytes
 from hybridflow.recipe.load import find_recipe, load_recipe
 from hybridflow.reshard.fsdp import weight_holdings
 from hybridflow.reshard.overlap import max_overlap
 from hybridflow.reshard.plan import participants
-from hybridflow.reshard.report import Bandwidth, as_text, format_bytes, report
+from hybridflow.reshard.report import Bandwidth, as_text, report
 from hybridflow.reshard.spec import ModelSpec
 
 _EXAMPLES = """examples:

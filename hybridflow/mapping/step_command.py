@@ -14,10 +14,10 @@ from hybridflow.mapping.accuracy import error_text, known_error
 from hybridflow.mapping.hardware import Hardware
 from hybridflow.mapping.memory import job_memory, with_micro_batches
 from hybridflow.mapping.rl_step import Texts, spread_lengths, step_calls, steps_ahead, total_seconds
+from hybridflow.observe.console import format_bytes
 from hybridflow.observe.table import format_table
 from hybridflow.recipe.load import load_recipe
 from hybridflow.recipe.meshes import role_meshes
-from hybridflow.reshard.report import format_bytes
 
 _OWN_ENGINE_S = 1e-3
 """Host time of a token by a fit, see docs/mapping.md."""

@@ -43,6 +43,26 @@ def rough_duration(seconds: float) -> str:
     return f"{seconds / 86400:.1f} days"
 
 
+def format_bytes(number: int) -> str:
+    """Format bytes with three digits, in powers of 1000: ``1.50 GB``."""
+    size, unit = float(number), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 999.5:
+            break
+        size, unit = size / 1000, larger
+    if unit == "B":
+        return f"{number} B"
+    return f"{size:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f} {unit}"
+
+
+def format_seconds(time_s: float) -> str:
+    """Format seconds with three digits, in the unit that suits."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if time_s >= scale:
+            return f"{time_s / scale:.3g} {unit}"
+    return "0 s" if time_s == 0 else f"{time_s * 1e6:.3g} µs"
+
+
 def styled(text: str, style: str, stream: int = 1) -> str:
     """Return a text for a standard stream: with a style, if that is a terminal and ``NO_COLOR`` is not set.
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.observe.console import format_bytes
 from hybridflow.reshard.holdings import Holdings
 from hybridflow.reshard.plan import Flows, participants
-from hybridflow.reshard.report import format_bytes, traffic
+from hybridflow.reshard.report import traffic
 from hybridflow.reshard.spec import ModelSpec, stage_of
 
 if TYPE_CHECKING:

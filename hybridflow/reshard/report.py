@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.observe.console import format_bytes, format_seconds
 from hybridflow.observe.table import format_table
 from hybridflow.reshard.holdings import Holdings, tensors_alike
 from hybridflow.reshard.messages import divide
@@ -363,23 +364,3 @@ def _time(found: ReshardReport, bandwidth: Bandwidth) -> str:
         f"estimated time: {format_seconds(found.time_s)}, at {bandwidth.node:g} GB/s a rank within a node and "
         f"{bandwidth.network:g} GB/s between nodes"
     )
-
-
-def format_bytes(number: int) -> str:
-    """Format bytes with three digits, in powers of 1000: ``1.50 GB``."""
-    size, unit = float(number), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if size < 999.5:
-            break
-        size, unit = size / 1000, larger
-    if unit == "B":
-        return f"{number} B"
-    return f"{size:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f} {unit}"
-
-
-def format_seconds(time_s: float) -> str:
-    """Format seconds with three digits, in the unit that suits."""
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if time_s >= scale:
-            return f"{time_s / scale:.3g} {unit}"
-    return "0 s" if time_s == 0 else f"{time_s * 1e6:.3g} µs"

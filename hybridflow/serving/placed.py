@@ -18,12 +18,12 @@ from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import cached_token_bytes, model_spec, shape_of
+from hybridflow.observe.console import format_bytes
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.world import World
 from hybridflow.placement.pretrained import check_table, from_pretrained
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.plan import held_bytes
-from hybridflow.reshard.report import format_bytes
 from hybridflow.rollout.engine import MegatronEngine
 
 

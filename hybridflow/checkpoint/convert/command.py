@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import FAILURE, Ended, exit_status
-from hybridflow.observe.console import complain, print_out, signals_raise
+from hybridflow.observe.console import complain, format_bytes, format_seconds, print_out, signals_raise
 from hybridflow.parallel.start import Start, find_start, rank_hint
-from hybridflow.reshard.report import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from hybridflow.checkpoint.convert.engine import Summary

@@ -14,7 +14,7 @@ from hybridflow import cli
 from hybridflow.doctor import compare, files, gpus, guard, host, message_passing, report, slurm, software
 from hybridflow.doctor.command import nodes_left, srun_command
 from hybridflow.doctor.compare import NodeReport
-from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding, format_bytes, worst
+from hybridflow.doctor.finding import NOTE, OK, PROBLEM, Finding, format_gib, worst
 from hybridflow.doctor.rounds import partner, tournament
 from hybridflow.mapping.hardware import hardware
 from hybridflow.parallel.scontrol import parse_records
@@ -520,7 +520,7 @@ def test_text_names_problems_with_remedies_and_fits_the_line():
     assert max(map(len, text.splitlines())) <= 120 and "→ do do" in text and "problem long" in text
     assert "1 problem that will stop" in text and "n2    100" in text
     assert report.as_text(findings[1:]).endswith("nothing found that would stop a run")
-    assert [format_bytes(number) for number in (1, 2**20, 3 * 2**30, 2**41)] == ["1 B", "1.0 MiB", "3.0 GiB", "2.0 TiB"]
+    assert [format_gib(number) for number in (1, 2**20, 3 * 2**30, 2**41)] == ["1 B", "1.0 MiB", "3.0 GiB", "2.0 TiB"]
 
 
 @pytest.mark.slow

@@ -18,11 +18,12 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping import reshard_command
 from hybridflow.models.shapes import model_spec, named_shapes
+from hybridflow.observe.console import format_bytes
 from hybridflow.reshard.diagram import Nearby, held_regions
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.messages import divide
 from hybridflow.reshard.plan import Flows, bucket_bytes, participants, plan
-from hybridflow.reshard.report import Bandwidth, Spread, format_bytes, message_counts, report
+from hybridflow.reshard.report import Bandwidth, Spread, message_counts, report
 from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec, TensorSpec, num_elements
 from tests.e2e.commands import run_command
 from tests.support.reshard_cases import make_mesh, make_model, scatter, whole_arrays

@@ -6,8 +6,9 @@ zero (pytorch issue 172439). How many rows that takes is known without their cou
 each expert. What is left over are zeros of the last group.
 
 Groups come in the order in which the experts' weights lie in memory. Weights at equal distances need no copy. A model
-is made with the weights of a layer's experts in one storage. What is trained megatron-core's distributed optimizer then
-lays anew: all parameters side by side, the last one first, unless a bucket ends in a gap among a layer's experts.
+is made with the weights of a layer's experts in one storage, the last one first: so megatron-core lays the sums of
+gradients, and gradients are added to all of them at once. Its distributed optimizer lays the weights anew, likewise:
+all parameters side by side, the last one first, unless a bucket ends in a gap among a layer's experts.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def is_grouped(hidden: Tensor, config: TransformerConfig) -> bool:
 
 @torch.no_grad()
 def lay_side_by_side(weights: Sequence[Tensor]) -> None:
-    """Give weights of one shape one storage, in their order."""
-    for weight, place in zip(weights, torch.stack(tuple(weights)), strict=True):
+    """Give weights of one shape one storage, the last one first."""
+    falling = tuple(weights[::-1])
+    for weight, place in zip(falling, torch.stack(falling), strict=True):
         weight.data = place
 
 

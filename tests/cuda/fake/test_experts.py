@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping import activations
 from hybridflow.models.gpt import build_transformer
-from hybridflow.models.grouped import _GroupedLinear, _side_by_side
+from hybridflow.models.grouped import _add_gradients, _GroupedLinear, _side_by_side
 from hybridflow.placement.rollout_weights import _lay_apart
 from tests.cuda.fake.machine import DEVICE, Launches, Peak, fake_cuda, place
 from tests.cuda.fake.shapes import family_model
@@ -26,7 +27,7 @@ def run_layer(world, layout, num_experts):
     model = replace(MIXTURE, dtype="bf16", ffn_hidden_size=48, num_experts=num_experts)
     groups = place(world, layout)[1]
     layer = build_transformer(model, layout, groups, DEVICE, vocab_size=29).decoder.layers[0].mlp
-    assert all(_side_by_side(stack) is not None for stack in layer.stacks)
+    assert all(_side_by_side(stack[::-1]) is not None for stack in layer.stacks)
     with Launches() as launches:
         output, _ = layer(torch.empty(TOKENS, 1, model.hidden_size, dtype=torch.bfloat16, device=DEVICE))
     assert output.shape == (TOKENS, 1, model.hidden_size)
@@ -49,7 +50,7 @@ def test_experts_of_which_some_leave_keep_no_room_for_them(monkeypatch):
         first, second = model.decoder.layers[0].mlp.stacks
         _lay_apart(model, {id(first[0]), *map(id, second)})
     assert [weight.untyped_storage().nbytes() == weight.nbytes for weight in first] == [False, True, True, True]
-    assert _side_by_side(second) is not None, "they leave together, and their storage with them"
+    assert _side_by_side(second[::-1]) is not None, "they leave together, and their storage with them"
 
 
 def test_ranks_that_exchange_tokens_ask_once(monkeypatch):
@@ -101,3 +102,29 @@ def test_a_backward_pass_takes_the_weights_side_by_side_or_their_gradients(monke
     stack = model.num_experts * out * hidden * 2
     assert sum(each.nbytes for each in found[3:]) == stack
     assert stack <= peak.most_bytes <= stack + 2 * rows * (out + hidden) * 2
+
+
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_gradients_of_all_experts_are_added_at_once(monkeypatch, is_distributed):
+    found = []
+
+    def note(rows, stops, adds_gradients, *weights):
+        found.append(weights)
+        return rows.new_empty(len(rows), len(weights[0]))
+
+    model = replace(MIXTURE, dtype="bf16", ffn_hidden_size=48)
+    with fake_cuda(monkeypatch) as world:
+        groups = place(world, ParallelLayout())[1]
+        built = build_transformer(model, ParallelLayout(), groups, DEVICE, vocab_size=29)
+        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=is_distributed)
+        DistributedDataParallel(built.config, settings, built, pg_collection=groups)
+        layer = built.decoder.layers[1].mlp
+        monkeypatch.setattr(_GroupedLinear, "apply", note)
+        layer(torch.empty(TOKENS, 1, model.hidden_size, dtype=torch.bfloat16, device=DEVICE))
+        assert len(found) == 2
+        for weights in found:
+            assert _side_by_side(weights) is not None
+            gradients = torch.empty(len(weights), *weights[0].shape, dtype=torch.bfloat16, device=DEVICE)
+            with Launches() as launches:
+                _add_gradients(gradients, weights)
+            assert dict(launches.names) == {"add_": 1}

@@ -386,7 +386,7 @@ class Trainer(Role):
         progress.step = checkpoint.step
         with reading_state(checkpoint):
             progress.next_prompt_index = operator.index(state["next_prompt_index"])
-            progress.validations = Validations(**state.get("validations", {}))
+            progress.validations = self._validations_of(checkpoint)
             self.kl_coef.value = float(state["kl_coef"])
             self._stopping.rest_s = float(state.get("rest_s", 0.0))
             if self._multiplier is not None:
@@ -399,6 +399,17 @@ class Trainer(Role):
             steps = self.job.recipe.trainer.steps
             if 0 < steps <= progress.step:
                 say(f"{progress.step} steps are done, and trainer.steps={steps}: nothing is left to train")
+
+    def _validations_of(self, checkpoint: Checkpoint) -> Validations:
+        """Return the validations of a checkpoint, without a best one that means something else now."""
+        found = Validations(**checkpoint.state.get("validations", {}))
+        before, now = checkpoint.state["recipe"]["trainer"], self.job.recipe.trainer
+        if before["num_validation"] != now.num_validation:
+            # Scores of other problems do not compare.
+            return Validations()
+        if now.keep_best and not before["keep_best"]:
+            found.restart(checkpoint.step)
+        return found
 
     def ask_stop(self, reason: str) -> None:
         """Have the job save and stop at the next ``stop_if_asked``, on one rank for all, where there is no watch."""

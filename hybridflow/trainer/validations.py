@@ -41,3 +41,13 @@ class Validations:
             self.best_step, self.best_score, self.num_since_best = step, score, 0
         else:
             self.num_since_best += is_learning
+
+    def restart(self, step: int) -> None:
+        """Forget the best validation: its checkpoint may be gone.
+
+        Args:
+            step: Step of a checkpoint that is there. If the last validation was its, that is the best from now on.
+        """
+        is_validated = self.step == step
+        self.best_step, self.best_score = (step, self.score) if is_validated else (None, None)
+        self.num_since_best = 0

@@ -116,6 +116,28 @@ def test_a_last_step_that_is_validated_after_a_resume_can_be_the_best(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_resume_does_not_compare_with_a_best_that_means_something_else(tmp_path):
+    write_recipe(tmp_path, RECIPE.replace("rewards:score", "judging:score"))
+    (tmp_path / "judging.py").write_text(JUDGING)
+    run, run_dir = ["train", "tiny.yaml", "trainer.validate_every=1", "trainer.keep_last=1"], tmp_path / "run"
+    # 0.125 before, then 0.5 and 0.25: the checkpoint of the best one, that of step 1, is gone.
+    run_well([*run, "trainer.steps=2", "trainer.save_every=1"], tmp_path)
+    assert steps_of(run_dir) == ["step_000002"]
+
+    # Each process begins with 0.125: step 3 is no better than step 2, whose checkpoint is there.
+    keeping = [*run, "trainer.keep_best=true", "trainer.save_every=9"]
+    run_well([*keeping, "trainer.steps=3", "--resume"], tmp_path)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["best_step"], summary["best_score"], best_step(run_dir)) == (2, 0.25, 2)
+
+    # Of other problems 0.125 is the best: step 3 is validated anew, and step 4 has 0.1875.
+    (tmp_path / "judging.py").write_text(JUDGING.replace("0.5", "0.1875"))
+    run_well([*keeping, "trainer.steps=4", "trainer.num_validation=4", "--resume"], tmp_path)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["best_step"], summary["best_score"], best_step(run_dir)) == (4, 0.1875, 4)
+
+
+@pytest.mark.slow
 def test_the_critic_learns_alone_at_first_and_rates_follow_the_step(tmp_path):
     write_recipe(tmp_path)
     run, run_dir = ["train", "tiny.yaml", "algorithm=ppo", "trainer.steps=4", "trainer.save_every=1"], tmp_path / "run"

@@ -43,13 +43,13 @@ class Adam:
             lr=settings.lr,
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
-            # Else a CPU goes over all state once for each operation.
-            fused=mains[0].device.type == "cpu" or None,
+            # Else all state is gone over once for each operation.
+            fused=True,
         )
         for main in mains:
             # There from the start, so that a checkpoint and host memory have a place for it.
             self._optimizer.state[main] = {
-                "step": torch.tensor(0.0),
+                "step": torch.tensor(0.0, device=main.device),
                 "exp_avg": torch.zeros_like(main),
                 "exp_avg_sq": torch.zeros_like(main),
             }

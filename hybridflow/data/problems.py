@@ -103,6 +103,7 @@ class StoredProblems:
     Attributes:
         num_rows: In all sources; None: it is not known, more may come.
         seed: Seed of the order; None: rows come in an order of their own.
+        template: Text of the chat template for rows of messages; None: there is none.
 
     Args:
         rows: Rows by the prompt index.
@@ -114,6 +115,7 @@ class StoredProblems:
         self._rows = rows
         self._shape, self._tokenizer = shape, tokenizer
         self.num_rows, self.seed = rows.num_rows, rows.seed
+        self.template = shape.template
         # What was read last: a row is asked for several times in a step, and small files stay in memory as a whole.
         self._kept: OrderedDict[tuple[int, int], tuple[_Drawn, int]] = OrderedDict()
         self._kept_bytes = 0

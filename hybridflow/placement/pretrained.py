@@ -15,6 +15,9 @@ from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.checkpoint.store import BASE
 from hybridflow.config.recipe import CRITICS
+from hybridflow.data.chat import FILE as TEMPLATE
+from hybridflow.data.chat import chat_template
+from hybridflow.data.problems import StoredProblems, template_of
 from hybridflow.data.tokenizer import JSON, PIECES, Tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.families.assets import (
@@ -106,8 +109,8 @@ def check_table(source: Source) -> None:
 def assets_of(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
     """Return the family and the small files that are written with a role's weights everywhere.
 
-    They are those of the model that was given or of the directory that the recipe names, with the tokenizer that the
-    job uses. A run that goes on needs no weights there.
+    They are those of the model that was given or of the directory that the recipe names, with the tokenizer and the
+    chat template that the job uses. A run that goes on needs no weights there.
     """
     family, assets = given_assets(job, role)
     # A program that gives tokens alone has none, whatever the type says.
@@ -117,6 +120,8 @@ def assets_of(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
     beside = read_assets(file.parent, follows_links=True)
     tokenizer = {name: content for name, content in beside.items() if not is_of_model(name)}
     tokenizer[JSON if file.suffix == ".json" else PIECES] = file.read_bytes()
+    if role in ("actor", BASE):
+        tokenizer |= _template(job)
     assets = {name: content for name, content in assets.items() if is_of_model(name)}
     if CONFIG in assets:
         is_scorer = role in CRITICS or job.recipe.traits.is_scorer
@@ -125,6 +130,13 @@ def assets_of(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
         elif role in ("actor", BASE):
             assets |= _aligned(assets, job.tokenizer)
     return family, {**assets, **tokenizer}
+
+
+def _template(job: Job) -> dict[str, bytes]:
+    """Return the chat template that the job's prompts were made with, where it is not the tokenizer's own."""
+    train = job.train
+    text = train.template if isinstance(train, StoredProblems) else template_of(job.recipe.data, job.tokenizer)
+    return {} if text in (None, chat_template(job.tokenizer)) else {TEMPLATE: text.encode()}
 
 
 def _aligned(assets: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:

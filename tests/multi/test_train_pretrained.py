@@ -16,6 +16,7 @@ from hybridflow import cli
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.parallel.world import World
+from hybridflow.placement.pretrained import assets_of
 from hybridflow.recipe.load import recipe_from_dict
 from hybridflow.trainer.checkpoints import find_resume_point
 from hybridflow.trainer.initial_weights import read_weights, spread_weights
@@ -196,6 +197,26 @@ def test_the_trained_actor_is_exported_and_trained_on(folder):
     for found, _ in ranks:
         assert close(found["actor"], expected) and close(found["reference"], expected)
     assert json.loads((folder / "next/checkpoints/step_000002/actor/manifest.json").read_text())["family"] == "qwen2"
+
+
+def small_files(world: World, values: dict[str, Any]) -> dict[str, dict[str, bytes]]:
+    job, _ = open_with_data(world, values)
+    return {role: assets_of(job, role)[1] for role in ("actor", "base", "critic")}
+
+
+@pytest.mark.parametrize("own", [None, "{{ messages }}"])
+def test_the_chat_template_of_the_prompts_is_written_with_the_actor(folder, own):
+    """Else who serves it would make other prompts than it has learned from, or none at all."""
+    write_tokenizer(folder / "causal", has_start=True, chat_template=own)
+    values = recipe(folder, "grpo", cluster={"ranks": 1}, actor={})
+    (before,) = run_ranks(small_files, 1, values)
+    assert all("chat_template.jinja" not in files for files in before.values())
+    (folder / "chat.txt").write_text("{% for each in messages %}{{ each.content }}{% endfor %}")
+    values["data"]["chat_template"] = str(folder / "chat.txt")
+    (after,) = run_ranks(small_files, 1, values)
+    for role in ("actor", "base"):
+        assert after[role].pop("chat_template.jinja") == (folder / "chat.txt").read_bytes()
+    assert after == before
 
 
 @pytest.mark.slow

@@ -151,10 +151,7 @@ WHOLE = {"tokenizer.model": "own", "chat_template.jinja": "own"}
     [
         ({}, OF_BASE),
         ({"chat_template.jinja": "own"}, {**OF_BASE, "chat_template.jinja": "own"}),
-        (
-            {"tokenizer.model": "own", "chat_template.jinja": "own"},
-            {"tokenizer.model": "own"} | {"chat_template.jinja": "own"},
-        ),
+        (WHOLE, WHOLE),
         ({"tokenizer_config.json": "own"}, OF_BASE),
     ],
 )

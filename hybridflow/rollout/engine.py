@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hybridflow.errors import DataError
 from hybridflow.rollout.replica import LOOK_STEPS, Replica
-from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped
+from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped, check_requests
 from hybridflow.rollout.session import FEW_STEPS, Session
 
 
@@ -57,9 +56,7 @@ class MegatronEngine(Replica):
         """
         expected = requests if expected is None else expected
         session = self.open(expected, purpose)
-        for request in expected:
-            if reason := self.refusal(request):
-                raise DataError(f"prompt {request.prompt_index}: {reason}")
+        check_requests(expected, self.refusal)
         session.add(requests)
         done: list[tuple[Request, Response]] = []
         num_told = 0

@@ -21,13 +21,13 @@ from torch import Tensor
 from hybridflow.config.rollout import EnvironmentConfig as Settings
 from hybridflow.data.prompts import Example
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.errors import ConfigError, DataError
+from hybridflow.errors import ConfigError
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.plugins import find_plugin
 from hybridflow.rollout.calculator import Calculator
 from hybridflow.rollout.calls import CallFailed, Calls
 from hybridflow.rollout.engine import MegatronEngine
-from hybridflow.rollout.request import Request, Response, RolloutStopped
+from hybridflow.rollout.request import Request, Response, RolloutStopped, check_requests
 from hybridflow.rollout.session import FEW_STEPS
 
 MAX_CHARACTERS_PER_TOKEN = 32
@@ -151,9 +151,7 @@ class Environments:
         """
         talks = [_Talk(request, engine.version) for request in requests]
         session = engine.open(requests, purpose)
-        for request in requests:
-            if reason := engine.refusal(request):
-                raise DataError(f"prompt {request.prompt_index}: {reason}")
+        check_requests(requests, engine.refusal)
         for number, example in enumerate(examples):
             self._begin(number, talks[number], example)
         # Of the conversations that are going on, some wait for their environment; others, by request, for the policy.

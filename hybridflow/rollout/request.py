@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -201,6 +201,22 @@ def length_refusal(request: Request, max_context: int | None, of: str = "model.m
             "it, ask for fewer tokens, or raise the context"
         )
     return None
+
+
+def check_requests(requests: Iterable[Request], refusal: Callable[[Request], str | None], where: str = "") -> None:
+    """Check that all requests can be met, before anything is sampled.
+
+    Args:
+        requests: The requests.
+        refusal: Returns why a request cannot be met, or None if it can.
+        where: Recipe section that the reason is about, with its colon and space.
+
+    Raises:
+        DataError: One cannot be met.
+    """
+    for request in requests:
+        if reason := refusal(request):
+            raise DataError(f"prompt {request.prompt_index}: {where}{reason}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from hybridflow.rollout.engines.wire import BadAnswer
-from hybridflow.rollout.request import VLLM_RANGES, Request, Response, SamplingParams
+from hybridflow.rollout.request import VLLM_RANGES, Request, Response, RolloutStopped, SamplingParams
 
 LogProbsKind = Literal["raw", "processed"]
 """Log-probabilities of the model's own distribution, or of the one sampled from, after temperature and cuts."""
@@ -84,6 +84,17 @@ def failed(request: Request, error: str) -> Response:
 def unfinished(request: Request) -> Response:
     """Return what was sampled before as a response to continue from."""
     return _join(request, [], [], [], version=0, finish="paused")
+
+
+def stopped(requests: Sequence[Request], found: Container[int]) -> RolloutStopped:
+    """Return what ends generating early: the other requests begin anew.
+
+    Args:
+        requests: All requests.
+        found: Numbers of those that are answered.
+    """
+    others = [request for number, request in enumerate(requests) if number not in found]
+    return RolloutStopped([(request, unfinished(request)) for request in others])
 
 
 def response_of(request: Request, answer: Answer, *, version: int, vocab_size: int | None) -> Response:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from hybridflow.config.rollout import SamplingEngineConfig
-from hybridflow.errors import DataError, EngineError
+from hybridflow.errors import EngineError
 from hybridflow.rollout.calls import take_all
 from hybridflow.rollout.engines.answers import (
     Answer,
@@ -19,10 +19,10 @@ from hybridflow.rollout.engines.answers import (
     going_on_refusal,
     request_seed,
     response_of,
-    unfinished,
+    stopped,
 )
 from hybridflow.rollout.engines.wire import BadAnswer, Flight, Lines, Refused, Unavailable, backoff_s
-from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped, length_refusal
+from hybridflow.rollout.request import Progress, Request, Response, check_requests, length_refusal
 
 LOOK_S = 0.1
 """So often generating looks up: what is finished is handed over, what is late is ended, and it may be told to stop."""
@@ -84,9 +84,7 @@ class HttpEngine:
             EngineError: All requests fail: the server is not there, or does not let us in.
             RolloutStopped: ``progress`` said to stop; what was under way begins anew.
         """
-        for request in requests:
-            if reason := self.refusal(request):
-                raise DataError(f"request for prompt {request.prompt_index}: rollout.engine: {reason}")
+        check_requests(requests, self.refusal, "rollout.engine: ")
         run = _Run(len(requests), lambda number, run: self._try_all(run, number, requests[number], purpose))
         try:
             return self._collect(run, requests, progress)
@@ -120,8 +118,7 @@ class HttpEngine:
             if new:
                 progress.finished([(requests[number], responses[number]) for number, _ in new])
             if len(responses) < len(requests) and progress.is_stopping():
-                others = (request for number, request in enumerate(requests) if number not in responses)
-                raise RolloutStopped([(request, unfinished(request)) for request in others])
+                raise stopped(requests, responses)
         return [responses[number] for number in range(len(requests))]
 
     def _try_all(self, run: _Run, number: int, request: Request, purpose: str) -> Response:

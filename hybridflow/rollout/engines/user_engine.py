@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridflow.errors import DataError, EngineError
+from hybridflow.errors import EngineError
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.user_model import ask_logits, said
-from hybridflow.rollout.engines.answers import failed, unfinished
-from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped, SamplingParams, length_refusal
+from hybridflow.rollout.engines.answers import failed, stopped
+from hybridflow.rollout.request import Progress, Request, Response, SamplingParams, check_requests, length_refusal
 from hybridflow.rollout.sampling import FAILURES, Sampler, sequence_key
 
 LOOK_STEPS = 16
@@ -93,9 +93,7 @@ class UserEngine:
             EngineError: The module's own ``generate`` gave what cannot be right.
             RolloutStopped: ``progress`` said to stop; what was under way begins anew.
         """
-        for request in requests:
-            if reason := self.refusal(request):
-                raise DataError(f"request for prompt {request.prompt_index}: {reason}")
+        check_requests(requests, self.refusal)
         self.module.eval()
         began_s = perf_counter()
         found: dict[int, Response] = {}
@@ -104,8 +102,7 @@ class UserEngine:
 
             def look() -> None:
                 if progress is not None and progress.is_stopping():
-                    others = [each for number, each in enumerate(requests) if number not in found]
-                    raise RolloutStopped([(each, unfinished(each)) for each in others])
+                    raise stopped(requests, found)
 
             look()
             sampled = (

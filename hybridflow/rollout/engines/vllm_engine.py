@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.errors import DataError, EngineError
+from hybridflow.errors import EngineError
 from hybridflow.families.config_json import Described, update_config
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.rotary import rotary_factor
@@ -30,10 +30,10 @@ from hybridflow.rollout.engines.answers import (
     range_refusal,
     request_seed,
     response_of,
-    unfinished,
+    stopped,
 )
 from hybridflow.rollout.engines.wire import BadAnswer
-from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped, length_refusal
+from hybridflow.rollout.request import Progress, Request, Response, check_requests, length_refusal
 
 LOOK_STEPS = 16
 """Every so many steps generating looks up: what is finished is handed over, and it may be told to stop."""
@@ -200,9 +200,7 @@ class VllmEngine:
             DataError: A request cannot be met; nothing has been sampled.
             RolloutStopped: ``progress`` said to stop; what was under way begins anew.
         """
-        for request in requests:
-            if reason := self.refusal(request):
-                raise DataError(f"request for prompt {request.prompt_index}: rollout.engine: {reason}")
+        check_requests(requests, self.refusal, "rollout.engine: ")
         engine, responses = self._llm.llm_engine, dict[int, Response]()
         # vLLM adds to the names that it is given, and tells them in its own answers as they were.
         names = [
@@ -224,8 +222,7 @@ class VllmEngine:
             if progress is not None and num_steps % LOOK_STEPS == 0:
                 _hand_over(requests, responses, fresh, progress)
                 if progress.is_stopping():
-                    others = [request for number, request in enumerate(requests) if number not in responses]
-                    raise RolloutStopped([(request, unfinished(request)) for request in others])
+                    raise stopped(requests, responses)
             if not engine.has_unfinished_requests():
                 raise EngineError(f"vLLM ended with {len(requests) - len(responses)} requests unanswered")
             for output in engine.step():

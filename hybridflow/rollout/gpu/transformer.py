@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.gpt import Transformer
-from hybridflow.models.lora import adapter_of
+from hybridflow.models.lora import Adapter, adapter_of
 from hybridflow.models.rotary import rotary_table
 from hybridflow.models.scoring import Scoring
 from hybridflow.rollout.gpu import ops
@@ -83,7 +83,10 @@ class GpuTransformer:
         self._is_gelu = config.activation_func.__name__ == "gelu_tanh"
         self._rotary = rotary_table(model.rotary_pos_emb.inv_freq, model.max_sequence_length)
         self.layers = [_layer(each, self._is_gelu) for each in model.decoder.layers]
-        self._weights = list(model.parameters())
+        adapters = [each for each in model.modules() if isinstance(each, Adapter)]
+        # Of factors a captured graph reads copies, wherever an update leaves the factors themselves.
+        copied = {id(factor) for adapter in adapters for factor in adapter.parameters()}
+        self._weights = [each for each in model.parameters() if id(each) not in copied]
         self._factors: dict[int, tuple[float, Tensor, Tensor]] = {}
         self._factor: Tensor | None = None
         if model.has_scaled_embeddings:

@@ -62,15 +62,17 @@ def test_texts_are_those_of_the_cpu_engine(layout, has_kernels, shape, lora):
 
 
 def graphs_kept(world):
-    """Whether a graph is kept at first, where no weights have moved, and where those of rank 1 have."""
-    model, _, groups, _ = make_model(world, ParallelLayout(tp=2), model=replace(TINY, num_layers=2))
+    """Whether a graph is kept at first, where only factors of adapters have moved, and where rank 1's weights have."""
+    lora = LoRAConfig(rank=3, alpha=7.0)
+    model, _, groups, _ = make_model(world, ParallelLayout(tp=2), model=replace(TINY, num_layers=2), lora=lora)
     transformer = GpuTransformer(model, groups.tp, VOCAB)
     decoder = Decoder(transformer, groups.tp, max_rows=2, max_steps=2, context=8, device=world.device)
     found = []
     for moves in (True, False, world.rank == 1):
         decoder._graphs = {(2, False): None}
-        if moves:
-            for parameter in model.parameters():
+        for parameter in model.parameters():
+            # Those of adapters alone are trained.
+            if moves or parameter.requires_grad:
                 parameter.data = parameter.data.clone()
         decoder.find_weights()
         found.append(bool(decoder._graphs))

@@ -18,6 +18,7 @@ from hybridflow.data.prompts import (
     encode_solution,
     example_of,
     prompt_tokens,
+    response_field,
     text_of,
     value_of,
 )
@@ -213,8 +214,21 @@ class Shaper:
                 check_special(text, [messages, tools], self._tokenizer)
         except DataError as error:
             raise DataError(f"{place}: {error}") from error
-        answers = {name: _last_said(value, f"{place}: field {name!r}") for name, value in said.items()}
+        names = self._answers_read({**given, **row}, said, messages)
+        answers = {name: _last_said(said[name], f"{place}: field {name!r}") for name in names}
         return {**given, **row, data.prompt_field: text, **answers}, True
+
+    def _answers_read(self, row: Row, said: Mapping[str, Any], prompt: list[dict[str, Any]]) -> list[str]:
+        """Return the fields of messages that become the text of a response; others stay as they are."""
+        shape, data = self.shape, self.shape.data
+        if shape.kind == "rows":
+            return [name for name, value in said.items() if _only_answers(prompt, value)]
+        if shape.kind == "problems" and not shape.is_imitating:
+            # Without an answer, the response is what the reward compares with.
+            names = [name for name in (data.answer_field, data.solution_field) if name is not None]
+            is_read = all(value_of(row, name) is None for name in names)
+            return [name for name in said if is_read and name == response_field(row, data)]
+        return [name for name in _responses_read(shape) if name in said]
 
     def _asked(self, row: Row, place: str, *, is_said: bool) -> tuple[list[dict[str, Any]], dict[str, str]]:
         """Return the messages of a row's own conversation, and the fields that it has from the last of them."""
@@ -317,6 +331,17 @@ def _continued(prompt: list[dict[str, Any]], said: Mapping[str, Any], place: str
                 f"{place}: fields {name!r} and {other!r} begin with different messages; give responses to one prompt"
             )
     return messages
+
+
+def _only_answers(prompt: list[dict[str, Any]], value: Any) -> bool:
+    """Return whether messages are the prompt, or nothing, and then text of the assistant, so that its text says all."""
+    try:
+        *begun, last = read_messages(value, HERE)
+    except DataError:
+        return False
+    joined = _joined(prompt, begun)
+    is_text = last["role"] == "assistant" and not last.get("tool_calls")
+    return is_text and joined is not None and _texts(joined) == _texts(prompt)
 
 
 def _joined(prompt: list[dict[str, Any]], begun: list[dict[str, Any]]) -> list[dict[str, Any]] | None:

@@ -92,6 +92,34 @@ def test_an_answer_is_any_json_and_may_be_missing(row, answer):
     assert one.answer == answer and one.prompt in ("q", "[user]q[me]")
 
 
+CALL = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}]
+
+
+@pytest.mark.parametrize("of", ["samples", "compares"])
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({"prompt": ASKED, "completion": said("a")}, "a"),
+        ({"prompt": ASKED, "completion": CALL, "answer": "b"}, "b"),
+        ({"prompt": ASKED, "completion": said("a"), "response": CALL}, "a"),
+        ({"prompt": ASKED, "chosen": ASKED, "rejected": CALL, "answer": "b"}, "b"),
+        ({"prompt": ASKED, "response": [*ASKED, *said("a")], "answer": "b"}, "b"),
+    ],
+)
+def test_a_response_that_an_algorithm_that_samples_does_not_need_stays_as_it_is(of, row, answer):
+    (one,) = shaped(row, of=of)
+    assert (one.prompt, one.answer) == ("[user]q[me]", answer)
+    needed = {} if "answer" in row else {"completion": "a"}
+    assert one.row == {**row, "prompt": "[user]q[me]", **needed}
+
+
+def test_sft_and_preferences_leave_responses_of_the_other_kind():
+    (one,) = shaped({"prompt": ASKED, "completion": said("a"), "chosen": ASKED}, of="sft")
+    assert one.turns == ("a",) and one.row["chosen"] == ASKED
+    (one,) = shaped({"prompt": ASKED, "chosen": "a", "rejected": "b", "response": CALL}, of="pairs")
+    assert one.responses == (("a", True), ("b", False)) and one.row["response"] == CALL
+
+
 @pytest.mark.parametrize("name", ["answer", "solution"])
 def test_sft_imitates_messages_of_the_field_that_is_named(name):
     (one,) = shaped({"prompt": "q", name: said("a")}, of="sft", completion_field=name)

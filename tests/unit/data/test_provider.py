@@ -206,3 +206,14 @@ def test_the_prompt_is_text(tmp_path, row):
             next(iter(one))
     with DataProvider([row], prompt_field="question", answer_field=None) as one:
         assert next(iter(one)) == [row], "other fields may be of any type"
+
+
+def test_a_row_keeps_messages_of_which_the_text_of_the_last_does_not_say_all(tmp_path):
+    asked = [{"role": "user", "content": "q"}]
+    said = [{"role": "assistant", "content": "a"}]
+    called = [{"role": "assistant", "content": "call"}, {"role": "tool", "content": "3"}, *said]
+    row = {"prompt": asked, "chosen": [*asked, *said], "completion": said, "rejected": called, "response": asked}
+    (tmp_path / "chat.jinja").write_text("{% for message in messages %}[{{ message.content }}]{% endfor %}")
+    with DataProvider([row], chat_template=tmp_path / "chat.jinja", num_epochs=1) as provider:
+        ((found,),) = provider
+    assert found == {"prompt": "[q]", "chosen": "a", "completion": "a", "rejected": called, "response": asked}

@@ -32,7 +32,7 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
         "beta": ("kl.coef", "or preference.beta for dpo, ipo and kto"),
         "kl_coef": "kl.coef",
         "epsilon": "loss.clip_low",
-        "epsilon_high": "loss.clip_high",
+        "epsilon_high": ("loss.clip_high", "is added to 1, also for cispo, where TRL's 5.0 is 4.0 here"),
         "cliprange": "loss.clip_low",
         "cliprange_value": "critic.value_clip",
         "lam": "advantage.gae_lambda",

@@ -35,6 +35,13 @@ def test_a_name_is_in_one_framework_alone():
     assert len(every) == len(set(every)) > 150
 
 
+def test_a_bound_that_is_counted_from_another_number_is_told_of():
+    assert str(find_other_name("epsilon_high")) == (
+        "TRL's epsilon_high is loss.clip_high here (loss.clip_high is added to 1, also for cispo, where TRL's 5.0 is "
+        "4.0 here)"
+    )
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [

@@ -193,7 +193,8 @@ class CriticConfig:
         ranks: Global ranks, in mesh order. None means all ranks except ``actor.rollout_ranks``.
         layout: Layout of the critic.
         optimizer: Optimizer of the critic.
-        model: Separate model: a language model or a scorer. None starts with a copy of the actor.
+        model: Separate model: a language model or a scorer. None starts with a copy of the actor, without the adapter
+            of ``actor.lora.path`` unless a warm start merges it.
         value_clip: Distance from the old value beyond which the loss stops rewarding a change.
         warmup_steps: Training steps at the start in which only the critic learns. The actor does not change.
         offload: Keep the optimizer's state in host memory while the critic does not learn, and free the gradients.

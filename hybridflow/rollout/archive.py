@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from hybridflow.data.arrays import join_arrays, lengths_of_arrays, read_arrays, 
 from hybridflow.errors import CheckpointError
 from hybridflow.observe.files import writing
 from hybridflow.rollout.log_file import FINISHES, LoggedSample
+
+if TYPE_CHECKING:
+    from hybridflow.rollout.request import FinishReason, SampleKey
 
 ALL = "all.h5"
 FORMAT = "hybridflow-rollouts-3"
@@ -101,7 +104,7 @@ def write_segment(
     Raises:
         WriteError: The file system refuses.
     """
-    rows = sorted(rows, key=lambda row: (row[0], row[1].prompt_index, row[1].index))
+    rows = sorted(rows, key=lambda row: (row[0], row[1].key))
     if not rows:
         return
     asked = [prompts[each.prompt_index] for _, each in rows]
@@ -144,13 +147,18 @@ class Archived(NamedTuple):
     step: int
     prompt_index: int
     index: int  # type: ignore[assignment]  # it hides tuple.index
-    finish: str
+    finish: FinishReason
     score: float
     prompt: list[int]
     response: list[int]
     log_probs: list[float]
     versions: list[int]
     sampled_log_probs: list[float]
+
+    @property
+    def key(self) -> SampleKey:
+        """Return what tells it from others of its step."""
+        return self.prompt_index, self.index
 
 
 def read_segment(folder: Path, name: SegmentName) -> Iterator[Archived]:

@@ -24,15 +24,18 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridflow.observe.files import sync_path, write_all, writing
 
+if TYPE_CHECKING:
+    from hybridflow.rollout.request import FinishReason, SampleKey
+
 MAGIC = b"hybridflow-log-2"
-FINISHES = ("stop", "length", "paused")
+FINISHES: tuple[FinishReason, ...] = ("stop", "length", "paused")
 """How a response that is kept has ended, as ``rollout.request.FinishReason`` says it."""
 _TOKEN_TYPES = ("<i4", "<f4", "<f4", "<i4")
 _LENGTH = struct.Struct("<I")
@@ -104,7 +107,12 @@ class LoggedSample:
     log_probs: NDArray[np.float32]
     sampled_log_probs: NDArray[np.float32]
     versions: NDArray[np.int32]
-    finish: str = "stop"
+    finish: FinishReason = "stop"
+
+    @property
+    def key(self) -> SampleKey:
+        """Return what tells it from others."""
+        return self.prompt_index, self.index
 
     @property
     def is_whole(self) -> bool:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 PURPOSES = {"rollout": 1, "validation": 2}
 """Purposes of samples: each has noise of its own."""
 FinishReason = Literal["stop", "length", "paused", "failed"]
+SampleKey = tuple[int, int]
+"""Prompt index and index of a sample."""
 """A stop token or text, the most tokens; ``paused``: not yet; ``failed``: something went wrong."""
 
 MOST = 10_000.0
@@ -177,6 +179,11 @@ class Request:
     prompt_index: int
     index: int = 0
     begun: Response | None = None
+
+    @property
+    def key(self) -> SampleKey:
+        """Return what tells its sample from others."""
+        return self.prompt_index, self.index
 
 
 def expand(request: Request, n: int) -> list[Request]:

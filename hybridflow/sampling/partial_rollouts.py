@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hybridflow.rollout.engine import MegatronEngine
-from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped
+from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped, SampleKey
 
-Key = tuple[int, int]
 Pairs = list[tuple[Request, Response]]
 
 
@@ -18,9 +17,9 @@ class PartialRollouts:
     """What a replica has of the next step's responses; the same on all its ranks."""
 
     def __init__(self) -> None:
-        self._begun: dict[Key, Response] = {}
+        self._begun: dict[SampleKey, Response] = {}
 
-    def take(self) -> Mapping[Key, Response]:
+    def take(self) -> Mapping[SampleKey, Response]:
         """Return, and forget, what there is of the step that begins, by prompt index and index, done or paused."""
         begun, self._begun = self._begun, {}
         return begun
@@ -67,7 +66,7 @@ class PartialRollouts:
             paused = stopped.unfinished
         others = [pair for pair in until.pairs if not until.wants(pair[0])] + paused
         # One that failed is tried again.
-        self._begun = {_key(ask): got for ask, got in others if got.finish != "failed" and len(got.tokens)}
+        self._begun = {ask.key: got for ask, got in others if got.finish != "failed" and len(got.tokens)}
         return [pair for pair in until.pairs if until.wants(pair[0])]
 
 
@@ -77,11 +76,11 @@ class _UntilDone:
     def __init__(self, progress: Progress, requests: Sequence[Request]) -> None:
         self.pairs: Pairs = []
         self._progress = progress
-        self._left = self._wanted = frozenset(map(_key, requests))
+        self._left = self._wanted = frozenset(request.key for request in requests)
 
     def wants(self, request: Request) -> bool:
         """Return whether this is one of the requests."""
-        return _key(request) in self._wanted
+        return request.key in self._wanted
 
     @property
     def is_done(self) -> bool:
@@ -90,12 +89,8 @@ class _UntilDone:
     def finished(self, pairs: Pairs) -> None:
         self.pairs += pairs
         if wanted := [pair for pair in pairs if self.wants(pair[0])]:
-            self._left -= {_key(ask) for ask, _ in wanted}
+            self._left -= {ask.key for ask, _ in wanted}
             self._progress.finished(wanted)
 
     def is_stopping(self) -> bool:
         return self.is_done or self._progress.is_stopping()
-
-
-def _key(request: Request) -> Key:
-    return request.prompt_index, request.index

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, cast
-
-import torch
+from typing import Any
 
 from hybridflow.errors import DataError
 from hybridflow.rollout.archive import Archived, SegmentName, list_segments, read_places, read_rows
-from hybridflow.rollout.request import FinishReason, Request, Response
-
-Key = tuple[int, int]
-"""Prompt index and index of a sample."""
+from hybridflow.rollout.request import Request, Response, SampleKey
+from hybridflow.sampling.rollout_log import kept_response
 
 
 class Replay:
@@ -33,7 +29,7 @@ class Replay:
         self._run_dir, self._folder = run_dir, run_dir / "rollouts"
         self._unread = deque(list_segments(self._folder))
         # Where each sample lies; its tokens are read when they are asked for.
-        self._found: dict[Key, tuple[SegmentName, int]] = {}
+        self._found: dict[SampleKey, tuple[SegmentName, int]] = {}
         self._places: dict[SegmentName, dict[str, Any]] = {}
         if not self._unread:
             raise DataError(
@@ -41,26 +37,24 @@ class Replay:
                 "rollout.archive=true"
             )
 
-    def find(self, requests: Sequence[Request]) -> dict[tuple[int, int], Response]:
+    def find(self, requests: Sequence[Request]) -> dict[SampleKey, Response]:
         """Return a response to each request, by prompt index and index. Earlier prompt indices are forgotten.
 
         Raises:
             DataError: One is not there, was sampled for another prompt, or is longer than it may be.
             CheckpointError: The archive is damaged.
         """
-        wanted = {(ask.prompt_index, ask.index): ask for ask in requests}
+        wanted = {ask.key: ask for ask in requests}
         self._look(wanted)
         rows: dict[SegmentName, list[int]] = {}
         for name, row in sorted(self._found[key] for key in wanted if key in self._found):
             rows.setdefault(name, []).append(row)
         samples = {
-            (each.prompt_index, each.index): each
-            for name in rows
-            for each in read_rows(self._folder, name, self._places[name], rows[name])
+            each.key: each for name in rows for each in read_rows(self._folder, name, self._places[name], rows[name])
         }
         return {key: self._response(ask, samples.get(key)) for key, ask in wanted.items()}
 
-    def _look(self, wanted: Collection[Key]) -> None:
+    def _look(self, wanted: Collection[SampleKey]) -> None:
         """Find where the wanted samples lie, in as few segments as it takes, and forget what comes before them."""
         first = min((prompt_index for prompt_index, _ in wanted), default=0)
         self._found = {key: place for key, place in self._found.items() if key[0] >= first}
@@ -87,10 +81,6 @@ class Replay:
         most = ask.params.max_new_tokens
         if len(sample.response) > most:
             raise DataError(f"{place}: has {len(sample.response)} tokens; raise rollout.max_new_tokens={most}")
-        return Response(
-            tokens=torch.tensor(sample.response, dtype=torch.int64),
-            log_probs=torch.tensor(sample.log_probs, dtype=torch.float32),
-            sampled_log_probs=torch.tensor(sample.sampled_log_probs, dtype=torch.float32),
-            versions=torch.tensor(sample.versions, dtype=torch.int32),
-            finish=cast(FinishReason, sample.finish),
+        return kept_response(
+            sample.response, sample.log_probs, sample.sampled_log_probs, sample.versions, sample.finish
         )

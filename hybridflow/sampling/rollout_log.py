@@ -20,7 +20,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import torch
 
@@ -40,7 +40,7 @@ from hybridflow.rollout.log_file import (
     read_log,
     unpack_response,
 )
-from hybridflow.rollout.request import FinishReason, Request, Response
+from hybridflow.rollout.request import FinishReason, Request, Response, SampleKey
 
 _FOLDER, _LOGS = "rollouts", "log"
 
@@ -94,7 +94,7 @@ class RolloutLog:
         """Add scores of a step's samples, by prompt index and index, for the archive."""
         self._scores |= {(step, prompt_index, index): score for prompt_index, index, score in scores}
 
-    def find(self, step: int, prompts: Prompts, requests: list[Request]) -> dict[tuple[int, int], Response]:
+    def find(self, step: int, prompts: Prompts, requests: list[Request]) -> dict[SampleKey, Response]:
         """Find responses to these requests that an earlier start of the run has sampled, by prompt index and index.
 
         Some may be paused: of those that are not there whole, the longest.
@@ -117,7 +117,10 @@ class RolloutLog:
             found = [base64.b64encode(each).decode() for each in packed]
         texts = replica.decide("rollouts of earlier starts", found)
         responses = [unpack_response(base64.b64decode(text)) for text in texts]
-        return {(each.prompt_index, each.index): _response(each) for each in responses}
+        return {
+            each.key: kept_response(each.tokens, each.log_probs, each.sampled_log_probs, each.versions, each.finish)
+            for each in responses
+        }
 
     @contextlib.contextmanager
     def log(self, step: int, prompts: Prompts) -> Iterator[LogWriter | None]:
@@ -199,8 +202,8 @@ class RolloutLog:
         return log is not None and log.header == self._header(1, log.header.fingerprint.partition("-")[2])
 
     def _read(self, names: list[LogName], header: LogHeader, requests: list[Request]) -> Iterable[LoggedSample]:
-        wanted = {(request.prompt_index, request.index) for request in requests}
-        best: dict[tuple[int, int], LoggedSample] = {}
+        wanted = {request.key for request in requests}
+        best: dict[SampleKey, LoggedSample] = {}
         for name in names:
             try:
                 log = read_log(self._logs / str(name))
@@ -210,9 +213,8 @@ class RolloutLog:
             if log is None or log.header != header:
                 continue
             for each in log.responses:
-                key = each.prompt_index, each.index
-                if key in wanted and (key not in best or _is_better(each, best[key])):
-                    best[key] = each
+                if each.key in wanted and (each.key not in best or _is_better(each, best[each.key])):
+                    best[each.key] = each
         return best.values()
 
     def _header(self, step: int, prompts_sha256: str) -> LogHeader:
@@ -304,13 +306,14 @@ def to_logged(request: Request, response: Response) -> LoggedSample:
     )
 
 
-def _response(kept: LoggedSample) -> Response:
+def kept_response(tokens: Any, log_probs: Any, sampled_log_probs: Any, versions: Any, finish: FinishReason) -> Response:
+    """Return a response of what was kept of it: lists or arrays, ``[response]`` each."""
     return Response(
-        tokens=torch.from_numpy(kept.tokens).long(),
-        log_probs=torch.from_numpy(kept.log_probs),
-        sampled_log_probs=torch.from_numpy(kept.sampled_log_probs),
-        versions=torch.from_numpy(kept.versions),
-        finish=cast(FinishReason, kept.finish),
+        tokens=torch.as_tensor(tokens, dtype=torch.int64),
+        log_probs=torch.as_tensor(log_probs, dtype=torch.float32),
+        sampled_log_probs=torch.as_tensor(sampled_log_probs, dtype=torch.float32),
+        versions=torch.as_tensor(versions, dtype=torch.int32),
+        finish=finish,
     )
 
 

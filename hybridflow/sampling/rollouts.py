@@ -220,13 +220,13 @@ class Rollouts:
 
             def missing(requests: list[Request]) -> list[Request]:
                 nonlocal num_begun, num_done_early
-                pairs = [(ask, found.get((ask.prompt_index, ask.index))) for ask in requests]
+                pairs = [(ask, found.get(ask.key)) for ask in requests]
                 done = [(ask, got) for ask, got in pairs if got is not None and got.finish != "paused"]
                 if done:
                     # So that the log of this start has the whole step.
                     progress.finished(done)
                     again.extend(done)
-                num_done_early += sum((ask.prompt_index, ask.index) in carried for ask, _ in done)
+                num_done_early += sum(ask.key in carried for ask, _ in done)
                 begun = [replace(ask, begun=got) for ask, got in pairs if got is None or got.finish == "paused"]
                 num_begun += sum(ask.begun is not None for ask in begun)
                 return begun
@@ -265,7 +265,7 @@ class Rollouts:
         So what is computed from them does not depend on who was quicker. Collective: the rollout mesh, if there was a
         choice.
         """
-        pairs = sorted(pairs, key=lambda pair: (pair[0].prompt_index, pair[0].index))
+        pairs = sorted(pairs, key=lambda pair: pair[0].key)
         batch = self._columns(pairs, id_of)
         if not deal.has_queue:
             return batch

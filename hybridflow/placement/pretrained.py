@@ -38,7 +38,7 @@ from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
 from hybridflow.placement.model_on_mesh import ModelOnMesh
-from hybridflow.placement.user_objects import in_memory_assets
+from hybridflow.placement.user_objects import in_memory_assets, user_class_of
 
 
 def from_pretrained(
@@ -123,8 +123,10 @@ def assets_of(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
     if role in ("actor", BASE):
         tokenizer |= _template(job)
     assets = {name: content for name, content in assets.items() if is_of_model(name)}
+    is_scorer = role in CRITICS or job.recipe.traits.is_scorer
+    if CONFIG not in assets and user_class_of(job, role) is None:
+        assets[CONFIG] = _special_ids(job.tokenizer, is_scorer=is_scorer)
     if CONFIG in assets:
-        is_scorer = role in CRITICS or job.recipe.traits.is_scorer
         if is_scorer:
             assets |= _padded(assets, job.tokenizer)
         elif role in ("actor", BASE):
@@ -137,6 +139,15 @@ def _template(job: Job) -> dict[str, bytes]:
     train = job.train
     text = train.template if isinstance(train, StoredProblems) else template_of(job.recipe.data, job.tokenizer)
     return {} if text in (None, chat_template(job.tokenizer)) else {TEMPLATE: text.encode()}
+
+
+def _special_ids(tokenizer: Tokenizer, *, is_scorer: bool) -> bytes:
+    """Return a ``config.json`` of special tokens alone, for a model that is made from the recipe's settings."""
+    eos_ids = tokenizer.stop_ids
+    values: dict[str, object] = {"bos_token_id": tokenizer.bos_id}
+    values["eos_token_id"] = eos_ids[0] if len(eos_ids) == 1 else list(eos_ids)
+    # A scorer's is a question of its own.
+    return to_json(values if is_scorer else {**values, "pad_token_id": tokenizer.pad_id})
 
 
 def _aligned(assets: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:

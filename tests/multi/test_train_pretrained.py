@@ -219,6 +219,24 @@ def test_the_chat_template_of_the_prompts_is_written_with_the_actor(folder, own)
     assert after == before
 
 
+def test_models_of_a_recipe_alone_know_where_a_response_ends(folder):
+    """The tokenizer that the run trained pads with 0, begins with 1 and ends with 2."""
+    sizes = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "max_context": 32}
+    values = recipe(folder, "ppo", cluster={"ranks": 1}, model=sizes, actor={}, critic={}, kl={})
+    values["reward"] = {"function": "tests.multi.test_placement:share_of_ones"}
+    values["trainer"]["steps"] = 1
+    run_ranks(run, 1, values)
+    for role, kind in (("actor", "CausalLM"), ("critic", "SequenceClassification")):
+        convert(folder / "run/checkpoints/step_000001" / role, "hf", folder / role)
+        config = json.loads((folder / role / "config.json").read_text())
+        assert [config[f"{name}_token_id"] for name in ("pad", "bos", "eos")] == [0, 1, 2]
+        model = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(folder / role).eval()
+        # A scorer without a padding id takes no batch.
+        assert model(torch.tensor([[5, 6, 2], [5, 2, 0]])).logits.shape[0] == 2
+    ids = transformers.AutoModelForCausalLM.from_pretrained(folder / "actor").generation_config
+    assert (ids.eos_token_id, ids.pad_token_id) == (2, 0)
+
+
 @pytest.mark.slow
 def test_a_resumed_run_needs_no_weights_where_it_began(folder):
     """Its settings and small files are enough, also for what it saves."""

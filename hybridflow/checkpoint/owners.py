@@ -15,7 +15,7 @@ from typing import NamedTuple
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.reshard.fsdp import FsdpHoldings
 from hybridflow.reshard.holdings import Part, WeightHoldings
-from hybridflow.reshard.spec import ITEM_BYTES, Box, ModelSpec, TensorSpec, num_elements
+from hybridflow.reshard.spec import ITEM_BYTES, Box, ModelSpec, TensorSpec, num_elements, replica_of
 
 SMALLEST_BYTES = 1 << 20
 """A part is not divided into boxes smaller than this."""
@@ -93,14 +93,8 @@ def writes_state(model: ModelSpec, mesh: DeviceMesh, rank: int) -> set[str]:
 
 
 def _twins(tensor: TensorSpec, part: Part, mesh: DeviceMesh, rank: int) -> list[int]:
-    replica = _replica(tensor, mesh, rank)
-    return [each for each in part.ranks if _replica(tensor, mesh, each) == replica]
+    def replica(rank: int) -> int:
+        return replica_of(mesh.layout, mesh.coordinate(rank), of_expert=tensor.expert is not None)
 
-
-def _replica(tensor: TensorSpec, mesh: DeviceMesh, rank: int) -> int:
-    """Return a rank's number among the holders of the same part of a tensor, to the distributed optimizer."""
-    layout, place = mesh.layout, mesh.coordinate(rank)
-    replica = place.cp + layout.cp * place.dp
-    if tensor.expert is not None:
-        replica = (place.tp + layout.tp * replica) // (layout.expert_tp * layout.ep)
-    return replica
+    own = replica(rank)
+    return [each for each in part.ranks if replica(each) == own]

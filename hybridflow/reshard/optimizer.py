@@ -27,6 +27,7 @@ from hybridflow.reshard.spec import (
     expert_place,
     flat_boxes,
     num_elements,
+    replica_of,
     stage_of,
 )
 
@@ -105,18 +106,16 @@ class OptimizerHoldings:
         """Return the range of its shard of a tensor that a rank of the mesh steps; None where it steps nothing."""
         if not self._weights.regions(tensor, rank):
             return None
-        layout, place = self.mesh.layout, self.mesh.coordinate(rank)
-        replica = place.cp + layout.cp * place.dp
-        if tensor.expert is not None:
-            replica = (place.tp + layout.tp * replica) // (layout.expert_tp * layout.ep)
+        place = self.mesh.coordinate(rank)
+        replica = replica_of(self.mesh.layout, place, of_expert=tensor.expert is not None)
         return self._by_replica[tensor.name].get(replica)
 
     def num_elements(self, rank: int) -> int:
         """Return how many elements of all tensors a rank of the mesh steps: the sum of its flat ranges."""
         layout, place = self.mesh.layout, self.mesh.coordinate(rank)
-        replica, (_, block) = place.cp + layout.cp * place.dp, expert_place(layout, place)
-        of_block = (place.tp + layout.tp * replica) // (layout.expert_tp * layout.ep)
-        return self._stepped[place.pp, None, replica] + self._stepped[place.pp, block, of_block]
+        _, block = expert_place(layout, place)
+        in_none = self._stepped[place.pp, None, replica_of(layout, place, of_expert=False)]
+        return in_none + self._stepped[place.pp, block, replica_of(layout, place, of_expert=True)]
 
     @functools.cached_property
     def _stepped(self) -> Counter[tuple[int, int | None, int]]:

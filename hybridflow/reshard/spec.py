@@ -219,6 +219,18 @@ def expert_place(layout: ParallelLayout, coordinate: Coordinate) -> tuple[int, i
     return index % layout.expert_tp, index // layout.expert_tp % layout.ep
 
 
+def replica_of(layout: ParallelLayout, coordinate: Coordinate, *, of_expert: bool) -> int:
+    """Return the number of the rank at a coordinate among the replicas, to the distributed optimizer.
+
+    Args:
+        layout: Parallelism.
+        coordinate: Where the rank is.
+        of_expert: Count the replicas of its block of experts, not those of the other tensors.
+    """
+    replica = coordinate.cp + layout.cp * coordinate.dp
+    return (coordinate.tp + layout.tp * replica) // (layout.expert_tp * layout.ep) if of_expert else replica
+
+
 def expert_block(spec: TensorSpec, layout: ParallelLayout) -> int:
     """Return which of the ``ep`` blocks of experts has the tensor's expert.
 

@@ -153,12 +153,20 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+_OPTIONS_ELSEWHERE = {
+    "--resume": "a job of `hybridflow launch slurm` always resumes",
+    "--nodes": "`hybridflow launch slurm` and `hybridflow plan job` take it",
+}
+
+
 def _answer_with_key(parser: argparse.ArgumentParser, option: str, words: Sequence[str]) -> None:
-    """End with the key of a recipe that a person gave as an option, if there is one."""
+    """End with the command that takes an option, or the key of a recipe that a person gave as one, if there is one."""
+    name, equals, value = option.partition("=")
+    if name in _OPTIONS_ELSEWHERE:
+        parser.error(f"{name}: not an option here; {_OPTIONS_ELSEWHERE[name]}")
     key = key_of_option(option)
     if key is None:
         return
-    name, equals, value = option.partition("=")
     following = words[words.index(option) + 1 :]
     if not equals:
         value = following[0] if following and not following[0].startswith("-") else "VALUE"

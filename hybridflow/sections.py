@@ -373,7 +373,7 @@ class _Reader:
             words = [option for option in options if typing.get_origin(option) is Literal]
             kind = words[0] if words and isinstance(value, str) else options[0]
         if typing.get_origin(kind) is Annotated:
-            kind, *rest = typing.get_args(kind)
+            kind, *rest = (each for each in typing.get_args(kind) if not isinstance(each, str))
             bounds = tuple(rest)
         if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
             return self.section(typing.cast(type, kind), value, f"{key}.")
@@ -398,10 +398,13 @@ class _Reader:
 
     def _unknown(self, name: str, siblings: list[str], prefix: str) -> ConfigError:
         elsewhere = [key for key in resume_rules(self.root) if key.split(".")[-1] == name]
-        close = difflib.get_close_matches(shorten(name), siblings, n=1, cutoff=0)
-        nearest = " or ".join(elsewhere if elsewhere else [f"{prefix}{close[0]}"])
+        close = [f"{prefix}{each}" for each in difflib.get_close_matches(shorten(name), siblings, n=1)]
+        nearest = " or ".join(elsewhere or close)
+        hint = f"did you mean {nearest}? " if nearest else ""
+        if ":" in name:
+            hint = "YAML needs a blank behind each colon, as in '{tp: 2, dp: 8}'; "
         where = f"keys of {prefix[:-1]}" if prefix else "keys"
-        told = f"unknown key; did you mean {nearest}? {where}: {', '.join(siblings)}"
+        told = f"unknown key; {hint}{where}: {', '.join(siblings)}"
         return ConfigError(f"{self._origin(f'{prefix}{name}')}: {prefix}{shorten(name)}: {told}")
 
     def _error(self, key: str, complaint: str) -> ConfigError:
@@ -442,7 +445,9 @@ def describe(hint: Any) -> str:
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return " or ".join("null" if option is type(None) else describe(option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is Annotated:
-        kind, bound = typing.get_args(hint)
+        kind, bound, *words = typing.get_args(hint)
+        if words:
+            return str(words[0])
         return f"{describe(kind)} {bound}" if isinstance(bound, Bounds) else f"{describe(kind)} like {bound.pattern}"
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(_in_yaml, typing.get_args(hint)))
@@ -452,7 +457,9 @@ def describe(hint: Any) -> str:
     if typing.get_origin(hint) is dict:
         return f"a mapping of names to {describe(typing.get_args(hint)[1])}"
     if dataclasses.is_dataclass(hint):
-        return "a section with keys " + ", ".join(item.name for item in keys_of(hint))
+        example = getattr(hint, "EXAMPLE", None)
+        such = f", such as {example}" if example else ""
+        return "a section with keys " + ", ".join(item.name for item in keys_of(hint)) + such
     return _WORDS[hint]
 
 

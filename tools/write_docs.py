@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the parts of docs/ that are made from the code: keys of recipes and sites, plan and picture of a step, plans.
+"""Write the parts of docs/ that are made from the code: keys of recipes and sites, defaults of algorithms, plans.
 
 Examples:
   python tools/write_docs.py
@@ -22,6 +22,7 @@ from typing import Any
 from hybridflow import cli
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors import DataError, HybridflowError
+from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.launch.site import Site
 from hybridflow.sections import describe, resume_rules
 from hybridflow.sections import keys_of as keys_of_section
@@ -39,6 +40,7 @@ def main() -> int:
         for name, part in (
             ("keys", ("keys", keys_of(Recipe, resume_rules(Recipe)))),
             ("slurm", ("keys", keys_of(Site, {}))),
+            ("algorithms", ("defaults", algorithm_defaults())),
             ("architecture", plan()),
             ("architecture", picture()),
             ("reshard", reshard()),
@@ -65,6 +67,21 @@ def with_part(text: str, name: str, content: str, source: str) -> str:
         raise DataError(f"{source}: expected the lines {start.strip()} and {end} once each; put them back")
     before, rest = text.split(start)
     return f"{before}{start}{content}\n{end}{rest.split(end)[1]}"
+
+
+def algorithm_defaults() -> str:
+    """A table of the defaults that an algorithm has of its own: a row for each with any that it learns by."""
+    rows = ["| algorithm | own defaults |", "|---|---|"]
+    for name, algorithm in ALGORITHMS.items():
+        settings = [
+            f"`{section}.{key}: {value}`"
+            for section, values in algorithm.traits.defaults.items()
+            if section in ("kl", "loss", "advantage", "shaping")
+            for key, value in values.items()
+        ]
+        if settings:
+            rows.append(f"| `{name}` | {', '.join(settings)} |")
+    return "\n".join([*rows, "| all others | none |"])
 
 
 def plan() -> tuple[str, str]:

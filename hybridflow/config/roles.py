@@ -136,8 +136,8 @@ class ActorConfig:
         ranks: Global ranks, in mesh order. None means all ranks except ``rollout_ranks``.
         update: Layout of the update phase, which learns and computes log-probabilities.
         rollout: Layout of the rollout phase, on the same ranks unless ``rollout_ranks`` names others. The ranks are
-            ordered so that each keeps as many of its weights as it can. None means the update layout, its
-            context-parallel ranks and shards as replicas.
+            ordered so that each keeps as many of its weights as it can. None means the update layout; ranks of
+            ``cp`` and ``fsdp`` become replicas.
         rollout_ranks: Separate ranks that generate, in mesh order. They must not be among ``ranks``. None means that
             ``ranks`` generate too. See docs/async.md.
         optimizer: Optimizer of the actor.
@@ -151,7 +151,7 @@ class ActorConfig:
             weights that learn are in host memory then too, unless ``reshard`` is ``shared`` or ``mpi``. ``always``
             (under FSDP) keeps weights, gradients and optimizer state in host memory during the update too. A layer
             comes to the accelerator to compute, and the optimizer runs on the host.
-        recompute: Activations to compute again in the backward pass in the place of keeping them. ``selective`` means
+        recompute: Activations that are not kept, and computed again in the backward pass. ``selective`` means
             inside the core attention, ``full`` all but the input of each layer. See docs/layouts.md.
         recompute_layers: Layers of each pipeline stage that ``recompute: full`` holds for, from the first. None means
             all.
@@ -199,7 +199,7 @@ class CriticConfig:
         warmup_steps: Training steps at the start in which only the critic learns. The actor does not change.
         offload: Keep the optimizer's state in host memory while the critic does not learn, and free the gradients.
             ``always`` as for the actor.
-        recompute: Activations to compute again in the backward pass in the place of keeping them. ``selective`` means
+        recompute: Activations that are not kept, and computed again in the backward pass. ``selective`` means
             inside the core attention, ``full`` all but the input of each layer. See docs/layouts.md.
         recompute_layers: Layers of each pipeline stage that ``recompute: full`` holds for, from the first. None means
             all.

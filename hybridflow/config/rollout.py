@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from hybridflow.config.types import Score, StopText, Variable
 from hybridflow.sections import FILLED_IN, MAY_CHANGE, Bounds, Count, CountOrZero, Positive, Seconds, Share
@@ -20,6 +20,8 @@ class EnvironmentConfig:
         failure_reward: Reward of a turn in which the environment raises, misses the deadline or gives an invalid
             answer. The sample ends there and stays in the batch.
     """
+
+    EXAMPLE: ClassVar[str] = "{name: calculator}"
 
     name: str
     max_turns: Count = 4

@@ -31,4 +31,5 @@ Recompute = Literal["none", "selective", "full"]
 Fp8 = Literal["none", "blockwise", "mxfp8"]
 
 
-StopText = Annotated[str, re.compile(r"[^\ufffd]{1,1024}", re.DOTALL)]
+_STOP_TEXTS = "texts of 1 to 1024 characters, such as ['</answer>']"
+StopText = Annotated[str, re.compile(r"[^\ufffd]{1,1024}", re.DOTALL), _STOP_TEXTS]

@@ -216,7 +216,7 @@ def prompt_tokens(example: Example, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def prompt_of(row: Row, place: str, data: DataConfig) -> str:
     """Return a row's prompt. Raises DataError: it is missing, empty, or no text."""
-    prompt = text_of(row, data.prompt_field, place)
+    prompt = text_of(row, data.prompt_field, place, "prompt_field")
     if prompt == "":
         raise DataError(f"{place}: field {data.prompt_field!r} is empty; a prompt needs at least one character")
     return prompt
@@ -265,13 +265,15 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def text_of(row: Row, name: str, place: str) -> str:
-    """Return a row's field of text. Raises DataError: it is missing, or no text."""
+def text_of(row: Row, name: str, place: str, key: str = "*_field") -> str:
+    """Return a row's field of text, whose name stands in a key of ``data``.
+
+    Raises:
+        DataError: It is missing, or no text.
+    """
     value = value_of(row, name, _MISSING)
     if value is _MISSING:
-        raise DataError(
-            f"{place}: no field {name!r}; found {sorted(row)}; add it, or set data.*_field to its name here"
-        )
+        raise DataError(f"{place}: no field {name!r}; found {sorted(row)}; add it, or set data.{key} to its name here")
     if not isinstance(value, str):
         raise DataError(f"{place}: field {name!r}: expected text, found {value!r:.60}; put it in quotes")
     check_unicode(value, name, place)

@@ -163,9 +163,9 @@ class Shaper:
         if shape.kind == "rows":
             # A program may have rows of any fields. The prompt is text.
             if value_of(row, shape.data.prompt_field) is not None:
-                text_of(row, shape.data.prompt_field, place)
+                text_of(row, shape.data.prompt_field, place, "prompt_field")
             if shape.data.max_prompt_tokens is not None:
-                prompt = text_of(row, shape.data.prompt_field, place)
+                prompt = text_of(row, shape.data.prompt_field, place, "prompt_field")
                 if not self._is_short(Example(prompt=prompt, answer="", begins=begins, place=place)):
                     return None
             return Shaped(row, begins, (row,))

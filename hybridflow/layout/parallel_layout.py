@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from hybridflow.errors import LayoutError
 from hybridflow.layout.sharding import Sharding, in_our_words, settle_sharding
@@ -46,6 +46,8 @@ class ParallelLayout:
     Raises:
         LayoutError: A size is not a positive integer, or sizes contradict each other.
     """
+
+    EXAMPLE: ClassVar[str] = "{tp: 2, dp: 8}"
 
     tp: int = 1
     pp: int = 1

@@ -53,5 +53,13 @@ def memory_summary(memory: Sequence[RankMemory]) -> str:
         f"most on rank {most}: {format_bytes(memory[most].peak)}; least on rank {least}: "
         f"{format_bytes(memory[least].peak)}\n"
         "rollout, update: all models of the rank in that phase; without the CUDA context, NCCL and fragmentation"
-        + ("; of the cache no more is taken than rollout.cache_memory of what is free" if memory[most].spare else "")
+        + (f"\n{_cache_note(memory)}" if memory[most].spare else "")
+    )
+
+
+def _cache_note(memory: Sequence[RankMemory]) -> str:
+    tightest = max(memory, key=lambda needed: needed.least)
+    return (
+        "cache, rollout: the largest cache that a rollout could use; a job takes only rollout.cache_memory of the "
+        f"free memory. Least that must fit: {format_bytes(tightest.least)}"
     )

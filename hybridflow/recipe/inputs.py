@@ -79,8 +79,8 @@ def tokenizer_path(recipe: Recipe) -> Path | None:
     found = tokenizer_in(recipe.model.path)
     if found is None:
         raise ConfigError(
-            f"tokenizer.path: missing; model.path={recipe.model.path!r} has no tokenizer, and its weights know no "
-            "other: name the one that it was trained with"
+            f"tokenizer.path: missing; model.path={recipe.model.path!r} has no tokenizer; set tokenizer.path to "
+            "the one that the model was trained with"
         )
     return found
 

@@ -131,6 +131,7 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
         "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "actor.offload",
         "actor_rollout_ref.rollout.name": "rollout.engine.kind",
         "actor_rollout_ref.rollout.n": "rollout.group_size",
+        "actor_rollout_ref.rollout.val_kwargs.n": "trainer.validation_samples",
         "actor_rollout_ref.rollout.temperature": "rollout.temperature",
         "actor_rollout_ref.rollout.top_k": "rollout.top_k",
         "actor_rollout_ref.rollout.top_p": "rollout.top_p",
@@ -229,6 +230,12 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
         "logger.log_dir": "run_dir",
         "logger.wandb.project": "metrics.wandb.project",
     },
+    "": {
+        "epochs": ("trainer.steps", _STEPS),
+        "num_epochs": ("trainer.steps", _STEPS),
+        "trainer.epochs": ("trainer.steps", _STEPS),
+        "cluster.nodes": ("cluster.ranks", "counts the ranks of all nodes; cluster.ranks_per_node those of one"),
+    },
     "Megatron": {
         "tensor_model_parallel_size": "actor.update.tp",
         "pipeline_model_parallel_size": "actor.update.pp",
@@ -245,7 +252,7 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
         "moe_shared_expert_intermediate_size": "model.shared_ffn_hidden_size",
     },
 }
-"""Framework -> its name -> our key, and what the key says if that differs."""
+"""Framework -> its name -> our key, and what the key says if that differs. Under no framework: names of several."""
 
 _IN_ANY_SECTION = ("TRL", "Megatron")
 """Frameworks whose settings have no sections, so that their names may turn up in any of ours."""
@@ -268,7 +275,8 @@ class OtherName(NamedTuple):
 
     def __str__(self) -> str:
         remark = f" ({self.key} {self.remark})" if self.remark else ""
-        return f"{self.framework}'s {self.name} is {self.key} here{remark}"
+        whose = f"{self.framework}'s " if self.framework else ""
+        return f"{whose}{self.name} is {self.key} here{remark}"
 
 
 def find_other_name(key: str) -> OtherName | None:
@@ -282,9 +290,18 @@ def find_other_name(key: str) -> OtherName | None:
     for framework, names in NAMES.items():
         if key in names:
             return _found(framework, key)
+    if _is_ours(key):
+        return None
     last = key.rpartition(".")[2]
     flat = next((name for name in _IN_ANY_SECTION if last in NAMES[name]), None)
-    return None if flat is None or _is_ours(key) else _found(flat, last)
+    if flat is not None:
+        return _found(flat, last)
+    # Names of verl with other sections, or none: those that end alike, the shortest of them.
+    if any(each.rpartition(".")[2] == last for each in _keys()):
+        return None
+    ends = sorted((name for name in NAMES["verl"] if name.rpartition(".")[2] == last), key=len)
+    alike = [name for name in ends if f".{name}".endswith(f".{key}")]
+    return _found("verl", (alike or ends)[0]) if ends else None
 
 
 _FIRST = ("trainer.", "actor.", "rollout.")

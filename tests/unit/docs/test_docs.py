@@ -67,6 +67,9 @@ def folder_of_a_user(tmp_path_factory):
     write_models(folder)
     write_machine(folder / ".config/hybridflow/measured.yaml")
     write_run(folder / "runs/short")
+    model, data = folder / "models/Llama-3.1-8B-Instruct", folder / "data/train.jsonl"
+    given = ["--algorithm", "grpo", "--model", str(model), "--data", str(data), "--nodes", "2"]
+    assert cli.main(["init", str(folder / "recipe.yaml"), *given]) == 0
     for name in ("launch", "slurm"):
         (folder / name).symlink_to(ROOT / name)
     return folder

@@ -63,6 +63,12 @@ def test_a_bound_that_is_counted_from_another_number_is_told_of():
             "verl's actor_rollout_ref.actor.optim.lr is actor.optimizer.lr here",
         ),
         ("+trainer.total_epochs=3", "verl's trainer.total_epochs is trainer.steps here"),
+        ("trainer.epochs=3", "trainer.epochs is trainer.steps here (trainer.steps counts steps, not epochs)"),
+        ("cluster.nodes=2", "cluster.nodes is cluster.ranks here (cluster.ranks counts the ranks of all nodes"),
+        # Names of verl with another section, or none.
+        ("save_freq=10", "verl's trainer.save_freq is trainer.save_every here"),
+        ("rollout.n=5", "verl's actor_rollout_ref.rollout.n is rollout.group_size here"),
+        ("rollout.val_kwargs.n=4", "rollout.val_kwargs.n is trainer.validation_samples here"),
         # A text of ours, and a section of theirs.
         ("algorithm.gamma=1", "algorithm.gamma: not a key of a recipe; verl's algorithm.gamma is advantage.gamma here"),
         ("grpo.num_prompts_per_step=32", "NeMo-RL's grpo.num_prompts_per_step is trainer.global_batch_size here"),
@@ -101,6 +107,7 @@ def test_a_name_that_others_chose_is_let_alone():
         (["--num_generations=4"], "--num_generations: not an option; write rollout.group_size=4"),
         (["--trainer.steps", "3"], "--trainer.steps: not an option; write trainer.steps=3"),
         (["--output_dir"], "--output_dir: not an option; write run_dir=VALUE"),
+        (["--nodes", "2"], "--nodes: not an option here; `hybridflow launch slurm` and `hybridflow plan job` take it"),
         (["--nothing"], "unrecognized arguments: --nothing"),
     ],
 )

@@ -58,6 +58,11 @@ def test_overrides_win_and_later_ones_over_earlier(recipe_file):
     [
         ("trainer.step=3", ["override 'trainer.step=3'", "trainer.step:", "did you mean trainer.steps?", "save_every"]),
         ("gamma=0.9", ["gamma: unknown key; did you mean advantage.gamma?"]),
+        ("trainer.zzz=1", ["trainer.zzz: unknown key; keys of trainer: steps"]),
+        ("actor.update=tp2.dp8", ["actor.update: expected a section with keys tp", "such as {tp: 2, dp: 8}"]),
+        ("actor.update={tp:2,dp:8}", ["YAML needs a blank behind each colon, as in '{tp: 2, dp: 8}'"]),
+        ("rollout.environment=calc:Env", ["expected a section with keys name", "such as {name: calculator}"]),
+        ("rollout.stop='</s>'", ["expected a list of texts of 1 to 1024 characters, such as ['</answer>']"]),
         ("lr=0.9", ["did you mean warm_start.lr or actor.optimizer.lr or critic.optimizer.lr"]),
         ("trainer.steps=many", ["trainer.steps: expected an integer of at least 0, found 'many' (text)"]),
         ("trainer.steps=true", ["found True (true or false)"]),

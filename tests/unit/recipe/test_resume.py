@@ -215,7 +215,7 @@ def other_values(hint: Any, old: Any) -> Iterator[Any]:
     """Values of a type other than a given one."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         hint = next(option for option in typing.get_args(hint) if option is not type(None))
-    kind, bounds = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint, Bounds(low=0))
+    kind, bounds, *_ = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint, Bounds(low=0))
     if typing.get_origin(kind) is Literal:
         found = list(typing.get_args(kind))
     elif typing.get_origin(kind) is tuple:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridflow.data.files import needing
 from hybridflow.data.trial import try_tokenizer
 from hybridflow.errors import DataError
 from hybridflow.foreign import limit_process, read_small
@@ -118,13 +119,8 @@ class FastTokenizer:
 
 
 def _load(path: Path) -> Any:
-    try:
+    with needing(f"tokenizer {path}: reading it", "tokenizers", "hf"):
         import tokenizers
-    except ImportError as error:
-        raise DataError(
-            f"tokenizer {path}: reading it takes the package tokenizers, which is not installed; pip install "
-            "'hybridflow[hf]'"
-        ) from error
     with _failures_told(path, "cannot be read"):
         content = read_small(path)
         try_tokenizer(content, str(path), tokenizers.__version__)

@@ -107,6 +107,26 @@ def _version_in(folder: str) -> str:
     return _hash(found)
 
 
+@contextlib.contextmanager
+def needing(what: str, package: str, extra: str) -> Iterator[None]:
+    """Turn the failure to import an optional package into an error that says what to install.
+
+    Args:
+        what: What takes the package.
+        package: Its name, as pip knows it.
+        extra: Which extra of hybridflow brings it.
+
+    Raises:
+        DataError: It is not installed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise DataError(
+            f"{what} takes the package {package}, which is not installed; pip install 'hybridflow[{extra}]'"
+        ) from error
+
+
 def _hash(found: object) -> str:
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
@@ -126,12 +146,8 @@ def _far_file(system: Any, name: str) -> File:
 
 
 def _system(address: str) -> tuple[Any, str]:
-    try:
+    with needing(f"{address}: reading it", "fsspec", "s3"):
         import fsspec
-    except ImportError as error:
-        raise DataError(
-            f"{address}: reading it takes the package fsspec, which is not installed; pip install 'hybridflow[s3]'"
-        ) from error
     with _told(address):
         system, root = fsspec.core.url_to_fs(address)
         return system, root

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hybridflow.data.files import open_file
+from hybridflow.data.files import needing, open_file
 from hybridflow.data.rows import HERE, check_num_rows, too_long
 from hybridflow.errors import DataError
 
@@ -87,13 +87,9 @@ def _rows(batch: Any, max_row_bytes: int) -> Iterator[Mapping[str, Any] | DataEr
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[tuple[Any, int]]:
     """Open a file; also give its size."""
-    try:
+    with needing(f"{path}: reading Parquet", "pyarrow", "data"):
         import pyarrow
         from pyarrow import parquet
-    except ImportError as error:
-        raise DataError(
-            f"{path}: reading Parquet takes the package pyarrow, which is not installed; pip install 'hybridflow[data]'"
-        ) from error
     with open_file(path) as file:
         try:
             num_bytes = file.seek(0, os.SEEK_END)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hybridflow.data.files import needing
 from hybridflow.errors import DataError
 
 _ROWS_AT_ONCE = 1024
@@ -33,12 +34,8 @@ def read_saved(path: str, start: int, stop: int, max_row_bytes: int) -> Iterator
 
 
 def _loaded(path: str) -> Any:
-    try:
+    with needing(f"{path}: reading it", "datasets", "data"):
         import datasets
-    except ImportError as error:
-        raise DataError(
-            f"{path}: reading it takes the package datasets, which is not installed; pip install 'hybridflow[data]'"
-        ) from error
     try:
         found = datasets.load_from_disk(path)
     except Exception as error:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from hybridflow.config.data import KafkaConfig
+from hybridflow.data.files import needing
 from hybridflow.errors import DataError
 
 _AT_ONCE, _MOST, _MOST_BYTES = 100, 10_000, 16 << 20
@@ -42,13 +43,8 @@ class Topic:
     """
 
     def __init__(self, kafka: KafkaConfig) -> None:
-        try:
+        with needing("data.kafka: reading a topic", "confluent-kafka", "kafka"):
             import confluent_kafka
-        except ImportError as error:
-            raise DataError(
-                "data.kafka: reading a topic takes the package confluent-kafka, which is not installed; "
-                "pip install 'hybridflow[kafka]'"
-            ) from error
         self._library: Any = confluent_kafka
         self._topic = kafka.topic
         self._secrets = _secrets(kafka)

@@ -424,6 +424,15 @@ def test_equal_rows_take_less_than_a_byte(tmp_path):
         assert [row for _, row in read_file(tmp_path / name)] == [{"prompt": each} for each in prompts]
 
 
+def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
+    path = write_rows(tmp_path / "rows", [{"prompt": "a"}], "parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    said = f"{path}: reading Parquet takes the package pyarrow, which is not installed; pip install 'hybridflow[data]'"
+    with pytest.raises(DataError) as error:
+        read_file(path)
+    assert str(error.value) == said
+
+
 def test_pipes_are_no_files_of_rows(tmp_path):
     for name in ("rows.jsonl", "rows.parquet", "rows.h5"):
         os.mkfifo(tmp_path / name)

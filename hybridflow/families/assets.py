@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,12 +23,13 @@ FOLDER = "assets"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 """Files of which each is a tokenizer."""
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 ASSETS = (
     CONFIG,
     GENERATION,
     *TOKENIZERS,
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -39,7 +41,13 @@ ASSETS = (
     "tekken.json",
     *CHAT_TEMPLATES,
 )
-"""The small files that travel along."""
+"""The small files that travel along; a tokenizer's code may too, see ``asset_names``."""
+
+CODE = re.compile(r"\w+\.py", re.ASCII)
+"""Names of files of code that travel along. Nothing here runs them."""
+
+_FURTHER = "additional_chat_templates"
+"""Folder of the templates that a tokenizer has beside its first one, each named by its file."""
 
 
 def is_of_model(name: str) -> bool:
@@ -110,12 +118,35 @@ def parse_json(content: bytes, where: str) -> dict[str, Any]:
     return values
 
 
+def names_code(tokenizer_config: bytes | None) -> bool:
+    """Return whether a tokenizer is made by code beside it, without which nobody could load it again."""
+    try:
+        values = json.loads(tokenizer_config or b"{}")
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(values, dict) and bool(values.get("auto_map"))
+
+
+def asset_names(folder: Path) -> tuple[str, ...]:
+    """Return the names of the small files of a directory: ``ASSETS``, and what its tokenizer needs besides.
+
+    Raises:
+        CheckpointError: ``tokenizer_config.json`` cannot be read.
+    """
+    config = read_assets(folder, (TOKENIZER_CONFIG,), follows_links=True).get(TOKENIZER_CONFIG)
+    code = [path.name for path in folder.glob("*.py") if CODE.fullmatch(path.name)] if names_code(config) else []
+    templates = [f"{_FURTHER}/{path.name}" for path in (folder / _FURTHER).glob("*.jinja")]
+    return (*ASSETS, *sorted(code), *sorted(templates))
+
+
 def read_assets(folder: Path, names: Iterable[str] = ASSETS, *, follows_links: bool = False) -> dict[str, bytes]:
     """Read the small files of a directory that travel along, by name.
 
+    Several chat templates become the list in ``tokenizer_config.json`` that transformers has them in otherwise.
+
     Args:
         folder: The directory.
-        names: The files to read, where they are there.
+        names: The files to read, where they are there, as ``asset_names`` gives them.
         follows_links: Whether a file may be a link to any other, as in a directory that the user's own recipe names.
 
     Raises:
@@ -127,9 +158,28 @@ def read_assets(folder: Path, names: Iterable[str] = ASSETS, *, follows_links: b
             for path in paths.values():
                 # Its content is written again, where others may read it.
                 check_link(path)
-        return {name: read_small(path) for name, path in paths.items()}
+        found = {name: read_small(path) for name, path in paths.items()}
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read: {error}; restore it from a copy") from error
+    further = {Path(name).stem: found.pop(name) for name in [*found] if name.startswith(f"{_FURTHER}/")}
+    return _with_templates(found, further, folder) if further else found
+
+
+def _with_templates(assets: Mapping[str, bytes], further: Mapping[str, bytes], folder: Path) -> dict[str, bytes]:
+    """Return the small files with all chat templates in ``tokenizer_config.json``, where any program finds them."""
+    kept = {name: content for name, content in assets.items() if name != CHAT_TEMPLATES[0]}
+    values = parse_json(assets.get(TOKENIZER_CONFIG, b"{}"), str(folder / TOKENIZER_CONFIG))
+    first, own = assets.get(CHAT_TEMPLATES[0]), values.get("chat_template")
+    try:
+        named = {name: content.decode() for name, content in further.items()}
+        if first is not None:
+            named = {"default": first.decode(), **named}
+        elif isinstance(own, str):
+            named = {"default": own, **named}
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{folder / _FURTHER}: found {error}, expected UTF-8; restore it from a copy") from error
+    values["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+    return {**kept, TOKENIZER_CONFIG: to_json(values)}
 
 
 def identity_of(paths: Iterable[Path]) -> str:

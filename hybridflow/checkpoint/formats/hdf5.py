@@ -32,7 +32,7 @@ from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, bytes_of, entry_of
 from hybridflow.data.arrays import attribute, check_storage, reading_hdf5, writing_hdf5
 from hybridflow.data.hdf5 import h5py, is_own, item_in, open_hdf5, try_files
 from hybridflow.errors import CheckpointError
-from hybridflow.families.assets import ASSETS, identity_of
+from hybridflow.families.assets import ASSETS, CODE, identity_of
 from hybridflow.families.model import ModelConfig
 from hybridflow.foreign import MAX_SMALL_BYTES
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -120,7 +120,7 @@ class HDF5Source(Source):
         with reading_hdf5(self._master, _ASSETS):
             file = self._open(self._master.name, FORMAT)
             held = _group(file, _ASSETS)
-            for name in sorted(set(held) & set(ASSETS)):
+            for name in sorted(name for name in held if name in ASSETS or CODE.fullmatch(name)):
                 dataset = item_in(held, name)
                 if not is_own(dataset) or dataset.nbytes > MAX_SMALL_BYTES:
                     raise ValueError(f"{name} is no small dataset of this file")

@@ -18,7 +18,7 @@ from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_bytes
 from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, HeldTensors, TensorFile, TensorFileWriter
 from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.families.assets import ASSETS, CONFIG, identity_of, parse_json, read_assets, read_json, to_json
+from hybridflow.families.assets import CONFIG, asset_names, identity_of, parse_json, read_assets, read_json, to_json
 from hybridflow.families.config_json import Described, describe, read_config, update_config
 from hybridflow.families.family import Form
 from hybridflow.families.model import ModelConfig
@@ -203,7 +203,7 @@ class HuggingFaceSource(Source):
         return identity_of([*small, *(file.path for file in self._files.values())])
 
     def _asset_names(self) -> tuple[str, ...]:
-        return ASSETS
+        return asset_names(self.path)
 
     def _check_names(self, described: Described) -> str | None:
         """Check that all expected tensors are there and no others; return the name of the embedding's second copy."""

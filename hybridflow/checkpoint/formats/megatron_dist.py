@@ -35,7 +35,7 @@ from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import within, write_bytes
 from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
-from hybridflow.families.assets import ASSETS, identity_of, read_assets, read_json
+from hybridflow.families.assets import asset_names, identity_of, read_assets, read_json
 from hybridflow.families.model import ModelConfig
 from hybridflow.reshard.spec import Box, DType, TensorSpec, intersect, num_elements
 
@@ -179,12 +179,12 @@ class MegatronDistSource(Source):
     def assets(self) -> dict[str, bytes]:
         """See ``Source``."""
         folder = self.path / _ASSETS
-        return read_assets(folder) if folder.is_dir() else {}
+        return read_assets(folder, asset_names(folder)) if folder.is_dir() else {}
 
     def identity(self) -> str:
         """See ``Source``."""
         files = sorted({chunk.file for stored in self._stored.values() for chunk in stored.chunks})
-        own = [self.path / LATEST, *(self.path / _ASSETS / name for name in ASSETS)]
+        own = [self.path / LATEST, *(self.path / _ASSETS / name for name in asset_names(self.path / _ASSETS))]
         return identity_of([*own, *(self._folder / name for name in (METADATA, COMMON, KIND, *files))])
 
     def _find_parts(self) -> dict[str, list[_Part]]:

@@ -18,7 +18,7 @@ from hybridflow.checkpoint.formats.huggingface import (
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.errors import ConfigError
-from hybridflow.families.assets import ASSETS, CONFIG, read_json
+from hybridflow.families.assets import CONFIG, asset_names, read_json
 from hybridflow.families.other_config import has_no_table, read_other_config
 from hybridflow.models.hf_model import VALUE_HEAD, has_scorer
 
@@ -64,7 +64,7 @@ class NamedSource(HuggingFaceSource):
 
     def _asset_names(self) -> tuple[str, ...]:
         # Without its code nobody could load it again.
-        return (*ASSETS, *sorted(each.name for each in self.path.glob("*.py")))
+        return (*dict.fromkeys((*asset_names(self.path), *sorted(each.name for each in self.path.glob("*.py")))),)
 
 
 class NamedTarget(HuggingFaceTarget):

@@ -24,14 +24,26 @@ from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_bytes
 from hybridflow.checkpoint.tensor_file import TensorFile, TensorFileWriter
 from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.families.assets import ADAPTER_CONFIG, ASSETS, CONFIG, identity_of, parse_json, read_assets
+from hybridflow.families.assets import (
+    ADAPTER_CONFIG,
+    CODE,
+    CONFIG,
+    GENERATION,
+    TOKENIZER_CONFIG,
+    asset_names,
+    identity_of,
+    names_code,
+    parse_json,
+    read_assets,
+)
 from hybridflow.families.config_json import Described
 from hybridflow.foreign import read_small
 from hybridflow.reshard.spec import DType
 
 WEIGHTS = "adapter_model.safetensors"
 _ENDS: dict[Literal["A", "B", "whole"], str] = {"A": "lora_A.weight", "B": "lora_B.weight", "whole": "weight"}
-_ASSETS = (ADAPTER_CONFIG, *(name for name in ASSETS if name not in (CONFIG, "generation_config.json")))
+_OF_BASE = (CONFIG, GENERATION)
+"""Small files that lie with the base alone."""
 
 
 def is_peft(path: Path) -> bool:
@@ -107,11 +119,14 @@ class PeftSource(Source):
 
     def assets(self) -> dict[str, bytes]:
         """See ``Source``."""
-        return read_assets(self.path, _ASSETS)
+        return read_assets(self.path, self._asset_names())
 
     def identity(self) -> str:
         """See ``Source``."""
-        return identity_of([self.path / name for name in (*_ASSETS, WEIGHTS)])
+        return identity_of([self.path / name for name in (*self._asset_names(), WEIGHTS)])
+
+    def _asset_names(self) -> tuple[str, ...]:
+        return (ADAPTER_CONFIG, *(name for name in asset_names(self.path) if name not in _OF_BASE))
 
     def _entry(self, key: str, factor: Factor) -> TensorEntry:
         """Return a tensor's entry in the logical view; one that does not fit keeps its shape, for a check to report."""
@@ -133,7 +148,13 @@ class PeftTarget(Target):
     """
 
     def __init__(self, source: Source, dtype: DType | None = None) -> None:
-        self._assets = {name: data for name, data in source.assets().items() if name in _ASSETS}
+        assets = source.assets()
+        has_code = names_code(assets.get(TOKENIZER_CONFIG))
+        self._assets = {
+            name: data
+            for name, data in assets.items()
+            if name not in _OF_BASE and (has_code or not CODE.fullmatch(name))
+        }
         self._model = source.model
         self._where = check_adapter(source)
         entries: dict[str, TensorEntry] = {}

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from hybridflow import cli
 from hybridflow.checkpoint.convert import command as convert_command
@@ -27,7 +28,7 @@ from hybridflow.checkpoint.tensor_file import TensorFileWriter
 from hybridflow.errors import CheckpointError
 from tests.e2e.commands import fork_ranks
 from tests.support.convert_doubles import fork, wait_for
-from tests.support.hf_models import write_model
+from tests.support.hf_models import write_model, write_tokenizer
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -176,6 +177,30 @@ def test_formats_of_others_there_and_back(here, capsys):
         assert same(weights(here / "out/back"), weights(here / "models/llama"))
         shutil.rmtree(here / "out/back")
         (shutil.rmtree if (here / "out/x").is_dir() else os.remove)(here / "out/x")
+
+
+@pytest.mark.parametrize("form", ["megatron", "hdf5", "megatron-dist", "hf"])
+def test_all_that_a_tokenizer_needs_travels_along(here, capsys, form):
+    """Its code, where it is made by code of its own, and each of its chat templates."""
+    model = here / "models/llama"
+    write_tokenizer(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools }}{{ messages }}"}
+    tokenizer.save_pretrained(model)
+    assert (model / "additional_chat_templates/tool_use.jinja").is_file()
+    (model / "other.py").write_text("raise SystemExit")
+    assert convert("models/llama", "out/plain", "--to", form) == 0, capsys.readouterr().err
+    assert convert("out/plain", "out/back", "--to", "hf", "--family", "llama") == 0, capsys.readouterr().err
+    assert AutoTokenizer.from_pretrained(here / "out/back").chat_template == tokenizer.chat_template
+    assert not [*(here / "out/back").glob("*.py")]
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings["auto_map"] = {"AutoTokenizer": ["tokenization_own.Own", None]}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    (model / "tokenization_own.py").write_text("import other")
+    assert convert("models/llama", "out/coded", "--to", form) == 0, capsys.readouterr().err
+    assert convert("out/coded", "out/again", "--to", "hf", "--family", "llama") == 0, capsys.readouterr().err
+    for name in ("tokenization_own.py", "other.py"):
+        assert (here / "out/again" / name).read_bytes() == (model / name).read_bytes()
 
 
 def test_dry_run_prints_the_mapping_and_writes_nothing(here, capsys):

@@ -1,12 +1,13 @@
 """Small files of others: what is no regular file, too large, or a link to another file is refused."""
 
+import json
 import os
 
 import pytest
 
 from hybridflow.errors import CheckpointError
 from hybridflow.exit_status import SOURCE, exit_status
-from hybridflow.families.assets import read_assets, read_json
+from hybridflow.families.assets import ASSETS, asset_names, read_assets, read_json
 from hybridflow.foreign import MAX_SMALL_BYTES, open_regular
 from tests.support.complaints import complains_apart
 
@@ -44,6 +45,40 @@ def test_a_link_to_another_file_is_not_copied(tmp_path, has_cache):
         read_assets(folder)
     assert exit_status(e.value) == SOURCE
     assert read_assets(folder, follows_links=True) == {"tokenizer.json": b"secret"}
+
+
+@pytest.mark.parametrize(
+    ("first", "own", "names"),
+    [
+        (b"a", None, ["default", "z"]),
+        (b"a", "of the settings", ["default", "z"]),
+        (None, "of the settings", ["default", "z"]),
+        (None, None, ["z"]),
+    ],
+)
+def test_several_chat_templates_become_a_list(tmp_path, first, own, names):
+    """As transformers takes them: the file goes before the settings."""
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/z.jinja").write_bytes(b"z")
+    if first is not None:
+        (tmp_path / "chat_template.jinja").write_bytes(first)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": own, "eos_token": "e"}))
+    found = read_assets(tmp_path, asset_names(tmp_path))
+    assert [*found] == ["tokenizer_config.json"]
+    values = json.loads(found["tokenizer_config.json"])
+    texts = {"default": "a" if first else own, "z": "z"}
+    assert values == {"eos_token": "e", "chat_template": [{"name": name, "template": texts[name]} for name in names]}
+
+
+@pytest.mark.parametrize("config", [None, b"", b"[", b"[1]", b"{}", b'{"auto_map": {}}'])
+def test_code_travels_only_where_the_tokenizer_names_some(tmp_path, config):
+    (tmp_path / "tokenization_own.py").touch()
+    (tmp_path / "not-a-module.py").touch()
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_bytes(config)
+    assert asset_names(tmp_path) == ASSETS
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["tokenization_own.Own", null]}}')
+    assert asset_names(tmp_path) == (*ASSETS, "tokenization_own.py")
 
 
 def test_large_files_are_not_read(tmp_path):

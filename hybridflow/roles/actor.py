@@ -209,6 +209,9 @@ class Actor(Role):
             self._compared, self._num_sampled, self._num_rejected = torch.zeros(len(SAMPLER_SUMS)).double(), 0, 0
         part, totals = self._counted(mini_batch(self._job, batch, turn["index"]), is_first=is_first)
         if totals is None:
+            if is_first and LOSS_MASK in part.columns and self._placed.is_output_rank:
+                # All is rejected, and it is the farthest of all: that is to be seen.
+                self._report_distance(self._compare_skipped(part))
             self._skip()
             return
         results, grad_norm = self._step(
@@ -435,17 +438,19 @@ class Actor(Role):
     ) -> tuple[Tensor, Any]:
         """Return the micro-batch's share of the loss, and its shares of the reported sums."""
         log_probs, entropy = (micro_batch.pad(each) for each in self._placed.log_probs(output, micro_batch))
-        samples = torch.tensor(micro_batch.samples)
-        columns = {
-            name: to_device(part.ragged(name).select(samples).pad(0), output.device)
-            for name in _LOSS_COLUMNS
-            if name in part.columns
-        }
+        columns = _loss_columns(part, torch.tensor(micro_batch.samples), output.device)
         loss, sums = self._policy_loss(log_probs, entropy, columns, totals)
         compared, largest = torch.zeros(len(SAMPLER_SUMS)), torch.zeros(())
         if is_first:
             compared, largest = self._policy_loss.compare(log_probs.detach(), columns)
         return loss, (sums, compared, largest)
+
+    def _compare_skipped(self, part: Batch) -> list[Any]:
+        """Return what ``_loss`` tells of the distance, for a mini-batch that has old log-probabilities and no pass."""
+        if not len(part):
+            return []
+        columns = _loss_columns(part, torch.arange(len(part)), self._job.world.device)
+        return [(None, *self._policy_loss.compare(columns["old_log_probs"], columns))]
 
     def _report(self, results: list[Tensor], grad_norm: float) -> None:
         found = dict(zip(LOSS_SUMS, self._placed.add_up(results, len(LOSS_SUMS)), strict=True))
@@ -484,6 +489,15 @@ class Actor(Role):
             squares = found["square_weight"] * tokens
             self.metrics["correction/bounded_share"] = found["bounded"] / tokens
             self.metrics["correction/effective_share"] = found["weight"] ** 2 / squares if squares else 0.0
+
+
+def _loss_columns(part: Batch, samples: Tensor, device: torch.device) -> dict[str, Tensor]:
+    """Return the columns that the loss reads of some samples, ``[samples, tokens]`` each."""
+    return {
+        name: to_device(part.ragged(name).select(samples).pad(0), device)
+        for name in _LOSS_COLUMNS
+        if name in part.columns
+    }
 
 
 def give_back_unused(device: torch.device) -> None:

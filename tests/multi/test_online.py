@@ -197,6 +197,7 @@ def updates(world: World) -> dict[str, Any]:
         "short": whole.select(torch.arange(6)),
         "rejected": whole.with_columns({"rollout_log_probs": Ragged.from_list(near, sampled.values.dtype)}),
     }
+    batches["kept"] = batches["rejected"]
     recipe = tiny_recipe(ParallelLayout(dp=world.size), "ppo")
     for name, batch in batches.items():
         correction = CorrectionConfig(reject="k2", reject_high=0.1) if name == "rejected" else CorrectionConfig()
@@ -224,3 +225,8 @@ def test_a_mini_batch_in_which_no_token_counts_is_left_out_on_all_ranks():
         masks = full_batch().columns["response_mask"].to_list()
         late, every = sum(float(row.sum()) for row in masks[6:]), sum(float(row.sum()) for row in masks)
         assert found["rejected actor"][1]["correction/rejected_share"] == pytest.approx(late / every)
+        # What is left out is the farthest, and is told of as where it is kept.
+        for name in ("rollout/kl", "rollout/logprob_abs_diff", "rollout/logprob_abs_diff_max", "kl/ref"):
+            assert found["rejected actor"][1][name] == pytest.approx(found["kept actor"][1][name]), name
+        # The sampler's log-probabilities are 1 above: k3 is exp(-1) + 1 - 1.
+        assert found["kept actor"][1]["rollout/kl"] == pytest.approx(math.exp(-1) * late / every)

@@ -149,6 +149,7 @@ class InformativeGroups(Groups):
         self._begin()
         settings = self._job.recipe.dynamic_sampling
         kept: list[int] = []
+        scores: list[float] = []
         prompt_index, number = first_prompt_index, 0
         while len(kept) < num_prompts and number < settings.max_tries:
             number += 1
@@ -165,10 +166,14 @@ class InformativeGroups(Groups):
                 return
             prompt_index += count
             kept += _informative(shares)
+            scores += [score for own in shares for _, score in own]
         self.metrics |= {
             "groups/tries": float(number),
             "groups/kept_share": len(kept) / (prompt_index - first_prompt_index),
         }
+        if scores:
+            # Exact sums are the same in any order: which rank has which sample is a matter of the layout.
+            self.metrics["groups/reward_mean"] = math.fsum(scores) / len(scores)
         if not kept or (len(kept) < num_prompts and settings.when_short == "error"):
             raise DataError(
                 f"after {number} rollouts the scores differ within {len(kept)} of "

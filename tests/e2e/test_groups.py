@@ -161,6 +161,8 @@ def test_the_batch_is_the_first_groups_that_teach_something(whole):
             )
         numbers = lasting_metrics(whole / "run")[step - 1]
         assert numbers["groups/kept_share"] == pytest.approx(len(informative) / len(scores))
+        every = [score for group in scores.values() for score in group]
+        assert numbers["groups/reward_mean"] == pytest.approx(sum(every) / len(every))
         turns = {tuple(row[1:]) for row in rows(whole, "turns") if row[0] == step}
         assert numbers["groups/tries"] == len(turns)
         next_prompt_index = chosen[-1] + 1

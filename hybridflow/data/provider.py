@@ -53,7 +53,8 @@ class DataProvider:
         chat_template: File of the jinja template for rows with ``messages``; None: the tokenizer's own.
         max_prompt_tokens: Rows with a longer prompt are left out.
         on_bad_row: ``error``, or ``skip``.
-        num_epochs: How often each row is given; None: without end.
+        num_epochs: How often each row is given; None: without end. If the last turn has fewer rows than ranks, rows of
+            the next epoch fill it up to one for each.
         prefetch_factor: Batches that are read ahead; 0: none.
         num_workers: Processes that prepare the rows of large files.
         cache_dir: Where prepared rows stay for the next run; None: they are removed with this object.
@@ -216,7 +217,8 @@ class DataProvider:
         end = None if self._num_epochs is None else self._num_epochs * rows.num_rows
         while end is None or prompt_index < end:
             whole = self._batch_size * self._dp_size
-            count = whole if end is None else min(whole, end - prompt_index)
+            # A row for each rank at least, those that are missing from the next epoch: a batch is never empty.
+            count = whole if end is None else min(whole, max(end - prompt_index, self._dp_size))
             first, last = (prompt_index + count * rank // self._dp_size for rank in (self._dp_rank, self._dp_rank + 1))
             prompt_index += count
             yield [rows[each] for each in range(first, last)], prompt_index

@@ -70,9 +70,12 @@ def test_epochs_end_and_ranks_take_as_many_turns(folder):
     assert sorted(drawn[:30]) == sorted(drawn[30:]) and len(set(drawn)) == 30
     assert ranks[0].num_rows == 30
     more = providers(folder, 7, batch_size=2, num_epochs=1)
-    assert [[len(batch) for batch in turn] for turn in zip(*more, strict=True)] == [[2] * 7] * 2 + [
-        [0, 0, 0, 1, 0, 0, 1]
-    ]
+    # 30 draws: two turns of 14, and 2 with 5 of the next epoch.
+    turns = list(zip(*more, strict=True))
+    assert [[len(batch) for batch in turn] for turn in turns] == [[2] * 7] * 2 + [[1] * 7]
+    last = [prompt for batch in turns[-1] for prompt in prompts(batch)]
+    (plain,) = providers(folder, 1, batch_size=35)
+    assert last == prompts(next(iter(plain)))[28:]
 
 
 def test_what_was_read_ahead_is_given_again(folder):

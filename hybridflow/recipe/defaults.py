@@ -16,9 +16,11 @@ from typing import Any
 import yaml
 
 from hybridflow.config.algorithm import AlgorithmTraits
+from hybridflow.config.data import DataConfig
 from hybridflow.config.recipe import CRITICS
 from hybridflow.config.trainer import TrainerConfig
 from hybridflow.data.files import is_gzip
+from hybridflow.data.prompts import value_of
 from hybridflow.data.readers import format_of
 from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.foreign import open_regular
@@ -42,6 +44,7 @@ _MOST_NEW_TOKENS = 256
 _ONLINE_SAMPLES, _OFFLINE_ROWS = 128, 32
 _FEWEST_STEPS, _STEPS = 20, 200
 _MOST_COUNTED_BYTES = 1 << 30
+_MOST_FIRST_BYTES = 1 << 24
 _MOST_CHUNKS = 4096
 """MiB of text that are counted: what is compressed may be far longer than its file."""
 
@@ -200,7 +203,8 @@ def _steps(values: Mapping[str, Any], traits: AlgorithmTraits) -> int:
     if rows is None or type(batch) is not int or batch < 1:
         return _STEPS
     group = inner(values, "rollout.group_size")
-    per_row = 2 if traits.is_paired else group if type(group) is int else 1
+    is_two = traits.is_paired or (traits.has_preferences and _is_of_pairs(values))
+    per_row = 2 if is_two else group if type(group) is int else 1
     return max(_FEWEST_STEPS, math.ceil(rows * per_row / batch))
 
 
@@ -221,6 +225,22 @@ def _num_rows(values: Mapping[str, Any]) -> int | None:
     except (OSError, EOFError, ValueError, zlib.error):
         return None
     return sum(counts) if len(counts) < _MOST_CHUNKS else None
+
+
+def _is_of_pairs(values: Mapping[str, Any]) -> bool:
+    """Return whether the data's first row is a pair, which is two examples where single responses are learned from."""
+    path, name = inner(values, "data.train"), inner(values, "data.chosen_field")
+    if not os.path.exists(path):
+        # What is made for preferences are pairs.
+        return True
+    try:
+        with open_regular(path) as file:
+            text = gzip.GzipFile(fileobj=file) if is_gzip(path) else file
+            row = json.loads(text.readline(_MOST_FIRST_BYTES))
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error):
+        return False
+    name = name if isinstance(name, str) else DataConfig.chosen_field
+    return isinstance(row, dict) and value_of(row, name) is not None
 
 
 def num_gpus() -> int:

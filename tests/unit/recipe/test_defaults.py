@@ -93,6 +93,19 @@ def test_critics_learn_beside_the_actor_or_on_their_own_ranks():
     assert (ahead.actor.update.dp, ahead.actor.rollout.dp, ahead.critic.layout.dp) == (4, 2, 4)
 
 
+def test_a_pair_is_two_examples_of_kto(folder):
+    pair = '{"prompt": "1+2=", "chosen": "3", "rejected": "4"}\n'
+    (folder / "pairs.jsonl").write_text(pair * 800)
+    (folder / "named.jsonl").write_text(pair.replace("chosen", "better") * 800)
+    (folder / "single.jsonl").write_text('{"prompt": "1+2=", "completion": "3", "wanted": true}\n' * 800)
+    steps = {
+        name: load_recipe("kto", [*own("kto"), f"data.train={name}.jsonl", *more]).trainer.steps
+        for name, more in (("pairs", []), ("named", ["data.chosen_field=better"]), ("single", []))
+    }
+    # 32 examples a step.
+    assert steps == {"pairs": 50, "named": 50, "single": 25}
+
+
 def test_rows_that_cannot_be_counted_give_a_fixed_number_of_steps(folder):
     assert load_recipe("sft", own("sft")).trainer.steps == 25
     assert load_recipe("dpo", own("dpo")).trainer.steps == 25

@@ -22,11 +22,12 @@ from hybridflow.checkpoint.manifest import (
     read_manifest,
     to_json,
 )
-from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, TensorFile, TensorFileWriter, entry_of
+from hybridflow.checkpoint.tensor_file import TensorFile, TensorFileWriter, entry_of
 from hybridflow.errors import CheckpointError, WriteError
 from hybridflow.families.assets import ADAPTER_CONFIG, ASSETS, FOLDER, read_assets
 from hybridflow.observe.files import replace_file, writing
 from hybridflow.reshard.spec import Box, intersect, num_elements
+from hybridflow.reshard.views import TORCH_DTYPES
 
 ASSET_NAMES = (*ASSETS, ADAPTER_CONFIG)
 """The small files of a model or an adapter."""

@@ -23,9 +23,8 @@ from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.foreign import open_regular
 from hybridflow.reshard.spec import DType
+from hybridflow.reshard.views import DTYPE_NAMES, TORCH_DTYPES
 
-TORCH_DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _FORMAT_DTYPES: dict[DType, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _CAST_ELEMENTS = 1 << 22
 _HASHED_BYTES = 1 << 24

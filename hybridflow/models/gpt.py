@@ -48,10 +48,9 @@ from hybridflow.models.scoring import Scoring
 from hybridflow.models.sequence_parallel import SequenceSwitch
 from hybridflow.parallel.accelerators import has_transformer_engine
 from hybridflow.parallel.cpu import use_cpu_for_cuda
+from hybridflow.reshard.views import TORCH_DTYPES
 
 use_cpu_for_cuda()
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def padded_vocab_size(model: ModelConfig, vocab_size: int, tp: int) -> int:
@@ -65,7 +64,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return megatron-core's configuration of this model in this layout."""
     on_gpu = device.type == "cuda"
-    dtype = DTYPES[model.dtype]
+    dtype = TORCH_DTYPES[model.dtype]
     experts: dict[str, Any] = {}
     if model.num_experts is not None:
         experts = dict(

@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.mlp import MLP
@@ -28,7 +27,8 @@ from hybridflow.errors import ReshardError
 from hybridflow.models.gpt import ValueHead
 from hybridflow.models.layers import Chunks, chunks_of
 from hybridflow.models.user_model import Uncut
-from hybridflow.reshard.spec import DType, ModelSpec, Place, TensorSpec
+from hybridflow.reshard.spec import ModelSpec, Place, TensorSpec
+from hybridflow.reshard.views import DTYPE_NAMES
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -41,7 +41,6 @@ _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-_DTYPES: dict[torch.dtype, DType] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Logical(NamedTuple):
@@ -204,8 +203,8 @@ def _tp_dim(tensor: Tensor) -> int | None:
 def _describe(logical: Logical, whole: GPTModel, gated: set[int], vocab_divisible_by: int) -> TensorSpec:
     name, place, expert, tensor = logical
     shape, tp_dim = tuple(tensor.shape), _tp_dim(tensor)
-    if tensor.dtype not in _DTYPES:
-        raise ReshardError(f"{name}: {tensor.dtype}; expected one of {', '.join(map(str, _DTYPES))}")
+    if tensor.dtype not in DTYPE_NAMES:
+        raise ReshardError(f"{name}: {tensor.dtype}; expected one of {', '.join(map(str, DTYPE_NAMES))}")
     if tp_dim is not None and not 0 <= tp_dim < len(shape):
         raise ReshardError(
             f"{name}: marked tensor_model_parallel with partition_dim={tp_dim}, which is no dim of {list(shape)}; "
@@ -223,7 +222,7 @@ def _describe(logical: Logical, whole: GPTModel, gated: set[int], vocab_divisibl
     return TensorSpec(
         name=name,
         shape=shape,
-        dtype=_DTYPES[tensor.dtype],
+        dtype=DTYPE_NAMES[tensor.dtype],
         tp_dim=tp_dim,
         place=place,
         also_held_by="output" if name == EMBEDDING and whole.share_embeddings_and_output_weights else None,

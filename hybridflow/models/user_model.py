@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from hybridflow.errors import ConfigError
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.model_info import ModelInfo
-from hybridflow.reshard.spec import DType, ModelSpec, TensorSpec
+from hybridflow.reshard.spec import ModelSpec, TensorSpec
+from hybridflow.reshard.views import DTYPE_NAMES
 
 FAMILY = "own"
 """In the place of a family of Hugging Face, in what is saved of a class of one's own."""
-
-_DTYPES: dict[torch.dtype, DType] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class ActorModel(nn.Module):
@@ -148,9 +147,9 @@ def user_model_info(given: object) -> ModelInfo | None:
                 f"{name}.{key}: found {value!r}, expected an integer of at least 1; set it in __init__ (docs/extend.md)"
             )
     dtypes = {parameter.dtype for parameter in given.parameters()}
-    if not dtypes or not dtypes <= _DTYPES.keys():
+    if not dtypes or not dtypes <= DTYPE_NAMES.keys():
         found = ", ".join(sorted(map(str, dtypes))) or "no parameters"
-        raise ConfigError(f"{name}: found {found}, expected parameters of {', '.join(map(str, _DTYPES))}")
+        raise ConfigError(f"{name}: found {found}, expected parameters of {', '.join(map(str, DTYPE_NAMES))}")
     model = ModelConfig(
         num_layers=1,
         hidden_size=2,
@@ -220,7 +219,7 @@ class Uncut(nn.Module):
         super().__init__()
         self.module = module
         for name, tensor in self.tensors():
-            if tensor.dtype not in _DTYPES or tensor.numel() == 0 or not tensor.is_contiguous():
+            if tensor.dtype not in DTYPE_NAMES or tensor.numel() == 0 or not tensor.is_contiguous():
                 raise ConfigError(
                     f"{type(module).__name__}.{name}: {tensor.dtype} of shape {list(tensor.shape)}; expected a "
                     "contiguous tensor of floating numbers that is not empty: a buffer that need not be saved is "
@@ -240,7 +239,7 @@ class Uncut(nn.Module):
                 name=name,
                 # A number of no dims is saved as a list of one.
                 shape=tuple(tensor.shape) or (1,),
-                dtype=_DTYPES[tensor.dtype],
+                dtype=DTYPE_NAMES[tensor.dtype],
                 tp_dim=None,
                 place="embedding",
             )

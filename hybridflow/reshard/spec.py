@@ -23,6 +23,7 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 
 DType = Literal["fp32", "bf16", "fp16"]
 ITEM_BYTES: dict[DType, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+DTYPE_WORDS: dict[DType, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 Place = int | Literal["embedding", "output"]
 """Where along the pipeline: a global layer index; the embedding, on the first stage; or the output, on the last, which

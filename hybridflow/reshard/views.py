@@ -16,6 +16,7 @@ from hybridflow.reshard.messages import region_of
 from hybridflow.reshard.spec import Box, DType, ModelSpec, Shard, TensorSpec
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 _WIDE = torch.complex128
 """The widest element that torch copies."""

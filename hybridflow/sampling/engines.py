@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridflow.checkpoint.formats.huggingface import DTYPE_WORDS
 from hybridflow.config.rollout import SamplingEngineConfig
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.families.assets import CONFIG, parse_json
@@ -23,6 +22,7 @@ from hybridflow.placement.placed_model import PlacedModel
 from hybridflow.placement.pretrained import given_assets
 from hybridflow.placement.user_model import UserModel
 from hybridflow.placement.user_objects import runs_in_transformers
+from hybridflow.reshard.spec import DTYPE_WORDS
 from hybridflow.rollout.budget import cache_bytes
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.engines.hf_engine import HFEngine

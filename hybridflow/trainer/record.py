@@ -9,7 +9,6 @@ from typing import Any
 
 from hybridflow.config.recipe import Recipe
 from hybridflow.mapping.planned import planned_run
-from hybridflow.models.gpt import DTYPES
 from hybridflow.observe.expert_loads import ExpertLoadsFile, from_statistics
 from hybridflow.observe.exporters import Exporter, Outlet, close_outlets, open_outlets
 from hybridflow.observe.live_line import LiveLine
@@ -23,6 +22,7 @@ from hybridflow.observe.timeline import Timeline
 from hybridflow.observe.timeline_file import TimelineFile
 from hybridflow.parallel.world import World
 from hybridflow.report.page import try_report
+from hybridflow.reshard.views import TORCH_DTYPES
 from hybridflow.sampling.validation import NUM_SHOWN, NUM_TRAINING_SHOWN
 from hybridflow.sections import to_dict
 from hybridflow.trainer.banner import farewell
@@ -68,7 +68,7 @@ class Record:
 
     def open(self, resumed_step: int | None) -> None:
         """Open the files to which steps are added; None: the run is a new one. Measures the device, on each rank."""
-        self._peak_flops = peak_flops(self._world.device, DTYPES[self._recipe.model.dtype])
+        self._peak_flops = peak_flops(self._world.device, TORCH_DTYPES[self._recipe.model.dtype])
         if self._world.rank == 0:
             self._log = MetricsLog(
                 self._run_dir,

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.formats.source import Source
-from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, entry_of
+from hybridflow.checkpoint.tensor_file import entry_of
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.reshard.views import TORCH_DTYPES
 
 SMALL = ModelConfig(
     num_layers=4,

@@ -7,7 +7,7 @@ from typing import Any
 
 from hybridflow.checkpoint.formats.registry import make_target, open_source
 from hybridflow.checkpoint.formats.source import Source, Target
-from hybridflow.checkpoint.tensor_file import TORCH_DTYPES
+from hybridflow.reshard.views import TORCH_DTYPES
 
 
 def write_target(source: Source, target: Target, out: Path) -> Path:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.attention import GroupedSelfAttention, SdpaCoreAttention
-from hybridflow.models.gpt import DTYPES, Transformer
+from hybridflow.models.gpt import Transformer
 from hybridflow.models.shapes import ModelShape
+from hybridflow.reshard.views import TORCH_DTYPES
 
 PLAIN = ModelShape(
     num_layers=4,
@@ -99,7 +100,7 @@ def make_config(shape: ModelShape, layout: ParallelLayout = WHOLE, **other: Any)
             moe_router_score_function="sigmoid" if shape.expert_bias else "softmax",
             moe_token_dispatcher_type="allgather",
         )
-    dtype = DTYPES[shape.dtype]
+    dtype = TORCH_DTYPES[shape.dtype]
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -186,7 +187,7 @@ def make_chunks(
             )
         # Norms come in fp32; Float16Module casts them in megatron-core's own training. Buffers stay.
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(DTYPES[shape.dtype])
+            parameter.data = parameter.data.to(TORCH_DTYPES[shape.dtype])
         chunks.append(model)
     return chunks
 

@@ -35,10 +35,10 @@ from hybridflow.checkpoint.convert.progress import Monitor, Progress
 from hybridflow.checkpoint.convert.ranks import PeerError, Ranks, refusing
 from hybridflow.checkpoint.convert.write import Output, as_write_errors
 from hybridflow.checkpoint.formats.source import Source, Target
-from hybridflow.checkpoint.tensor_file import TORCH_DTYPES
 from hybridflow.errors import CheckpointError, WriteError
 from hybridflow.exit_status import exit_status
 from hybridflow.observe.files import make_own_folder, sync_path
+from hybridflow.reshard.views import TORCH_DTYPES
 
 _POLL_S = 0.05
 

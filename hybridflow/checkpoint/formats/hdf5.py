@@ -28,7 +28,7 @@ from torch import Tensor
 from hybridflow.checkpoint.formats.sharded import ShardedTarget
 from hybridflow.checkpoint.formats.source import Source, Target, check_shapes
 from hybridflow.checkpoint.manifest import TensorEntry, overlap, versions
-from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, bytes_of, entry_of
+from hybridflow.checkpoint.tensor_file import bytes_of, entry_of
 from hybridflow.data.arrays import attribute, check_storage, reading_hdf5, writing_hdf5
 from hybridflow.data.hdf5 import h5py, is_own, item_in, open_hdf5, try_files
 from hybridflow.errors import CheckpointError
@@ -38,6 +38,7 @@ from hybridflow.foreign import MAX_SMALL_BYTES
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.observe.files import sync_path
 from hybridflow.reshard.spec import Box, DType, num_elements
+from hybridflow.reshard.views import TORCH_DTYPES
 from hybridflow.sections import read_section, to_dict
 
 MASTER = "model.h5"

@@ -16,19 +16,19 @@ from hybridflow.checkpoint.formats.quantized import CodedTensor, coded_tensors
 from hybridflow.checkpoint.formats.source import Source, Target, num_blocks, spec_of_model
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_bytes
-from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, HeldTensors, TensorFile, TensorFileWriter
+from hybridflow.checkpoint.tensor_file import HeldTensors, TensorFile, TensorFileWriter
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import CONFIG, asset_names, identity_of, parse_json, read_assets, read_json, to_json
 from hybridflow.families.config_json import Described, describe, read_config, update_config
 from hybridflow.families.family import Form
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.quantization import plain_assets, read_quantization
-from hybridflow.reshard.spec import Box, DType
+from hybridflow.reshard.spec import DTYPE_WORDS, Box, DType
+from hybridflow.reshard.views import TORCH_DTYPES
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
-DTYPE_WORDS: dict[DType, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 

@@ -18,7 +18,7 @@ from torch.nn.functional import silu
 from hybridflow.checkpoint.formats.megatron_args import MEGATRON_SETTINGS, router_settings
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import TensorEntry
-from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, entry_of
+from hybridflow.checkpoint.tensor_file import entry_of
 from hybridflow.errors import ConfigError
 from hybridflow.families.model import ModelConfig, RotaryScaling, check_model
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -26,6 +26,7 @@ from hybridflow.models.rotary import rotary_frequencies
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.models.specs import logical_tensors, pipeline_layers
 from hybridflow.reshard.spec import TensorSpec, cut, stage_of
+from hybridflow.reshard.views import DTYPE_NAMES
 
 _COMPUTED: dict[str, tuple[object, ...]] = {
     **MEGATRON_SETTINGS,

@@ -27,7 +27,6 @@ from torch import Tensor
 from hybridflow.checkpoint.formats.huggingface import parts_of
 from hybridflow.checkpoint.formats.source import Source, num_blocks, spec_of_model
 from hybridflow.checkpoint.manifest import TensorEntry
-from hybridflow.checkpoint.tensor_file import DTYPE_NAMES
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import (
     ADAPTER_CONFIG,
@@ -43,6 +42,7 @@ from hybridflow.families.family import Form
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.adapters import FACTOR
 from hybridflow.reshard.spec import Box, ModelSpec, TensorSpec
+from hybridflow.reshard.views import DTYPE_NAMES
 
 HEAD = "value_head.weight"
 _PARTS: dict[Form, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "stack": ("gate", "up")}

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from hybridflow.checkpoint.formats.unpickle import Inert
-from hybridflow.checkpoint.tensor_file import TORCH_DTYPES
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.model import ModelConfig, RotaryScaling, check_model
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.reshard.spec import DType
+from hybridflow.reshard.views import TORCH_DTYPES
 from hybridflow.sections import read_section
 
 # Argument -> the setting that says the same.

@@ -33,11 +33,11 @@ from hybridflow.checkpoint.formats.unpickle import Inert, MappedFile, TorchArchi
 from hybridflow.checkpoint.job_file import read_note
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import within, write_bytes
-from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.families.assets import asset_names, identity_of, read_assets, read_json
 from hybridflow.families.model import ModelConfig
 from hybridflow.reshard.spec import Box, DType, TensorSpec, intersect, num_elements
+from hybridflow.reshard.views import DTYPE_NAMES, TORCH_DTYPES
 
 LATEST = "latest_checkpointed_iteration.txt"
 METADATA, COMMON, KIND = ".metadata", "common.pt", "metadata.json"

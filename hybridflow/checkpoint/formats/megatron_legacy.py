@@ -23,11 +23,11 @@ from hybridflow.checkpoint.formats.megatron_dist import FUSED_NORMS, LATEST, fin
 from hybridflow.checkpoint.formats.source import Source, num_blocks, spec_of_model
 from hybridflow.checkpoint.formats.unpickle import MappedFile, StoredTensor, TorchArchive
 from hybridflow.checkpoint.manifest import TensorEntry
-from hybridflow.checkpoint.tensor_file import DTYPE_NAMES
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.families.assets import identity_of
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.reshard.spec import TensorSpec
+from hybridflow.reshard.views import DTYPE_NAMES
 
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from hybridflow.checkpoint.formats.huggingface import (
-    DTYPE_WORDS,
     HuggingFaceSource,
     HuggingFaceTarget,
     Parts,
@@ -21,6 +20,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.families.assets import CONFIG, asset_names, read_json
 from hybridflow.families.other_config import has_no_table, read_other_config
 from hybridflow.models.hf_model import VALUE_HEAD, has_scorer
+from hybridflow.reshard.spec import DTYPE_WORDS
 
 _HEAD = "score.weight"
 """The value head of the ``*ForSequenceClassification`` of ``transformers``."""

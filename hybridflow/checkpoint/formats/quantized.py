@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.manifest import TensorEntry
-from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, TensorFile, bytes_of
+from hybridflow.checkpoint.tensor_file import TensorFile, bytes_of
 from hybridflow.errors import CheckpointError
 from hybridflow.families.quantization import Quantization
 from hybridflow.reshard.spec import Box, DType
+from hybridflow.reshard.views import TORCH_DTYPES
 
 _FACTORS, _BLOCKS, _EXPONENTS = "_scale_inv", "_blocks", "_scales"
 _POWERS = "F8_E8M0"

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from hybridflow.checkpoint.formats.unpickle import dump_tensor
 from hybridflow.checkpoint.manifest import TensorEntry
-from hybridflow.checkpoint.tensor_file import TORCH_DTYPES, bytes_of, entry_of, write_all
+from hybridflow.checkpoint.tensor_file import bytes_of, entry_of, write_all
 from hybridflow.observe.files import sync_path
+from hybridflow.reshard.views import TORCH_DTYPES
 
 ALIGNMENT = 64
 """Values begin at multiples of it, as torch has them."""

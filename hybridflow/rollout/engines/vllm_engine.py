@@ -19,6 +19,7 @@ from hybridflow.errors import EngineError
 from hybridflow.families.config_json import Described, update_config
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.rotary import rotary_factor
+from hybridflow.reshard.spec import DTYPE_WORDS
 from hybridflow.rollout.engines.answers import (
     Answer,
     LogProbsKind,
@@ -47,8 +48,6 @@ _ENVIRONMENT = {
 }
 _KEEP, _DROP = 1, 2
 """Levels of vLLM's sleep: weights in host memory, or gone; the cache is gone in both."""
-
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 try:
     os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name not in os.environ})
@@ -115,7 +114,7 @@ class VllmEngine:
                     load_format="dummy",
                     skip_tokenizer_init=True,
                     generation_config="vllm",
-                    dtype=_DTYPES[model.dtype],
+                    dtype=DTYPE_WORDS[model.dtype],
                     max_model_len=model.max_context,
                     max_num_seqs=max_concurrent,
                     logprobs_mode=f"{log_probs}_logprobs",
@@ -278,7 +277,7 @@ class VllmEngine:
 def config_of(described: Described) -> dict[str, Any]:
     """Return the ``config.json`` of a model whose family has a table, with what vLLM alone asks for."""
     model = described.model
-    config = update_config(None, described, dtype=_DTYPES[model.dtype])
+    config = update_config(None, described, dtype=DTYPE_WORDS[model.dtype])
     if model.rotary_scaling is not None and model.rotary_scaling.kind == "longrope":
         # vLLM computes the factor on queries and keys from the two contexts, unless it is told it.
         config["max_position_embeddings"] = model.max_context

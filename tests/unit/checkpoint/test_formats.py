@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from hybridflow.checkpoint.formats.registry import make_target, open_source
 from hybridflow.checkpoint.manifest import WEIGHT, Manifest, TensorEntry, digest
 from hybridflow.checkpoint.model_dir import Share, write_manifest, write_shares
-from hybridflow.checkpoint.tensor_file import DTYPE_NAMES
 from hybridflow.errors import CheckpointError, ConfigError, LayoutError, ReshardError, WriteError
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.reshard.spec import flat_boxes
+from hybridflow.reshard.views import DTYPE_NAMES
 from tests.support.checkpoint_cases import edit_json, make_model, same_bits, save, tensors_of
 from tests.support.conversions import convert
 

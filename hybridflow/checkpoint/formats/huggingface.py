@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridflow.checkpoint.formats.forms import from_logical, part_box, part_shapes, to_logical
 from hybridflow.checkpoint.formats.quantized import CodedTensor, coded_tensors
-from hybridflow.checkpoint.formats.source import Source, Target, num_blocks, spec_of_model
+from hybridflow.checkpoint.formats.source import Source, Target, num_blocks, spec_of_model, written_dtype
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_bytes
 from hybridflow.checkpoint.tensor_file import HeldTensors, TensorFile, TensorFileWriter
@@ -288,7 +288,7 @@ class HuggingFaceTarget(Target):
         self._parts = self._name()
         self._dtype = dtype if dtype is not None else source.tensors[self._largest()].dtype
         entries = {
-            part: TensorEntry(dtype if dtype is not None else source.tensors[name].dtype, shape)
+            part: TensorEntry(written_dtype(name, source.tensors[name], dtype), shape)
             for name, parts in self._parts.items()
             for part, shape in zip(parts.names, parts.shapes, strict=True)
         }

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hybridflow.checkpoint.formats.huggingface import MAX_SHARD_BYTES, deal
 from hybridflow.checkpoint.formats.megatron_args import layout_of, padded_vocab_size, read_args, to_args, to_model
-from hybridflow.checkpoint.formats.source import Source, Target, num_blocks, spec_of_model
+from hybridflow.checkpoint.formats.source import Source, Target, num_blocks, spec_of_model, written_dtype
 from hybridflow.checkpoint.formats.torch_archive import ArchivesWriter, object_archive, places
 from hybridflow.checkpoint.formats.unpickle import Inert, MappedFile, TorchArchive, dump, read_pickle
 from hybridflow.checkpoint.job_file import read_note
@@ -323,7 +323,7 @@ class MegatronDistTarget(Target):
         if max_shard_bytes < 1:
             raise ConfigError(f"max_shard_bytes={max_shard_bytes}: expected at least 1")
         self._source, self._model = source, source.model
-        dtypes = {name: entry.dtype if dtype is None else dtype for name, entry in source.tensors.items()}
+        dtypes = {name: written_dtype(name, entry, dtype) for name, entry in source.tensors.items()}
         self._args = to_args(self._model, dtypes["embedding.word_embeddings.weight"])
         specs = spec_of_model(self._model).tensors
         self._items = {spec.name: _items(spec, self._model, dtypes[spec.name]) for spec in specs}

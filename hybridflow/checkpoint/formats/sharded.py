@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.formats import lora
-from hybridflow.checkpoint.formats.source import Source, Target, check_shapes
+from hybridflow.checkpoint.formats.source import Source, Target, check_shapes, written_dtype
 from hybridflow.checkpoint.job_file import JOB, read_note, read_roles, step_of
 from hybridflow.checkpoint.manifest import NAME, WEIGHT, Manifest, Piece, TensorEntry, piece_key
 from hybridflow.checkpoint.model_dir import ASSET_NAMES, ModelDir, write_assets, write_manifest
@@ -162,8 +162,7 @@ class ShardedTarget(Target):
         _check_cut(source.model, layout)
         self._source, self._layout = source, layout
         self.tensors = {
-            name: TensorEntry(entry.dtype if dtype is None else dtype, entry.shape)
-            for name, entry in source.tensors.items()
+            name: TensorEntry(written_dtype(name, entry, dtype), entry.shape) for name, entry in source.tensors.items()
         }
         self.model = source.model if dtype not in ("fp32", "bf16") else replace(source.model, dtype=dtype)
         spec = lora.spec_of(source)

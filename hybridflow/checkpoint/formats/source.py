@@ -14,7 +14,9 @@ from hybridflow.checkpoint.tensor_file import cast
 from hybridflow.errors import CheckpointError
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.shapes import model_spec, shape_of
-from hybridflow.reshard.spec import Box, ModelSpec
+from hybridflow.reshard.spec import Box, DType, ModelSpec
+
+_ROUTER_BIASES = (".expert_bias", ".e_score_correction_bias")
 
 
 class Source(Protocol):
@@ -150,6 +152,20 @@ class Target(Protocol):
             hashes: File -> key -> sha256.
         """
         ...
+
+
+def written_dtype(name: str, entry: TensorEntry, dtype: DType | None) -> DType:
+    """Return the number format in which a tensor is written.
+
+    A bias of the router keeps its own, as transformers and megatron-core have it: its steps of the last update are
+    smaller than bf16 tells apart, and rounded, it would choose other experts.
+
+    Args:
+        name: Name of the tensor, the logical one or that of Hugging Face.
+        entry: As the source has it.
+        dtype: What was asked for; None: each tensor's own.
+    """
+    return entry.dtype if dtype is None or name.endswith(_ROUTER_BIASES) else dtype
 
 
 def num_blocks(model: ModelConfig) -> int:

@@ -112,6 +112,22 @@ def test_dtypes_are_kept_tensor_by_tensor(dtype, tmp_path):
     assert {tensor.dtype for tensor in tensors_of(end).values()} == {dtype, torch.float32}
 
 
+def test_the_bias_that_chooses_experts_is_not_rounded(tmp_path):
+    model = make_model("deepseek_v3")
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(generator=torch.Generator().manual_seed(3))
+    start = save(model, tmp_path / "start")
+    before = tensors_of(start)
+    biases = {name for name in before if name.endswith("e_score_correction_bias")}
+    assert biases and not any(torch.equal(before[name].bfloat16().float(), before[name]) for name in biases)
+    for form in ("hf", "megatron", "hdf5", "megatron-dist"):
+        small = convert(start, form, tmp_path / form, dtype="bf16")
+        after = tensors_of(convert(small, "hf", tmp_path / f"{form}-back"))
+        for name, tensor in before.items():
+            assert torch.equal(after[name], tensor if name in biases else tensor.bfloat16()), (form, name)
+
+
 def test_a_scorer_is_a_value_model(tmp_path):
     start = save(make_model("qwen2", scorer=True), tmp_path / "start")
     ours = convert(start, "megatron", tmp_path / "ours", layout=ParallelLayout(tp=2, pp=2))

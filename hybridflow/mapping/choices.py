@@ -18,7 +18,7 @@ from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh, role_of
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.activations import activation_bytes, decoding_bytes
-from hybridflow.mapping.estimate import Size, kept_bytes
+from hybridflow.mapping.estimate import kept_bytes
 from hybridflow.mapping.hardware import Hardware
 from hybridflow.mapping.memory import MeshMemory, cache_room, vllm_bytes, vllm_tokens
 from hybridflow.mapping.rl_step import (
@@ -30,6 +30,7 @@ from hybridflow.mapping.rl_step import (
     offload_seconds,
     role_size,
 )
+from hybridflow.mapping.sizes import Size
 from hybridflow.recipe.stages import stage_layers
 
 _CONCURRENT = (16, 32, 64, 128, 256, 512)

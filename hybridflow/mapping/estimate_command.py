@@ -19,7 +19,6 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.accuracy import error_text, known_error
 from hybridflow.mapping.arguments import HARDWARE_HELP, add_like, count
 from hybridflow.mapping.estimate import (
-    Size,
     TrainStep,
     decode_bytes,
     decode_seconds,
@@ -28,7 +27,7 @@ from hybridflow.mapping.estimate import (
     train_seconds,
 )
 from hybridflow.mapping.hardware import DEFAULT_HARDWARE, Hardware, hardware
-from hybridflow.mapping.sizes import model_size
+from hybridflow.mapping.sizes import Size, model_size
 from hybridflow.models.shapes import ModelShape
 from hybridflow.observe.table import format_table
 from hybridflow.reshard.spec import ITEM_BYTES

@@ -8,8 +8,9 @@ from dataclasses import replace
 from hybridflow.config.recipe import Recipe
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.mapping.estimate import Size, kept_bytes, most_bytes
+from hybridflow.mapping.estimate import kept_bytes, most_bytes
 from hybridflow.mapping.hardware import Hardware
+from hybridflow.mapping.sizes import Size
 from hybridflow.models.shapes import model_spec, shape_of
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.overlap import max_overlap

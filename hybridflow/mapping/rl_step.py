@@ -20,7 +20,6 @@ from hybridflow.errors import ConfigError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.estimate import (
-    Size,
     TrainStep,
     decode_seconds,
     forward_seconds,
@@ -31,7 +30,7 @@ from hybridflow.mapping.estimate import (
 from hybridflow.mapping.hardware import Hardware
 from hybridflow.mapping.memory import cached_tokens
 from hybridflow.mapping.reshard_time import reshard_seconds
-from hybridflow.mapping.sizes import size_of
+from hybridflow.mapping.sizes import Size, size_of
 from hybridflow.models.shapes import shape_of
 from hybridflow.observe.phases import phase_of
 from hybridflow.recipe.meshes import SAMPLING_MESHES

@@ -3,16 +3,191 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.errors import ConfigError
-from hybridflow.mapping.estimate import Experts, Latent, Size
 from hybridflow.models.shapes import ModelShape, named_shapes, shape_of
 
 _USUAL_HEAD = 128
 _SIZES = ("layers", "hidden", "heads", "groups", "head", "ffn", "vocab", "gated", "tied")
+
+Matrix = tuple[int, int, bool]
+"""Inputs and outputs of a product, and whether tp cuts the outputs; it cuts the inputs otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The sizes of a mixture of experts.
+
+    Attributes:
+        number: Experts of each layer.
+        per_token: Experts that a token goes to.
+        ffn: Width inside each expert.
+        shared: Width inside the shared expert; 0: there is none.
+        dense_layers: Layers from the first that have a feed-forward block, of ``Size.ffn``, in the place of experts.
+    """
+
+    number: int
+    per_token: int
+    ffn: int
+    shared: int = 0
+    dense_layers: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """The widths of latent attention (arXiv 2405.04434), whose query and key heads are ``Size.head`` wide.
+
+    Attributes:
+        keys: Width to which keys and values are compressed.
+        queries: Width to which queries are compressed; 0: they are not.
+        rotated: Part of each head that all heads share in keys.
+        value: Width of each value head.
+    """
+
+    keys: int
+    queries: int
+    rotated: int
+    value: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """The sizes of a model that decide its time.
+
+    Attributes:
+        layers: Transformer layers.
+        hidden: Width of the activations between layers.
+        heads: Query heads.
+        groups: Key/value heads.
+        head: Width of each query and key head.
+        ffn: Width inside each dense feed-forward block.
+        vocab: Vocabulary.
+        gated: Whether feed-forward blocks have a gate.
+        tied: Whether input and output embedding are one.
+        item_bytes: Of a weight or an activation: 2 in bf16, 4 in fp32.
+        columns: Of the output layer: 1 of a critic or scorer; None: the vocabulary.
+        experts: A mixture's; None: a dense model.
+        latent: Of latent attention; None: plain attention.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    head: int
+    ffn: int
+    vocab: int
+    gated: bool = True
+    tied: bool = False
+    item_bytes: int = 2
+    columns: int | None = None
+    experts: Experts | None = None
+    latent: Latent | None = None
+
+    @property
+    def value_head(self) -> int:
+        """Return the width of each value head."""
+        return self.head if self.latent is None else self.latent.value
+
+    @property
+    def attention(self) -> tuple[Matrix, ...]:
+        """Return the matrices of a layer's attention that tp cuts."""
+        out = (self.heads * self.value_head, self.hidden, False)
+        if self.latent is None:
+            return ((self.hidden, (self.heads + 2 * self.groups) * self.head, True), out)
+        kept = self.head - self.latent.rotated + self.latent.value
+        return (
+            (self.latent.queries or self.hidden, self.heads * self.head, True),
+            (self.latent.keys, self.heads * kept, True),
+            out,
+        )
+
+    @property
+    def compressing(self) -> tuple[Matrix, ...]:
+        """Return the matrices of a layer's attention that are whole on each rank."""
+        if self.latent is None:
+            return ()
+        queries = ((self.hidden, self.latent.queries, True),) if self.latent.queries else ()
+        return (*queries, (self.hidden, self.latent.keys + self.latent.rotated, True))
+
+    def block(self, width: int) -> tuple[Matrix, ...]:
+        """Return the matrices of a feed-forward block, or an expert, that is so wide inside; none if it is 0 wide."""
+        if not width:
+            return ()
+        return ((self.hidden, width * (1 + self.gated), True), (width, self.hidden, False))
+
+    @property
+    def sparse_layers(self) -> int:
+        """Return the layers with experts."""
+        return 0 if self.experts is None else self.layers - self.experts.dense_layers
+
+    def mean_layer(self, dense: float, sparse: float) -> float:
+        """Return the mean over the layers of what a layer without and one with experts have."""
+        return dense + (sparse - dense) * self.sparse_layers / self.layers
+
+    @property
+    def layer_weights(self) -> float:
+        """Return the weights of a layer, on average, without experts, norms and biases."""
+        shared = 0 if self.experts is None else self.experts.shared
+        blocks = self.mean_layer(weights_of(self.block(self.ffn)), weights_of(self.block(shared)))
+        return weights_of(self.attention) + blocks + self.whole_weights
+
+    @property
+    def whole_weights(self) -> float:
+        """Return those of them that tp does not cut: what compresses for latent attention, and the router."""
+        router = 0 if self.experts is None else self.hidden * self.experts.number
+        return weights_of(self.compressing) + self.mean_layer(0, router)
+
+    @property
+    def expert_weights(self) -> float:
+        """Return the weights of all experts of a layer, on average over the layers."""
+        return self.mean_layer(0, self.layer_experts)
+
+    @property
+    def layer_experts(self) -> int:
+        """Return the weights of all experts of a layer that has experts."""
+        return 0 if self.experts is None else self.experts.number * weights_of(self.block(self.experts.ffn))
+
+    @property
+    def table_weights(self) -> int:
+        """Return the weights of one embedding."""
+        return self.vocab * self.hidden
+
+    @property
+    def output_weights(self) -> int:
+        """Return the weights of the output layer."""
+        return (self.vocab if self.columns is None else self.columns) * self.hidden
+
+    @property
+    def active_weights(self) -> float:
+        """Return the weights of a layer that a token is multiplied with, on average over the layers."""
+        share = 0 if self.experts is None else self.experts.per_token / self.experts.number
+        return self.layer_weights + share * self.expert_weights
+
+    def cached_bytes(self, tp: int, *, fp8: bool = False) -> int:
+        """Return what a rank keeps of a token in all layers: keys and values, or what they are made from."""
+        kept = 1 if fp8 else self.item_bytes
+        if self.latent is not None:
+            return self.layers * (self.latent.keys + self.latent.rotated) * kept
+        return 2 * self.layers * max(1, self.groups // tp) * self.head * kept
+
+    def training_flops(self, tokens: int, sequence: int) -> float:
+        """Return the operations of forward and backward passes as Megatron-LM counts them.
+
+        Attention counts whole, not its causal half, and nothing counts for recomputation (arXiv 2104.04473). Of experts
+        those count that a token goes to.
+        """
+        layer = 2 * self.active_weights + 2 * sequence * self.heads * (self.head + self.value_head)
+        return 3 * tokens * (self.layers * layer + 2 * self.output_weights)
+
+
+def weights_of(matrices: tuple[Matrix, ...]) -> int:
+    """Return the weights of matrices."""
+    return sum(inputs * outputs for inputs, outputs, _ in matrices)
 
 
 def model_size(text: str) -> Size:

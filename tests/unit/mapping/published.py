@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.estimate import (
-    Size,
     TrainStep,
     decode_seconds,
     prefill_seconds,
@@ -13,7 +12,7 @@ from hybridflow.mapping.estimate import (
     train_seconds,
 )
 from hybridflow.mapping.hardware import hardware
-from hybridflow.mapping.sizes import model_size
+from hybridflow.mapping.sizes import Size, model_size
 
 
 def gpt(layers: int, hidden: int, heads: int, vocab: int, tied: bool = True) -> str:

@@ -10,8 +10,6 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.accuracy import ERRORS
 from hybridflow.mapping.estimate import (
-    Experts,
-    Size,
     TrainStep,
     decode_bytes,
     decode_seconds,
@@ -20,7 +18,7 @@ from hybridflow.mapping.estimate import (
     train_seconds,
 )
 from hybridflow.mapping.hardware import hardware
-from hybridflow.mapping.sizes import model_size
+from hybridflow.mapping.sizes import Experts, Size, model_size
 from hybridflow.models.shapes import model_spec, named_shapes
 from hybridflow.reshard.fsdp import weight_holdings
 from hybridflow.reshard.plan import held_bytes

@@ -136,6 +136,9 @@ class Session:
         if step is None:
             return ended
         if self._is_decodable(lane, step):
+            if lane.is_watched[step.slots].any():
+                # A stop text may end with any token.
+                most = 1
             num_steps = lane.scheduler.reserve(min(most, FEW_STEPS) if lane.scheduler.waiting else most)
             self.num_steps += num_steps
             return ended + self._decode(lane, step.slots, num_steps)
@@ -280,16 +283,19 @@ class Session:
         if not runner.can_decode or not is_one_token_each:
             return False
         known = {"with_cuts": runner.can_cut, "with_edits": runner.can_edit}
-        return lane.sampler.is_plain(step.slots, **known) and not bool(lane.is_watched[step.slots].any())
+        return lane.sampler.is_plain(step.slots, **known)
 
     def _decode(self, lane: _Lane, slots: np.ndarray, num_steps: int) -> list[tuple[Request, Response]]:
-        """Sample up to ``num_steps`` tokens of each running sequence; return what ended."""
+        """Sample up to ``num_steps`` tokens of each running sequence, 1 if any is watched; return what ended."""
         replica, tables = self._replica, lane.scheduler.tables
         arrays = {**lane.scheduler.arrays(), **lane.sampler.arrays(slots), **lane.records.arrays()}
         begin = slots[lane.scheduler.lengths[slots] == lane.num_prompt[slots]]
         failures = replica.runner.decode(self._cache, tables, slots, num_steps, replica.version, **arrays)[slots]
         self._note_first_tokens(lane, begin)
-        return self._end(lane, slots, failures, *lane.scheduler.absorb_decoded(slots))
+        is_stop, is_long = lane.scheduler.absorb_decoded(slots)
+        last = lane.scheduler.tokens[slots, lane.scheduler.lengths[slots] - 1]
+        self._look_for_texts(lane, slots, np.where(failures < 0, failures, last), is_stop)
+        return self._end(lane, slots, failures, is_stop, is_long)
 
     def _absorb(self, lane: _Lane, step: Step, outcome: _Outcome) -> list[tuple[Request, Response]]:
         slots = step.row_slots

@@ -18,6 +18,7 @@ from hybridflow.rollout.request import Request, SamplingParams
 from hybridflow.rollout.runner import PlainRunner
 from hybridflow.rollout.session import FEW_STEPS
 from tests.multi.models import CAPPED, TINY, VOCAB, make_model
+from tests.multi.test_rollout_sampling import Bytes
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="the compiled kernels, see README")
 
@@ -28,9 +29,12 @@ DAMAGED = 17
 LONGEST = 29
 
 
-def requests(count: int) -> list[Request]:
+KINDS = [{"stop_ids": (2, 5)}, {"greedy": True}, {"temperature": 0.6, "stop_ids": (3,)}, {"temperature": 1.4}]
+WATCHED = [{"stop": ("e", " t")}, {"stop_ids": (2, 5)}, {"greedy": True}, {"stop": ("d", "ab"), "min_new_tokens": 3}]
+
+
+def requests(count: int, kinds) -> list[Request]:
     """Such as the call takes: of several temperatures and lengths, with and without tokens that stop them."""
-    kinds = [{"stop_ids": (2, 5)}, {"greedy": True}, {"temperature": 0.6, "stop_ids": (3,)}, {"temperature": 1.4}]
     generator = torch.Generator().manual_seed(count)
     return [
         Request(
@@ -43,7 +47,9 @@ def requests(count: int) -> list[Request]:
     ]
 
 
-def decoded(shape, count: int, threads: int, blocks: int | None, max_concurrent: int, is_damaged: bool = False):
+def decoded(
+    shape, count: int, threads: int, blocks: int | None, max_concurrent: int, is_damaged: bool = False, kinds=KINDS
+):
     """Of several numbers of steps at a time: calls, steps, preemptions, and all that is known of each response.
 
     The first time step by step, as a runner does that cannot decode by itself.
@@ -60,10 +66,15 @@ def decoded(shape, count: int, threads: int, blocks: int | None, max_concurrent:
         torch.set_num_threads(threads)
         for most in (None, 16, 3, 1):
             engine = MegatronEngine(
-                model, groups, vocab_size=VOCAB, seed=7, max_concurrent=max_concurrent, cache_memory=budget
+                *(model, groups),
+                vocab_size=VOCAB,
+                seed=7,
+                max_concurrent=max_concurrent,
+                cache_memory=budget,
+                tokenizer=Bytes(),
             )
             engine.version = 3
-            asked, responses, num_calls = requests(count), {}, 0
+            asked, responses, num_calls = requests(count, kinds), {}, 0
             session = engine.open(asked)
             session.add(asked)
             with mock.patch.object(PlainRunner, "can_decode", most is not None):
@@ -103,6 +114,14 @@ def test_several_steps_by_one_call_are_those_of_single_ones(shape, count, thread
         assert many[0] < single[0] / FEW_STEPS and many[0] < some[0] < single[0]
     else:
         assert single[2] > 0 and many[2] > 0, "some lose their place"
+
+
+def test_stop_texts_by_a_call_for_each_token_are_those_of_single_steps():
+    single, many, some, one = decoded(PLAIN, 20, 1, None, 32, kinds=WATCHED)
+    assert many[-1] == single[-1] and some[-1] == single[-1] and one[-1] == single[-1]
+    watched = [row for (index, copy), row in single[-1].items() if (2 * index + copy) % 4 in (0, 3)]
+    assert {row[4] for row in watched} == {"stop", "length"}
+    assert many[1:4] == one[1:4] == single[1:4], "as many tokens go through the model, in as many steps"
 
 
 def test_capped_logits_that_are_not_finite_fail():

@@ -152,3 +152,8 @@ def splits_for(rows: int, groups: int, processors: int) -> int:
         processors: Multiprocessors.
     """
     return max(1, min(_MOST_SPLITS, _PROGRAMS_PER_PROCESSOR * processors // max(rows * groups, 1)))
+
+
+def processors_of(device: torch.device) -> int:
+    """Return a GPU's multiprocessors; 1 for a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -18,7 +18,7 @@ from hybridflow.models.log_probs import Columns
 from hybridflow.parallel.world import let_go_at_close
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.gpu import ops
-from hybridflow.rollout.gpu.cache import GpuAttention, GpuCache, splits_for
+from hybridflow.rollout.gpu.cache import GpuAttention, GpuCache, processors_of, splits_for
 from hybridflow.rollout.gpu.choose import choose
 from hybridflow.rollout.gpu.edits import GpuEdits
 from hybridflow.rollout.gpu.transformer import GpuTransformer
@@ -72,7 +72,7 @@ class Decoder:
         self._group = group
         self._buckets = buckets(max_rows)
         self._is_cuda = device.type == "cuda"
-        self._processors = torch.cuda.get_device_properties(device).multi_processor_count if self._is_cuda else 1
+        self._processors = processors_of(device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._captured_at: tuple[int, ...] = ()
         self._device = device

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridflow.models.gpt import Transformer
 from hybridflow.parallel.copies import to_device
-from hybridflow.rollout.gpu.cache import GpuAttention, GpuCache, rows_per_tile, tiles_of
+from hybridflow.rollout.gpu.cache import GpuAttention, GpuCache, processors_of, rows_per_tile, splits_for, tiles_of
 from hybridflow.rollout.gpu.decode import Decoder
 from hybridflow.rollout.gpu.transformer import GpuTransformer
 from hybridflow.rollout.paged import cache_shape
@@ -47,6 +47,7 @@ class GpuRunner:
         self._device = next(model.parameters()).device
         self._transformer = GpuTransformer(model, groups.tp, vocab_size)
         self._is_stale = False
+        self._processors = processors_of(self._device)
         self._decoder: Decoder | None = None
         if self._transformer.is_capturable and groups.pp.size() == 1 and _can_be_captured(groups.tp, self._device):
             self._decoder = Decoder(
@@ -98,12 +99,15 @@ class GpuRunner:
         self, cache: GpuCache, tables: np.ndarray, sequences: np.ndarray, positions: np.ndarray
     ) -> GpuAttention:
         """See ``Runner``."""
+        where = [to_device(torch.from_numpy(each), self._device) for each in (tables, sequences, positions)]
+        if not (np.diff(sequences) == 0).any():
+            # A row of each, as in a captured step. There is a kernel for each number of shares, hence few of these.
+            rows = 1 << (len(sequences) - 1).bit_length()
+            splits = splits_for(rows, self._transformer.num_groups, self._processors)
+            return GpuAttention(cache.addresses, *where, splits=splits)
         most = rows_per_tile(self._model.config.params_dtype, self._transformer.sharers)
-        tiles = tiles_of(sequences, most)
-        places, of, at, cut = (
-            to_device(torch.from_numpy(each), self._device) for each in (tables, sequences, positions, tiles)
-        )
-        return GpuAttention(cache.addresses, places, of, at, cut, most)
+        tiles = to_device(torch.from_numpy(tiles_of(sequences, most)), self._device)
+        return GpuAttention(cache.addresses, *where, tiles, most)
 
     def __call__(self, tokens: Tensor, attention: GpuAttention, rows: Tensor) -> Tensor:
         """See ``Runner``."""

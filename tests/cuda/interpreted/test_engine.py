@@ -14,11 +14,12 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.lora import merged_weight
 from hybridflow.parallel.world import World
 from hybridflow.rollout.engine import MegatronEngine
-from hybridflow.rollout.gpu import decode
+from hybridflow.rollout.gpu import decode, runner
 from hybridflow.rollout.gpu.runner import GpuRunner
 from hybridflow.rollout.gpu.transformer import GpuTransformer
 from hybridflow.rollout.request import Request, SamplingParams
 from tests.multi.models import CAPPED, MIXTURE, TINY, VOCAB, make_model
+from tests.multi.test_rollout_sampling import Bytes
 
 SMALL = replace(TINY, num_layers=2, num_attention_heads=6, hidden_size=48, head_dim=16, num_query_groups=2)
 NORMED = replace(SMALL, qkv_bias=False, qk_norm=True)
@@ -165,10 +166,9 @@ def test_logits_that_are_not_finite_fail_and_harm_no_other(world):
 
 def test_weights_are_read_where_they_are_after_an_update(world):
     model, _, groups, _ = make_model(world, ParallelLayout(), model=SMALL)
-    runner = GpuRunner(model, groups, VOCAB, max_rows=8, max_steps=16)
     asked = requests(3, KINDS)
     engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=7, max_concurrent=8)
-    engine.runner = runner
+    engine.runner = GpuRunner(model, groups, VOCAB, max_rows=8, max_steps=16)
     before = generated(engine, asked)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -200,3 +200,54 @@ def test_edits_need_no_step_through_the_host(world, monkeypatch):
     engine.generate([replace(each, params=replace(each.params, max_new_tokens=8)) for each in requests(3, EDITS)])
     # Only the first tokens, behind the prompts.
     assert sum(rows) == 3
+
+
+@pytest.mark.parametrize("stop", [("e",), (" t", "ab", "k")])
+def test_stop_texts_need_no_step_through_the_host(world, monkeypatch, stop):
+    model, _, groups, _ = make_model(world, ParallelLayout(), model=SMALL)
+    kinds = [{"stop": stop}, *KINDS, {"stop": ("d",), "top_k": 9, "min_new_tokens": 3}]
+    asked = [replace(each, params=replace(each.params, max_new_tokens=9)) for each in requests(len(kinds), kinds)]
+    found = []
+    for is_gpu in (False, True):
+        engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=7, max_concurrent=8, tokenizer=Bytes())
+        if is_gpu:
+            engine.runner = GpuRunner(model, groups, VOCAB, max_rows=8, max_steps=16)
+            decode_some, run, most, rows = engine.runner.decode, engine.run, [], []
+
+            def noted(tokens, attention, wanted, run=run, rows=rows):
+                rows.append(len(wanted))
+                return run(tokens, attention, wanted)
+
+            def decoded(cache, tables, chosen, steps, *more, decode_some=decode_some, most=most, **arrays):
+                most.append(steps)
+                return decode_some(cache, tables, chosen, steps, *more, **arrays)
+
+            monkeypatch.setattr(engine, "run", noted)
+            monkeypatch.setattr(engine.runner, "decode", decoded)
+        found.append(generated(engine, asked))
+    assert found[0] == found[1] and found[0][0][1] == "stop" and len(found[0][0][0]) < 9
+    # Through the host only the two steps that compute prompts.
+    assert len(rows) <= 2 and len(most) >= 5 and set(most) == {1}
+
+
+def test_steps_through_the_host_with_a_row_of_each_sequence_need_no_tiles(world, monkeypatch):
+    monkeypatch.setattr(runner, "splits_for", lambda rows, groups, processors: 3)
+    model, _, groups, _ = make_model(world, ParallelLayout(), model=SMALL)
+    kinds = [{"bad": ("e",)}, {"temperature": 0.6}]
+    asked = [replace(each, params=replace(each.params, max_new_tokens=6)) for each in requests(3, kinds)]
+    found, made = [], []
+    for is_gpu in (False, True):
+        engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=7, max_concurrent=8, tokenizer=Bytes())
+        if is_gpu:
+            engine.runner = GpuRunner(model, groups, VOCAB, max_rows=8, max_steps=16)
+            attend = engine.runner.attention
+
+            def noted(cache, tables, sequences, positions, attend=attend):
+                attention = attend(cache, tables, sequences, positions)
+                made.append((len(set(sequences)) == len(sequences), attention._tiles[0] is None, attention._splits))
+                return attention
+
+            monkeypatch.setattr(engine.runner, "attention", noted)
+        found.append(generated(engine, asked))
+    assert found[0] == found[1]
+    assert set(made) == {(False, False, 1), (True, True, 3)}

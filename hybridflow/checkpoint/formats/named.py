@@ -93,8 +93,10 @@ class NamedTarget(HuggingFaceTarget):
 
     def _config(self, original: Mapping[str, Any] | None) -> dict[str, Any]:
         assert original is not None, "checked by _name"
-        config = {key: value for key, value in original.items() if key != "torch_dtype"}
-        config["dtype"] = DTYPE_WORDS[self._dtype]
+        config = {**original, "dtype": DTYPE_WORDS[self._dtype]}
+        if "torch_dtype" in original:
+            # Older readers know this spelling alone.
+            config["torch_dtype"] = config["dtype"]
         name = str((original.get("architectures") or [""])[0])
         if self._source.has_value_head and not name.endswith("ForSequenceClassification"):
             stem = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")

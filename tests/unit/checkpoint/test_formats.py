@@ -9,6 +9,7 @@ import struct
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from hybridflow.checkpoint.formats.registry import make_target, open_source
@@ -241,6 +242,20 @@ def test_the_dtype_is_changed_on_the_way(saved, tmp_path):
         assert {tensor.dtype for tensor in tensors_of(out).values()} == {dtype}
     assert json.loads((tmp_path / "hf/config.json").read_text())["dtype"] == "bfloat16"
     assert {entry.dtype for entry in open_source(tmp_path / "megatron").tensors.values()} == {"fp16"}
+
+
+def test_the_dtype_of_a_family_without_a_table_is_told_in_its_spellings(tmp_path):
+    """transformers before 4.56 knows ``torch_dtype`` alone, and takes fp32 without it."""
+    config = transformers.GPT2Config(vocab_size=37, n_positions=16, n_embd=8, n_layer=1, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "start")
+    for told in ({"dtype": "float32"}, {"torch_dtype": "float32"}, {"dtype": "float32", "torch_dtype": "float32"}):
+        edit_json(tmp_path / "start/config.json", **{"dtype": None, "torch_dtype": None, **told})
+        out = convert(tmp_path / "start", "hf", tmp_path / "-".join(told), dtype="bf16")
+        found = json.loads((out / "config.json").read_text())
+        assert {key: found.get(key) for key in ("dtype", *told)} == {
+            "dtype": "bfloat16",
+            **dict.fromkeys(told, "bfloat16"),
+        }
 
 
 OURS = {

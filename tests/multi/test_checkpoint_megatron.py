@@ -608,6 +608,22 @@ def test_arguments_of_another_model_are_refused(name, value):
         to_model({**args, name: value}, where="args")
 
 
+@pytest.mark.parametrize(
+    ("kind", "told", "padded", "expected"),
+    [
+        ("NullTokenizer", 29, 32, 30),
+        # The row was left out where the size is given as it is padded.
+        ("NullTokenizer", 32, 32, 32),
+        ("HuggingFaceTokenizer", 29, 32, 29),
+        ("NullTokenizer", None, 32, 32),
+    ],
+)
+def test_the_end_of_sequence_of_a_null_tokenizer_has_a_row(kind, told, padded, expected):
+    """Its ``vocab_size`` is one more than the argument of that name."""
+    args = {**to_args(SMALL, SMALL.dtype), "tokenizer_type": kind, "vocab_size": told, "padded_vocab_size": padded}
+    assert to_model(args, where="args").vocab_size == expected
+
+
 def test_latent_attention_to_arguments_and_back():
     plain_yarn = RotaryScaling(kind="yarn", factor=4.0, original_context=16)
     for changed in ({}, {"rotary_scaling": None}, {"rotary_scaling": plain_yarn}, {"q_lora_rank": None}):

@@ -148,8 +148,11 @@ def to_model(args: Mapping[str, Any], *, where: str) -> ModelConfig:
         model["num_query_groups"] = args.get("num_query_groups")
     model["tied_embeddings"] = not args.get("untie_embeddings_and_output_weights", False)
     model["max_context"] = args.get("max_position_embeddings", args.get("seq_length"))
-    vocabulary = args.get("vocab_size")
-    model["vocab_size"] = vocabulary if vocabulary is not None else args.get("padded_vocab_size")
+    vocabulary, padded = args.get("vocab_size"), args.get("padded_vocab_size")
+    if args.get("tokenizer_type") == "NullTokenizer" and type(vocabulary) is int and type(padded) is int:
+        # It is told the size without its end of sequence, which has the row behind.
+        vocabulary = min(vocabulary + 1, padded)
+    model["vocab_size"] = vocabulary if vocabulary is not None else padded
     model["rotary_base"] = args.get("rotary_base", 10000)
     if args.get("multi_latent_attention", False):
         for name in ("head_dim", "qk_norm", "num_query_groups"):

@@ -99,15 +99,15 @@ class GpuRunner:
         self, cache: GpuCache, tables: np.ndarray, sequences: np.ndarray, positions: np.ndarray
     ) -> GpuAttention:
         """See ``Runner``."""
-        where = [to_device(torch.from_numpy(each), self._device) for each in (tables, sequences, positions)]
+        places, of, at = (to_device(torch.from_numpy(each), self._device) for each in (tables, sequences, positions))
         if not (np.diff(sequences) == 0).any():
             # A row of each, as in a captured step. There is a kernel for each number of shares, hence few of these.
             rows = 1 << (len(sequences) - 1).bit_length()
             splits = splits_for(rows, self._transformer.num_groups, self._processors)
-            return GpuAttention(cache.addresses, *where, splits=splits)
+            return GpuAttention(cache.addresses, places, of, at, splits=splits)
         most = rows_per_tile(self._model.config.params_dtype, self._transformer.sharers)
         tiles = to_device(torch.from_numpy(tiles_of(sequences, most)), self._device)
-        return GpuAttention(cache.addresses, *where, tiles, most)
+        return GpuAttention(cache.addresses, places, of, at, tiles, most)
 
     def __call__(self, tokens: Tensor, attention: GpuAttention, rows: Tensor) -> Tensor:
         """See ``Runner``."""

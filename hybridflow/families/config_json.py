@@ -352,7 +352,7 @@ def spelled_out(model: ModelConfig) -> ModelConfig:
         vocab_divisible_by=1,
         qkv_bias=model.qkv_bias or model.linear_bias,
         qk_norm_over=model.qk_norm_over if model.qk_norm else "head",
-        attention_scale=model.head_size**-0.5 if model.attention_scale is None else model.attention_scale,
+        attention_scale=model.plain_scale,
         rotary_dim=model.head_size if model.rotary_dim is None else model.rotary_dim,
         local_rotary_base=model.local_rotary_base if has_two_rotations else None,
         window=model.window if has_window else None,
@@ -418,9 +418,8 @@ def _written(described: Described) -> dict[str, Any]:
     config["head_dim"] = model.head_size if model.kv_lora_rank is None else model.rotary_size
     config |= _written_mixture(family, model)
     if "query_pre_attn_scalar" in family.defaults:
-        scale = model.head_size**-0.5 if model.attention_scale is None else model.attention_scale
         # An integer to transformers, so that not every scale can be said.
-        config["query_pre_attn_scalar"] = max(1, round(scale**-2))
+        config["query_pre_attn_scalar"] = max(1, round(model.plain_scale**-2))
     config |= _written_window(family, model)
     config |= _written_rotary(family, model)
     name = next(name for name, dtype in _DTYPES.items() if dtype == model.dtype)

@@ -188,6 +188,12 @@ class ModelConfig:
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
 
     @property
+    def plain_scale(self) -> float:
+        """Return the factor on the attention scores, without what a stretched context adds to it."""
+        scale: float = self.head_size**-0.5 if self.attention_scale is None else self.attention_scale
+        return scale
+
+    @property
     def rotary_size(self) -> int:
         """Return the part of each query and key head that turns with its position."""
         sizes = (self.qk_rope_head_dim, self.rotary_dim, self.head_size)

@@ -65,7 +65,7 @@ def score_scale(model: ModelConfig) -> float:
 
     In latent attention a part of each head turns, and ``rotary_factor`` is on that part alone.
     """
-    scale: float = model.head_size**-0.5 if model.attention_scale is None else model.attention_scale
+    scale = model.plain_scale
     if model.kv_lora_rank is None:
         return scale * rotary_factor(model) ** 2
     scaling = model.rotary_scaling

@@ -460,6 +460,22 @@ def test_a_second_rollout_before_an_update_takes_other_prompts(folder: Path) -> 
     assert first and second and max(first) < min(second)
 
 
+def too_few_groups(folder: Path):
+    config = settings(folder, rollout_batch_size=16, group_size=4, dynamic_sampling={"max_tries": 2})
+    make = {"actor_model": actor(folder), "reward": alike, "data_provider": PROMPTS, "algorithm": "dapo"}
+    with hybridflow.OnlineTrainer(config, **make) as trainer:
+        for _ in range(2):
+            complains(trainer.rollout, ["after 2 rollouts the scores differ within 0 of 8 groups"], DataError)
+
+
+def alike(prompt: str, response: str, answer: str) -> float:
+    return 1.0
+
+
+def test_a_program_is_told_of_too_few_groups_at_each_rollout(folder: Path) -> None:
+    run(too_few_groups, 1, folder)
+
+
 def wrong_batches(folder: Path):
     trainer = PPOTrainer(settings(folder, rollout_batch_size=4), actor_model=actor(folder), reward=digits)
     for words, batch in {

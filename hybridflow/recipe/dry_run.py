@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 from hybridflow.config.data import DataSourceConfig
-from hybridflow.config.recipe import REWARDS, Recipe
+from hybridflow.config.recipe import MODEL_SECTIONS, REWARDS, Recipe
 from hybridflow.config.rewards import RewardConfig
 from hybridflow.data.arithmetic import check_files, make_problems
+from hybridflow.data.chat import chat_template
 from hybridflow.data.problems import held_out_shape, training_shape
 from hybridflow.data.prompts import Example, as_text
 from hybridflow.data.shaping import Shape, Shaper, examples_of, read_examples
 from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.errors import DataError
+from hybridflow.families.assets import CONFIG
+from hybridflow.families.weight_files import find_weight_files
 from hybridflow.observe.exporters import find_callback
 from hybridflow.recipe.check_sampling import check_stop
 from hybridflow.recipe.inputs import tokenizer_path
@@ -45,6 +49,7 @@ def try_inputs(recipe: Recipe, *, is_node: bool = True) -> list[str]:
         HybridflowError: The run would fail; says why.
     """
     found = []
+    _try_weights(recipe)
     _try_names(recipe, is_node=is_node)
     path = tokenizer_path(recipe)
     tokenizer = None if path is None else open_tokenizer(path)
@@ -54,11 +59,26 @@ def try_inputs(recipe: Recipe, *, is_node: bool = True) -> list[str]:
     for title, each in _first_examples(recipe, shape):
         example = each if example is None else example
         found.append(f"{title}: {each.place} can be read")
+    # A template of the recipe's, or prompts that are messages, have rendered it.
+    if example is not None and not example.begins and tokenizer is not None and chat_template(tokenizer) is not None:
+        found.append(
+            "prompts are plain text, so the tokenizer's chat template is not applied; for a chat model set "
+            "data.prompt_as_message=true"
+        )
     for role in REWARDS if example is not None else ():
         section: RewardConfig | None = getattr(recipe, role)
         if section is not None and example is not None and _is_tried(section, recipe, is_node=is_node):
             found.append(_try_reward(section, role, example))
     return found
+
+
+def _try_weights(recipe: Recipe) -> None:
+    """Look for the weights of Hugging Face directories. Raises CheckpointError: a file is missing."""
+    values = to_dict(recipe)
+    for section in MODEL_SECTIONS.values():
+        path = inner(values, f"{section}.path")
+        if path is not None and (Path(path) / CONFIG).is_file():
+            find_weight_files(Path(path))
 
 
 def _try_names(recipe: Recipe, *, is_node: bool) -> None:

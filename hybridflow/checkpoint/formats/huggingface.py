@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,11 +22,10 @@ from hybridflow.families.config_json import Described, describe, read_config, up
 from hybridflow.families.family import Form
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.quantization import plain_assets, read_quantization
+from hybridflow.families.weight_files import INDEX, SINGLE, find_weight_files
 from hybridflow.reshard.spec import DTYPE_WORDS, Box, DType
 from hybridflow.reshard.views import TORCH_DTYPES
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -375,48 +373,14 @@ def open_files(path: Path, *, has_codes: bool = False, has_masks: bool = False) 
     Raises:
         CheckpointError: A file is missing or damaged, or they are pickles.
     """
-    if (path / INDEX).is_file():
-        return _open_shards(path, has_codes=has_codes, has_masks=has_masks)
-    if (path / SINGLE).is_file():
-        return {SINGLE: TensorFile(path / SINGLE, has_codes=has_codes, has_masks=has_masks)}
-    pickled = sorted(file.name for file in path.glob("*.bin")) + sorted(file.name for file in path.glob("*.pt*"))
-    if pickled:
-        raise CheckpointError(
-            f"{path}: found {', '.join(pickled[:4])}, expected {SINGLE} or {INDEX}: pickled weights can run code and "
-            "are not read; load the model with transformers where you trust it, and save_pretrained it"
-        )
-    found = ", ".join(sorted(file.name for file in path.iterdir())[:10])
-    raise CheckpointError(f"{path}: found {found}, expected {SINGLE} or {INDEX}; restore the weights from a copy")
-
-
-def _open_shards(path: Path, *, has_codes: bool, has_masks: bool) -> dict[str, TensorFile]:
-    index = path / INDEX
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(name, str) and name for name in places.values()):
-        raise CheckpointError(f"{index}: weight_map: expected an object of file names; restore it from a copy")
-    by_file: dict[str, set[str]] = defaultdict(set)
-    for tensor, name in places.items():
-        by_file[name].add(tensor)
-    if (path / SINGLE).is_file() and SINGLE not in by_file:
-        raise CheckpointError(
-            f"{path}: holds both {SINGLE} and {INDEX}, which names {', '.join(sorted(by_file)[:3]) or 'no file'}; "
-            "expected one: remove the one that is stale"
-        )
-    for name in sorted(by_file):
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index}: names {name!r}, expected a safetensors file beside it; restore the index")
-        if not (path / name).is_file():
-            raise CheckpointError(
-                f"{path / name}: missing; {INDEX} has {len(by_file[name])} tensors in it: restore it from a copy"
-            )
     files = {}
-    for name in sorted(by_file):
+    for name, indexed in find_weight_files(path).items():
         files[name] = TensorFile(path / name, has_codes=has_codes, has_masks=has_masks)
         held = files[name].entries.keys() | files[name].codes.keys() | files[name].masks
-        if held != by_file[name]:
+        if indexed is not None and held != indexed:
             raise CheckpointError(
                 f"{path / name}: does not hold what {INDEX} says: "
-                f"{_differences(by_file[name] - held, held - by_file[name])}; restore both from one copy"
+                f"{_differences(indexed - held, held - indexed)}; restore both from one copy"
             )
     return files
 

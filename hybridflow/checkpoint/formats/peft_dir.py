@@ -10,7 +10,6 @@ from typing import Literal
 from torch import Tensor
 
 from hybridflow.checkpoint.formats.forms import from_logical, to_logical
-from hybridflow.checkpoint.formats.huggingface import INDEX, SINGLE
 from hybridflow.checkpoint.formats.lora import (
     Factor,
     LoraSettings,
@@ -37,6 +36,7 @@ from hybridflow.families.assets import (
     read_assets,
 )
 from hybridflow.families.config_json import Described
+from hybridflow.families.weight_files import INDEX, SINGLE
 from hybridflow.foreign import read_small
 from hybridflow.reshard.spec import DType
 

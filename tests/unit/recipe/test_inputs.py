@@ -13,11 +13,12 @@ import pytest
 from hybridflow import cli
 from hybridflow.checkpoint.store import complete_step
 from hybridflow.errors import ConfigError, WriteError
-from hybridflow.exit_status import FAILURE, REQUEST, TARGET
+from hybridflow.exit_status import FAILURE, REQUEST, SOURCE, TARGET
 from hybridflow.observe.starts import StartRecord, add_start
 from hybridflow.recipe.inputs import check_inputs
 from hybridflow.recipe.load import load_recipe
 from hybridflow.sections import to_dict
+from tests.support.hf_models import write_tokenizer
 from tests.support.recipes import POLICY, write_config
 
 RECIPE = """
@@ -239,6 +240,34 @@ def test_a_dry_run_tells_what_it_has_tried(folders, capsys):
     arithmetic = ["data.train=a.jsonl", "data.held_out=b.jsonl", "data.arithmetic={num_train: 4, num_held_out: 2}"]
     status, told, error = dry(folders, capsys, *arithmetic)
     assert (status, error) == (0, "") and "reward 'exact_match': gives 1 for the answer of data.train" in told
+
+
+def test_a_dry_run_looks_for_the_weights(folders, capsys):
+    here, there = folders
+    write(here / "train.jsonl", {"prompt": "1+1=", "level": 3})
+    config = write_config(here / "hf")
+    write_tokenizer(here / "hf")
+    given = [f"reward.function={module(here, OWN)}:score", "model={path: hf}", "tokenizer={}"]
+    status, _, error = dry(folders, capsys, *given)
+    assert status == SOURCE and "expected model.safetensors or model.safetensors.index.json; restore" in error
+    (config / "model.safetensors.index.json").write_text('{"weight_map": {"a": "one.safetensors"}}')
+    assert (
+        "one.safetensors: missing; model.safetensors.index.json has 1 tensors in it" in dry(folders, capsys, *given)[2]
+    )
+    (config / "one.safetensors").touch()
+    assert dry(folders, capsys, *given)[0] == 0
+
+
+def test_a_dry_run_says_that_a_chat_template_is_not_applied(folders, capsys):
+    here, there = folders
+    write(here / "train.jsonl", {"prompt": "1+1=", "level": 3})
+    write_config(here / "hf")
+    write_tokenizer(here / "hf", chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    (here / "hf/model.safetensors").touch()
+    given = [f"reward.function={module(here, OWN)}:score", "model={path: hf}", "tokenizer={}"]
+    words = "prompts are plain text, so the tokenizer's chat template is not applied; for a chat model set"
+    assert words in dry(folders, capsys, *given)[1]
+    assert words not in dry(folders, capsys, *given, "data.prompt_as_message=true")[1]
 
 
 SITE = "time: 30\ncontainer: {{kind: {kind}, image: {image}}}\n"

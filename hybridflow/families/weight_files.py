@@ -1,0 +1,57 @@
+"""Which files of a Hugging Face directory hold its weights. No torch, and no file of weights is opened."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+from hybridflow.errors import CheckpointError
+from hybridflow.families.assets import read_json
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def find_weight_files(path: Path) -> dict[str, set[str] | None]:
+    """Return the names of the files -> the tensors that the index has in each; None: there is no index.
+
+    Args:
+        path: The directory.
+
+    Raises:
+        CheckpointError: A file is missing, the index is damaged, or the weights are pickles.
+    """
+    if (path / INDEX).is_file():
+        return _indexed(path)
+    if (path / SINGLE).is_file():
+        return {SINGLE: None}
+    pickled = sorted(file.name for file in path.glob("*.bin")) + sorted(file.name for file in path.glob("*.pt*"))
+    if pickled:
+        raise CheckpointError(
+            f"{path}: found {', '.join(pickled[:4])}, expected {SINGLE} or {INDEX}: pickled weights can run code and "
+            "are not read; load the model with transformers where you trust it, and save_pretrained it"
+        )
+    found = ", ".join(sorted(file.name for file in path.iterdir())[:10])
+    raise CheckpointError(f"{path}: found {found}, expected {SINGLE} or {INDEX}; restore the weights from a copy")
+
+
+def _indexed(path: Path) -> dict[str, set[str] | None]:
+    index = path / INDEX
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) and name for name in places.values()):
+        raise CheckpointError(f"{index}: weight_map: expected an object of file names; restore it from a copy")
+    by_file: dict[str, set[str]] = defaultdict(set)
+    for tensor, name in places.items():
+        by_file[name].add(tensor)
+    if (path / SINGLE).is_file() and SINGLE not in by_file:
+        raise CheckpointError(
+            f"{path}: holds both {SINGLE} and {INDEX}, which names {', '.join(sorted(by_file)[:3]) or 'no file'}; "
+            "expected one: remove the one that is stale"
+        )
+    for name in sorted(by_file):
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index}: names {name!r}, expected a safetensors file beside it; restore the index")
+        if not (path / name).is_file():
+            raise CheckpointError(
+                f"{path / name}: missing; {INDEX} has {len(by_file[name])} tensors in it: restore it from a copy"
+            )
+    return {name: by_file[name] for name in sorted(by_file)}

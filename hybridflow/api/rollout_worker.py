@@ -21,7 +21,7 @@ from hybridflow.api.roles import Actor
 from hybridflow.api.token_rows import token_rows
 from hybridflow.api.worker_engines import HFWorker, HybridWorker, MegatronWorker, Options, UserWorker, VllmWorker
 from hybridflow.api.world import find_world
-from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
+from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, start_of, tokenizer_in
 from hybridflow.errors import ConfigError, DataError, EngineError
 from hybridflow.layout import mesh as geometry
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -266,8 +266,7 @@ class RolloutWorker(FlowNode):
                     raise DataError(
                         f"prompt {number}: is text, and there is no tokenizer; give tokenizer=…, or token ids"
                     )
-                first = [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
-                prompt = [*first, *self.tokenizer.encode(prompt)]
+                prompt = [*start_of(self.tokenizer), *self.tokenizer.encode(prompt)]
             rows.append(torch.as_tensor(prompt, dtype=torch.int64))
             if rows[-1].dim() != 1 or len(rows[-1]) == 0:
                 raise DataError(f"prompt {number}: found shape {[*rows[-1].shape]}, expected token ids, at least one")

@@ -54,6 +54,11 @@ class Tokenizer(Protocol):
         ...
 
 
+def start_of(tokenizer: Tokenizer) -> list[int]:
+    """Return the token ids that the tokenizer puts before the text that begins a sequence: one or none."""
+    return [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+
+
 def split_stop(stop: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return the stop strings to look for in a text, and the ids of the special tokens that the others name."""
     if tokenizer is None:

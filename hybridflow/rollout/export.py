@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hybridflow.data.tokenizer import start_of
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.rollout.texts import text_before_stop
 
@@ -113,8 +114,7 @@ class Export:
     def _prompt(self, sample: Archived) -> str:
         """Return the prompt's text, and check that training reads it as the same tokens."""
         text = self._tokenizer.decode(sample.prompt)
-        begin = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
-        if begin + self._tokenizer.encode(text) != sample.prompt:
+        if start_of(self._tokenizer) + self._tokenizer.encode(text) != sample.prompt:
             raise DataError(
                 f"step {sample.step}, prompt {sample.prompt_index}: the prompt {text!r:.60} would be read as other "
                 "tokens than were answered, as of a chat template, whose marks no text has; take the tokens from --json"

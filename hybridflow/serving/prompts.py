@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.data.chat import chat_template, read_messages, render_chat
-from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.data.tokenizer import Tokenizer, start_of
 from hybridflow.errors import DataError
 from hybridflow.foreign import open_regular
 from hybridflow.serving.options import Options, check_ids, check_together, is_int, read_options
@@ -109,8 +109,7 @@ def encode_text(text: str, tokenizer: Tokenizer, max_context: int) -> list[int]:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(f"the prompt has half of a surrogate pair at character {error.start}; mend it") from error
-    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    return [*begin, *_encoded(text, tokenizer, max_context)]
+    return [*start_of(tokenizer), *_encoded(text, tokenizer, max_context)]
 
 
 def encode_chat(messages: Any, tokenizer: Tokenizer, max_context: int, tools: Sequence[Any] | None = None) -> list[int]:

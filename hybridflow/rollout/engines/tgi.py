@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.data.tokenizer import Tokenizer, start_of
 from hybridflow.rollout.engines.answers import Answer, num_begun, num_left
 from hybridflow.rollout.engines.wire import BadAnswer
 from hybridflow.rollout.request import Request, SamplingParams
@@ -43,7 +43,7 @@ class Tgi:
                 return f"{name}={getattr(request.params, name)}: TGI's interface does not know it"
         if num_begun(request) > 0:
             return "TGI takes text, and does not go on from tokens"
-        tokens, start = request.prompt.tolist(), self._start()
+        tokens, start = request.prompt.tolist(), start_of(self.tokenizer)
         if start + self.tokenizer.encode(self._text(request)) != tokens:
             return "TGI takes text, and that of the prompt is not read as the same tokens"
         return None
@@ -94,11 +94,8 @@ class Tgi:
         named = {token: pieces[token] for token in others if token in pieces}
         return [*params.stop, *(name for token, name in named.items() if self.tokenizer.special_id(name) == token)]
 
-    def _start(self) -> list[int]:
-        return [] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
-
     def _text(self, request: Request) -> str:
-        return self.tokenizer.decode(request.prompt.tolist()[len(self._start()) :])
+        return self.tokenizer.decode(request.prompt.tolist()[len(start_of(self.tokenizer)) :])
 
 
 def _columns(rows: Any, what: str) -> tuple[list[Any], list[Any]]:

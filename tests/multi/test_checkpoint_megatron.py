@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import multiprocessing
 import pickle
 import queue
@@ -414,6 +415,34 @@ def test_metadata_at_odds_with_itself(saved, tmp_path, change, match):
         source = open_source(out)
         for name in source.tensors:
             source.read(name)
+
+
+def test_tensors_that_no_argument_explains_are_refused(saved, tmp_path):
+    """A bias that was left out would make another model of the same shape."""
+    out, folder = copied(saved, tmp_path, "untied", "dist")
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+
+    def named(key, new):
+        """The metadata with a second tensor that is a copy of one of its own."""
+        changed = copy.deepcopy(metadata)
+        changed.state_dict_metadata[new] = changed.state_dict_metadata[key]
+        changed.storage_data |= {
+            replace(index, fqn=new): info for index, info in metadata.storage_data.items() if index.fqn == key
+        }
+        path.write_bytes(pickle.dumps(changed))
+        return open_source(out)
+
+    norm = "decoder.final_layernorm.weight"
+    for beside in ("optimizer.state.exp_avg.x", "chained_1.optimizer.state.exp_avg.x", "decoder.x._extra_state"):
+        assert named(norm, beside).tensors.keys() == open_source(saved / "untied/dist").tensors.keys()
+    for stranger in (
+        "decoder.final_layernorm.bias",
+        "vision_model.x",
+        "decoder.layers.self_attention.q_layernorm.weight",
+    ):
+        with pytest.raises(CheckpointError, match=f"metadata: holds {stranger}, expected only"):
+            named(norm, stranger)
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])

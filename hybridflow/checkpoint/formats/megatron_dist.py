@@ -43,6 +43,9 @@ LATEST = "latest_checkpointed_iteration.txt"
 METADATA, COMMON, KIND = ".metadata", "common.pt", "metadata.json"
 _RELEASE, _STATES = "release", "__states_0.distcp"
 _ASSETS = "assets"
+_OTHERS = re.compile(r"^chained_\d+\.|\._extra_state")
+"""Beside the tensors of a model lie the states of several optimizers, and those of scaling in Transformer Engine."""
+
 _CHUNK_BYTES = 1 << 30
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.*)")
@@ -197,9 +200,10 @@ class MegatronDistSource(Source):
                 f"{self._folder / COMMON}: args have no vocabulary, or ask for {least} layers and experts where "
                 f"{METADATA} has {num_chunks} chunks; restore both from one copy"
             )
-        found = {}
+        found, explained = {}, set()
         for spec in spec_of_model(model).tensors:
             forms = _forms(spec, model)
+            explained |= {part.key for parts in forms for part in parts}
             there = [parts for parts in forms if all(part.key in self._stored for part in parts)]
             if not there:
                 raise CheckpointError(
@@ -211,6 +215,12 @@ class MegatronDistSource(Source):
                 f"{self._folder / METADATA}: holds output_layer.weight, though args have "
                 "untie_embeddings_and_output_weights=False; give the args that belong to it"
             )
+        for key in self._stored:
+            if key not in explained and not _OTHERS.search(key):
+                raise CheckpointError(
+                    f"{self._folder / METADATA}: holds {key}, expected only tensors of the model that args describe; "
+                    "give the args that belong to it, or save it without that tensor"
+                )
         return found
 
     def _entry(self, name: str) -> TensorEntry:

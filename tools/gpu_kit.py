@@ -73,6 +73,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check("kernels", "gpu_checks.kernels"),
         Check("families", "gpu_checks.families", deadline_s=180),
         Check("graphs", "gpu_checks.graphs"),
+        Check("lora", "gpu_checks.lora"),
         Check("reshard", "gpu_checks.reshard"),
         Check("layouts", "gpu_checks.layouts"),
         Check("resume", "gpu_checks.resume"),

@@ -144,7 +144,7 @@ def make_world() -> Any:
     return World(rank=0, size=1, ranks_per_node=1, device=find_device(), deadline_s=300.0, store=dist.HashStore())
 
 
-def build(world: Any, model: Any, layout: str = "tp1") -> tuple[Any, Any, Any]:
+def build(world: Any, model: Any, layout: str = "tp1", lora: Any = None) -> tuple[Any, Any, Any]:
     """Return this rank's part of a model without weights, its mesh of all ranks, and its groups. Collective: all."""
     from hybridflow.layout.mesh import DeviceMesh
     from hybridflow.layout.parallel_layout import ParallelLayout
@@ -157,7 +157,8 @@ def build(world: Any, model: Any, layout: str = "tp1") -> tuple[Any, Any, Any]:
     )
     world.make_groups(rank_sets([mesh], world.size))
     groups = collection(world, mesh)
-    return build_transformer(model, mesh.layout, groups, world.device, vocab_size=model.vocab_size), mesh, groups
+    known = {"vocab_size": model.vocab_size, "lora": lora}
+    return build_transformer(model, mesh.layout, groups, world.device, **known), mesh, groups
 
 
 def settings(size: str, is_dry: bool, *, context: int) -> dict[str, Any]:

@@ -23,22 +23,22 @@ FOLDER = "assets"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 """Files of which each is a tokenizer."""
 
+VOCABULARIES = (
+    *TOKENIZERS,
+    *("vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "tekken.json"),
+)
+"""Files of which each is a tokenizer, or with others makes one."""
+
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 ASSETS = (
     CONFIG,
     GENERATION,
-    *TOKENIZERS,
+    *VOCABULARIES,
+    "merges.txt",
     TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tiktoken.model",
-    "tekken.json",
     *CHAT_TEMPLATES,
 )
 """The small files that travel along; a tokenizer's code may too, see ``asset_names``."""

@@ -263,6 +263,7 @@ def _as_json(arguments: argparse.Namespace, source: Source, target: Target, summ
             "layout": arguments.layout,
             "dtype": arguments.dtype,
         },
+        "small_files": sorted(source.assets()),
     }
     if summary is None:
         found = list(_rows(source, target))
@@ -290,11 +291,26 @@ def _table(arguments: argparse.Namespace, source: Source, summary: Summary) -> s
         "tensors": f"{summary.num_tensors}, of which {summary.num_cast} cast to another dtype",
         "written": f"{format_bytes(summary.total_bytes)} in {len(summary.hashes)} file(s)",
     }
+    rows["small files"] = _small_files(source)
     if summary.found_parts:
         rows["found"] = f"{format_bytes(summary.found_bytes)} complete, left by an earlier attempt"
     rows["time"] = f"{format_seconds(summary.seconds)}, {summary.mb_per_s:.0f} MB/s"
     rows["memory"] = f"{format_bytes(summary.peak_rss_anon_bytes)} at the peak of RssAnon"
-    return "\n".join(f"{name:<8} {text}" for name, text in rows.items())
+    return "\n".join(f"{name:<11} {text}" for name, text in rows.items())
+
+
+def _small_files(source: Source) -> str:
+    """Return the names of the small files that came along, and what to do where the tokenizer is not among them."""
+    from hybridflow.checkpoint.formats.lora import is_adapter
+    from hybridflow.families.assets import VOCABULARIES, ends_in
+
+    assets = source.assets()
+    found = ", ".join(sorted(assets)) or "none"
+    # An adapter has that of its base.
+    if is_adapter(source) or any(name in assets for name in VOCABULARIES):
+        return found
+    remedy = "copy it beside" if ends_in(assets).eos_ids else "copy it beside, and set eos_token_id in config.json"
+    return f"{found}; no tokenizer: {remedy}"
 
 
 def _mapping(source: Source, target: Target) -> str:

@@ -179,6 +179,23 @@ def test_formats_of_others_there_and_back(here, capsys):
         (shutil.rmtree if (here / "out/x").is_dir() else os.remove)(here / "out/x")
 
 
+def test_a_tokenizer_that_did_not_come_along_is_told(here, capsys):
+    """As of a checkpoint of Megatron-LM, beside which none lies."""
+
+    def told(source, out):
+        assert convert(source, out, "--to", "megatron-dist") == 0
+        (line,) = re.findall(r"^small files (.+)$", capsys.readouterr().out, re.MULTILINE)
+        return line
+
+    assert "config.json" in told("models/llama", "out/a") and "no tokenizer: copy it beside" in told("out/a", "out/b")
+    shutil.rmtree(here / "out/b/assets")
+    assert told("out/b", "out/c") == "none; no tokenizer: copy it beside, and set eos_token_id in config.json"
+    write_tokenizer(here / "out/b/assets")
+    assert told("out/b", "out/d") == "tokenizer.json, tokenizer_config.json"
+    assert convert("out/b", "out/e", "--to", "hf", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["small_files"] == ["tokenizer.json", "tokenizer_config.json"]
+
+
 @pytest.mark.parametrize("form", ["megatron", "hdf5", "megatron-dist", "hf"])
 def test_all_that_a_tokenizer_needs_travels_along(here, capsys, form):
     """Its code, where it is made by code of its own, and each of its chat templates."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,24 +19,31 @@ class Adam:
     """The optimizer of a model that megatron-core does not train, with what ``training.Trainable`` has.
 
     Args:
-        parameters: Name -> this rank's part of a parameter, live; what requires no gradient is not among them.
-        decayed: Names of those that weight decay pulls.
+        parameters: The model's by name, live; those that require no gradient are left out.
         settings: How it learns.
+        part: Gives this rank's part, live, of a parameter or its gradient.
     """
 
     is_distributed = False
 
-    def __init__(self, parameters: Mapping[str, Tensor], decayed: frozenset[str], settings: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        settings: OptimizerConfig,
+        part: Callable[[Tensor], Tensor] = lambda each: each,
+    ) -> None:
         self._clip = settings.clip_grad
-        self._held = dict(parameters)
+        self._part = part
+        self._parameters = {name: each for name, each in parameters.items() if each.requires_grad}
+        self._held = {name: part(each) for name, each in self._parameters.items()}
         # fp32 parameters are stepped themselves, others by way of an fp32 copy.
         self._mains = {name: nn.Parameter(each.detach().float()) for name, each in self._held.items()}
         mains = list(self._mains.values())
         self._gradients = torch.zeros(sum(each.numel() for each in mains), device=mains[0].device)
-        for main, part in zip(mains, self._gradients.split([each.numel() for each in mains]), strict=True):
-            main.grad = part.view(main.shape)
-        pulled = [main for name, main in self._mains.items() if name in decayed]
-        others = [main for name, main in self._mains.items() if name not in decayed]
+        for main, own in zip(mains, self._gradients.split([each.numel() for each in mains]), strict=True):
+            main.grad = own.view(main.shape)
+        pulled = [main for name, main in self._mains.items() if _is_decayed(name, main)]
+        others = [main for name, main in self._mains.items() if not _is_decayed(name, main)]
         groups = [{"params": pulled, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self._optimizer = torch.optim.AdamW(
             [group for group in groups if group["params"]],
@@ -54,10 +61,12 @@ class Adam:
                 "exp_avg_sq": torch.zeros_like(main),
             }
 
-    def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add some parameters' gradients to what ``step`` uses."""
-        for name, gradient in gradients.items():
-            _gradient(self._mains[name]).add_(gradient)
+    def take_gradients(self) -> None:
+        """Add what a backward pass has left to what ``step`` uses, which is in fp32."""
+        for name, each in self._parameters.items():
+            if each.grad is not None:
+                _gradient(self._mains[name]).add_(self._part(each.grad))
+                each.grad = None
 
     def step(self, *, is_followed: bool = False) -> float:
         """Clip the gradients, update the weights, and return the gradient norm before clipping."""
@@ -132,7 +141,7 @@ class Adam:
         return [(name, held) for name, held in self._held.items() if held.dtype != torch.float32]
 
 
-def is_decayed(name: str, parameter: Tensor) -> bool:
+def _is_decayed(name: str, parameter: Tensor) -> bool:
     """Return whether weight decay applies, as in megatron-core: neither to biases nor to norms."""
     return parameter.dim() > 1 and not name.endswith(".bias")
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from hybridflow.config.roles import OptimizerConfig
 from hybridflow.layout.mesh import DeviceMesh
-from hybridflow.models.adam import Adam, is_decayed
+from hybridflow.models.adam import Adam
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.lora import Dropout
 from hybridflow.models.microbatch import MicroBatch, pack
@@ -161,13 +161,9 @@ class FsdpTrainable(Adam):
     ) -> None:
         self.model = model
         self._output, self._group, self._device, self._updates = output, group, device, 0
-        self._parameters = {name: each for name, each in parameters.items() if each.requires_grad}
-        self._is_frozen = len(self._parameters) < len(parameters)
-        decayed = frozenset(name for name, each in self._parameters.items() if is_decayed(name, each))
-        super().__init__(
-            {name: local_part(each.detach()) for name, each in self._parameters.items()}, decayed, settings
-        )
+        self._is_frozen = not all(each.requires_grad for each in parameters.values())
         self._shard_group = shard_group
+        super().__init__(parameters, settings, lambda each: local_part(each.detach()))
 
     def accumulate(self, micro_batches: list[MicroBatch], loss: LossFunction) -> list[Any]:
         """Run forward and backward over this rank's micro-batches; each adds its gradients' sum over the ranks.
@@ -194,7 +190,7 @@ class FsdpTrainable(Adam):
                 kept.append(found)
             else:
                 output.backward(torch.zeros_like(output))
-            self._take_gradients()
+            self.take_gradients()
         if isinstance(self.model, Uncut):
             self.model.eval()
         return kept
@@ -213,10 +209,3 @@ class FsdpTrainable(Adam):
         """Go on as after so many optimizer steps."""
         self._updates = steps
         super().set_num_steps(steps)
-
-    def _take_gradients(self) -> None:
-        """Add what a backward pass has left to what is summed in fp32."""
-        given = {name: each for name, each in self._parameters.items() if each.grad is not None}
-        self.add_gradients({name: local_part(each.grad) for name, each in given.items() if each.grad is not None})
-        for each in given.values():
-            each.grad = None

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.config.roles import OptimizerConfig
-from hybridflow.models.adam import Adam, is_decayed
+from hybridflow.models.adam import Adam
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.training import LossFunction
 from hybridflow.models.user_model import Uncut
@@ -39,9 +39,7 @@ class UserTrainable(Adam):
     ) -> None:
         self.model = model
         self._output, self._group = output, group
-        self._parameters = {name: each for name, each in model.module.named_parameters() if each.requires_grad}
-        decayed = frozenset(name for name, each in self._parameters.items() if is_decayed(name, each))
-        super().__init__(self._parameters, decayed, settings)
+        super().__init__(dict(model.module.named_parameters()), settings)
 
     def accumulate(self, micro_batches: list[MicroBatch], loss: LossFunction) -> list[Any]:
         """Run forward and backward over this rank's micro-batches; gradients are summed over the replicas at the end.
@@ -57,10 +55,7 @@ class UserTrainable(Adam):
         for micro_batch in micro_batches:
             share, found = loss(self._output(micro_batch), micro_batch)
             share.backward()
-            given = {name: each.grad for name, each in self._parameters.items() if each.grad is not None}
-            self.add_gradients(given)
-            for name in given:
-                self._parameters[name].grad = None
+            self.take_gradients()
             kept.append(found)
         self.model.eval()
         if self._group.size() > 1:

@@ -13,8 +13,13 @@ from tests.cuda.fake.machine import DEVICE, Launches, fake_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_is_a_kernel_for_each_group(monkeypatch, dtype):
     with fake_cuda(monkeypatch):
-        parameters = {f"{index}": torch.empty(300, 20 + index, dtype=dtype, device=DEVICE) for index in range(9)}
-        adam = Adam(parameters, frozenset({"0", "3", "5"}), OptimizerConfig(lr=1e-3, weight_decay=0.1))
+        # Weight decay does not pull biases, which are a group of their own.
+        names = [f"{index}.weight" for index in (0, 3, 5)] + [f"{index}.bias" for index in range(6)]
+        parameters = {
+            name: torch.empty(300, 20 + index, dtype=dtype, device=DEVICE, requires_grad=True)
+            for index, name in enumerate(names)
+        }
+        adam = Adam(parameters, OptimizerConfig(lr=1e-3, weight_decay=0.1))
         with Launches() as launches:
             adam._optimizer.step()
     kernels = {name: count for name, count in launches.names.items() if not name.startswith("_record_function")}

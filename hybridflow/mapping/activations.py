@@ -18,6 +18,7 @@ from hybridflow.rollout.blocks import STEP_TOKENS
 from hybridflow.sections import changed_keys
 
 _FP32_BYTES = ITEM_BYTES["fp32"]
+_CUTS = ("top_k", "top_p", "min_p")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -54,15 +55,18 @@ def activation_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh, rank:
 def decoding_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh, rank: int, concurrent: int) -> int:
     """Return the most that a step of generation keeps beside weights and cache.
 
-    That includes logits of all texts and, where the recipe has penalties or a least length, what these depend on.
+    That includes logits of all texts and, where the recipe has penalties or a least length, what these depend on. With
+    tensor parallelism cuts need the logits of all ranks, as they were gathered and row by row.
     """
-    logits, edits = _output_bytes(model, mesh, rank, concurrent, has_value_head=False, copies=1), 0
+    logits, edits, cuts = _output_bytes(model, mesh, rank, concurrent, has_value_head=False, copies=1), 0, 0
     if recipe.rollout.min_new_tokens > 1 or changed_keys(recipe.rollout, _PENALTIES):
         # How often each token was seen, the edited logits in fp32, and the tokens of each text.
         columns = -(-model.known_vocab_size // mesh.layout.tp)
         edits = concurrent * (2 * columns + model.max_context) * _FP32_BYTES
+    if mesh.layout.tp > 1 and changed_keys(recipe.rollout, _CUTS):
+        cuts = 2 * concurrent * model.known_vocab_size * (_FP32_BYTES if edits else ITEM_BYTES[model.dtype])
     # Experts of which some lie with the weights that learn are copied.
-    return _passing_bytes(model, mesh, STEP_TOKENS) + _stacked_bytes(model, mesh) + logits + edits
+    return _passing_bytes(model, mesh, STEP_TOKENS) + _stacked_bytes(model, mesh) + logits + edits + cuts
 
 
 def training_bytes(

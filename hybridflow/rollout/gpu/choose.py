@@ -48,6 +48,8 @@ def choose(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose one token for each row, without asking the host; 2 launches on one rank, 3 with cuts.
 
+    Where each of several ranks has some of the columns, cuts have all logits gathered.
+
     Collective: tp.
 
     Args:
@@ -59,7 +61,7 @@ def choose(
         group: Tensor-parallel ranks.
         vocab_size: True vocabulary.
         softcap: Cap on the logits; 0: none.
-        cuts: Top k, top p and min p, ``[rows]`` each, where this rank has all columns; None: nothing is cut.
+        cuts: Top k, top p and min p, ``[rows]`` each; None: nothing is cut.
         edited: What is sampled from instead of the logits, capped, ``[rows, padded_vocab/tp]`` fp32; None: the logits.
 
     Returns:
@@ -68,10 +70,15 @@ def choose(
     columns = Columns(logits.shape[1], group, vocab_size)
     floors = None
     if cuts is not None:
-        assert group.size() == 1, "edges are found among all columns"
         floors = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
         source, cap = (logits, softcap) if edited is None else (edited, 0.0)
-        ops.find_floors(floors, source, temperatures, *cuts, columns.num_real, cap)
+        if group.size() > 1:
+            rows, width = source.shape
+            parts = source.new_empty(group.size() * rows, width)
+            dist.all_gather_into_tensor(parts, source.contiguous(), group=group)
+            # Padding stands behind the last rank's columns.
+            source = parts.view(-1, rows, width).transpose(0, 1).flatten(1)
+        ops.find_floors(floors, source, temperatures, *cuts, vocab_size, cap)
     terms, ids = _parts(logits, keys, lengths, temperatures, is_quiet, columns, edited, floors, softcap)
     if group.size() > 1:
         terms = gather_over(group, terms).permute(1, 2, 0, 3).flatten(2).contiguous()

@@ -73,7 +73,7 @@ class Decoder:
         self._buckets = buckets(max_rows)
         self._is_cuda = device.type == "cuda"
         self._processors = processors_of(device)
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
         self._captured_at: tuple[int, ...] = ()
         self._device = device
         self._context = context
@@ -110,14 +110,16 @@ class Decoder:
         if self._state.widen_stops(arrays["stops"].shape[1]):
             self._graphs.clear()
         edits = self._edits_for(arrays["rules"]) if "rules" in arrays else None
-        graph = self._graph(rows, edits) if self._is_cuda else None
+        # On one rank cuts cost nothing where there are none.
+        is_cut = self._group.size() == 1 or bool(_is_cut(chosen, arrays).any())
+        graph = self._graph(rows, edits, is_cut) if self._is_cuda else None
         self._state.fill(cache, tables, chosen, rows, arrays)
         if edits is not None:
             lengths, num_prompt = (self._state.whole[name][: len(chosen)] for name in ("lengths", "num_prompt"))
             edits.fill(chosen, lengths, num_prompt, arrays)
         for _ in range(most):
             if graph is None:
-                self.step(rows, edits)
+                self.step(rows, edits, is_cut=is_cut)
             else:
                 graph.replay()
         return self._state.collect(chosen, len(tables), version, arrays)
@@ -132,7 +134,7 @@ class Decoder:
             self._graphs = {key: graph for key, graph in self._graphs.items() if not key[1]}
         return self._edits
 
-    def step(self, rows: int, edits: GpuEdits | None = None) -> None:
+    def step(self, rows: int, edits: GpuEdits | None = None, *, is_cut: bool = True) -> None:
         """Compute one token of each of the first rows, on the device alone.
 
         Collective: tp.
@@ -140,6 +142,7 @@ class Decoder:
         Args:
             rows: How many.
             edits: What requests ask to be changed about logits; None: nothing.
+            is_cut: Whether rows may have top k, top p or min p.
         """
         state = self._state
         where = state.addresses, state.tables[:rows], state.sequences[:rows], state.whole["positions"][:rows]
@@ -149,7 +152,7 @@ class Decoder:
         noise = state.whole["keys"][:rows], state.whole["lengths"][:rows]
         settings = state.temperatures[:rows], state.is_quiet[:rows]
         model = self._transformer.vocab_size, self._transformer.softcap
-        cuts = (state.whole["top_k"][:rows], *state.shares[:, :rows]) if self._group.size() == 1 else None
+        cuts = (state.whole["top_k"][:rows], *state.shares[:, :rows]) if is_cut else None
         stopping = state.whole["no_stop_before"][:rows], state.stops[:rows]
         edited = None if edits is None else edits.apply(logits, noise[1], *stopping, model[1])
         tokens, log_probs, sampled = choose(logits, *noise, *settings, self._group, *model, cuts, edited)
@@ -167,9 +170,9 @@ class Decoder:
         """Return the stream of all captures: torch keeps a workspace for each stream that cuBLAS was called on."""
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-    def _graph(self, rows: int, edits: GpuEdits | None) -> torch.cuda.CUDAGraph:
+    def _graph(self, rows: int, edits: GpuEdits | None, is_cut: bool) -> torch.cuda.CUDAGraph:
         """Return the captured step; capture it where there is none. Collective: tp."""
-        key = rows, edits is not None
+        key = rows, edits is not None, is_cut
         if key not in self._graphs:
             # Rows that have ended: they read and write no cache.
             self._state.whole["positions"].fill_(-1)
@@ -178,15 +181,21 @@ class Decoder:
             with torch.cuda.stream(side):
                 # Compiles the kernels, and makes what libraries make at their first call.
                 for _ in range(2):
-                    self.step(rows, edits)
+                    self.step(rows, edits, is_cut=is_cut)
             torch.cuda.current_stream(self._device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             pool = next(iter(self._graphs.values())).pool() if self._graphs else None
             # Other threads of this process, such as NCCL's, may call CUDA meanwhile.
             with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
-                self.step(rows, edits)
+                self.step(rows, edits, is_cut=is_cut)
             self._graphs[key] = graph
         return self._graphs[key]
+
+
+def _is_cut(chosen: np.ndarray, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """Return which of some slots have top k, top p or min p, ``[chosen]`` bool."""
+    found: np.ndarray = (arrays["top_k"][chosen] > 0) | (arrays["top_p"][chosen] < 1) | (arrays["min_p"][chosen] > 0)
+    return found
 
 
 def wait_for(device: torch.device) -> None:

@@ -66,8 +66,8 @@ class GpuRunner:
 
     @property
     def can_cut(self) -> bool:
-        """Return whether this rank has all columns of the logits, among which the edges are found."""
-        return bool(self._groups.tp.size() == 1)
+        """See ``Runner``."""
+        return True
 
     @property
     def can_edit(self) -> bool:

@@ -95,6 +95,8 @@ def test_a_step_asks_nothing_of_the_host_and_starts_few_kernels(
         edits = decoder._edits_for(np.zeros((rows, 3, 2))) if is_edited else None
         with Launches() as launches:
             # A host synchronization would raise here.
+            decoder.step(rows, edits, is_cut=tp == 1)
+        with Launches() as cutting:
             decoder.step(rows, edits)
     copied = sum(each.nbytes for _, *pair in transformer._factors.values() for each in pair)
     spec = model_spec(shape_of(model))
@@ -106,6 +108,9 @@ def test_a_step_asks_nothing_of_the_host_and_starts_few_kernels(
     weights = sum(each.nbytes for name, each in built.named_parameters() if ".experts." not in name)
     assert launches.num_bytes <= 1.15 * weights, launches.num_bytes / weights
     assert launches.names["sample_part"] == 1 and launches.names["settle"] == 1
+    # With cuts: find the edges, for which several ranks gather the logits, and lay them row by row (a view here).
+    assert cutting.names["find_floors"] == 1 and launches.names["find_floors"] == (tp == 1)
+    assert sum(cutting.names.values()) == sum(launches.names.values()) + (0 if tp == 1 else 2)
     for name in ("penalize", "add_rules", "remember"):
         assert launches.names[name] == is_edited
 
@@ -146,8 +151,8 @@ def test_all_graphs_are_captured_on_one_stream_which_their_first_steps_ran_on(mo
         transformer = GpuTransformer(model, groups.tp, small.vocab_size)
         decoder = decode.Decoder(transformer, groups.tp, max_rows=8, max_steps=4, context=64, device=DEVICE)
         for rows in (1, 2, 8, 2):
-            decoder._graph(rows, None)
+            decoder._graph(rows, None, True)
         decoder.let_go()
-        decoder._graph(8, None)
+        decoder._graph(8, None, True)
     # Each of four captures: the first steps, then the capture.
     assert len(entered) == 8 and len(set(map(id, entered))) == 1 and Stream.made == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.parallel.world import World, let_go_at_close
 from hybridflow.rollout.engine import MegatronEngine
+from hybridflow.rollout.gpu import runner
 from hybridflow.rollout.gpu.decode import Decoder
 from hybridflow.rollout.gpu.runner import GpuRunner
 from hybridflow.rollout.gpu.transformer import GpuTransformer
@@ -61,6 +63,55 @@ def test_texts_are_those_of_the_cpu_engine(layout, has_kernels, shape, lora):
             assert tokens == others and log_probs == pytest.approx(other_log_probs, abs=1e-5)
 
 
+def cut_texts(world, has_edits):
+    """What both engines generate with cuts and without; which steps of the GPU's decoding had logits gathered."""
+    model, _, groups, _ = make_model(world, ParallelLayout(tp=2), model=replace(TINY, num_layers=2))
+    sequences, prompts = samples(3)
+    kinds = [{"top_k": 5, "temperature": 1.4}, {"top_p": 0.6, "min_p": 0.05}, {}]
+    if has_edits:
+        kinds[1] = {**kinds[1], "repetition_penalty": 1.4}
+    asked = [
+        Request(
+            prompt=sequence[:length],
+            # That without cuts is the last to end.
+            params=SamplingParams(max_new_tokens=5 + 6 * (index == 2), **kind),
+            prompt_index=index,
+            index=0,
+        )
+        for index, (sequence, length, kind) in enumerate(zip(sequences, prompts, kinds, strict=True))
+    ]
+    found, cuts = [], []
+    for is_gpu in (False, True):
+        engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=7, max_concurrent=4)
+        if is_gpu:
+            # The ranks' messages are not NCCL's, but nothing is captured on a CPU.
+            with mock.patch.object(runner, "_can_be_captured", lambda *_: True):
+                engine.runner = GpuRunner(model, groups, VOCAB, max_rows=4, max_steps=3)
+            step = engine.runner._decoder.step
+
+            def noted(rows, edits, *, is_cut, step=step):
+                cuts.append(is_cut)
+                step(rows, edits, is_cut=is_cut)
+
+            engine.runner._decoder.step = noted
+        session = engine.open(asked)
+        session.add(asked)
+        responses = {}
+        while not session.is_idle:
+            responses |= {request.prompt_index: got for request, got in session.step(3)}
+        found.append([(responses[index].tokens.tolist(), responses[index].log_probs.tolist()) for index in range(3)])
+    return *found, cuts
+
+
+@pytest.mark.parametrize("has_edits", [False, True])
+def test_cuts_are_found_among_the_columns_of_all_ranks(has_edits):
+    for ours, theirs, cuts in run_ranks(cut_texts, 2, has_edits):
+        for (tokens, log_probs), (others, other_log_probs) in zip(ours, theirs, strict=True):
+            assert tokens == others and log_probs == pytest.approx(other_log_probs, abs=1e-5)
+        # Gathered only while rows have cuts.
+        assert cuts == sorted(cuts, reverse=True) and set(cuts) == {True, False}
+
+
 def graphs_kept(world):
     """Whether a graph is kept at first, where only factors of adapters have moved, and where rank 1's weights have."""
     lora = LoRAConfig(rank=3, alpha=7.0)
@@ -69,7 +120,7 @@ def graphs_kept(world):
     decoder = Decoder(transformer, groups.tp, max_rows=2, max_steps=2, context=8, device=world.device)
     found = []
     for moves in (True, False, world.rank == 1):
-        decoder._graphs = {(2, False): None}
+        decoder._graphs = {(2, False, False): None}
         for parameter in model.parameters():
             # Those of adapters alone are trained.
             if moves or parameter.requires_grad:

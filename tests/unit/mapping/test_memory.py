@@ -99,6 +99,16 @@ def test_penalties_need_a_table_of_tokens_seen(asked):
     assert edited - plain == 32 * 4 * (2 * 16_032 + 4096)
 
 
+@pytest.mark.parametrize(("asked", "item_bytes"), [((), 2), (("rollout.presence_penalty=0.5",), 4)])
+def test_cuts_need_the_logits_of_all_ranks(asked, item_bytes):
+    few, one = ("rollout.max_concurrent=32", *asked), "actor.rollout={dp: 512}"
+    plain, cut, alone, cut_alone = (
+        by_mesh(memory_of("ppo-70b", *few, *more)[100])["actor.rollout"].activations
+        for more in ((), ("rollout.top_p=0.9",), (one,), (one, "rollout.top_k=50"))
+    )
+    assert cut - plain == 2 * 32 * 128_256 * item_bytes and alone == cut_alone
+
+
 def test_vllm_takes_its_share_of_a_gpu_and_a_server_nothing():
     words = ("actor.rollout={dp: 512}", "rollout.engine={kind: vllm, memory_share: 0.3}", "actor.offload=true")
     recipe = load_recipe("ppo-70b", (*SHORT, *words))

@@ -63,9 +63,9 @@ def test_decoding_reads_and_writes_host_memory_only_when_the_device_is_done(worl
     step = decode.Decoder.step
     steps = []
 
-    def step_later(decoder, rows, edits):
+    def step_later(decoder, rows, edits, *, is_cut):
         steps.append(rows)
-        stream.queued.append(lambda: step(decoder, rows, edits))
+        stream.queued.append(lambda: step(decoder, rows, edits, is_cut=is_cut))
 
     monkeypatch.setattr(decode.Decoder, "step", step_later)
     engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=7, max_concurrent=4)

@@ -357,20 +357,30 @@ def build_transformer(
     set_rotary(transformer, model, device)
     transformer.aligned_tokens = 1 if fp8 == "none" else ALIGNED_TOKENS
     transformer.flops = model_flops(model, vocab_size=vocab_size, has_value_head=has_value_head)
+    _note_shape(transformer, model, has_value_head=has_value_head)
+    # megatron-core's torch norm makes fp32 weights whatever the dtype; its own training casts them too (Float16Module).
+    transformer.to(None if is_empty else device, config.params_dtype)
+    _finish_mixtures(transformer, is_empty=is_empty)
+    return transformer
+
+
+def _note_shape(transformer: Transformer, model: ModelConfig, *, has_value_head: bool) -> None:
+    """Note what of the model's shape its passes ask for."""
     transformer.has_scaled_embeddings = model.scaled_embeddings
     transformer.num_rotations = 1 if model.local_rotary_base is None else 2
     transformer.has_latent_attention = model.kv_lora_rank is not None
     transformer.is_common = _is_common(model)
     transformer.logit_softcap = None if has_value_head else model.logit_softcap
-    # megatron-core's torch norm makes fp32 weights whatever the dtype; its own training casts them too (Float16Module).
-    transformer.to(None if is_empty else device, config.params_dtype)
+
+
+def _finish_mixtures(transformer: Transformer, *, is_empty: bool) -> None:
+    """Lay the experts of each mixture side by side; the bias that chooses them stays in fp32."""
     for mixture in mixtures(transformer):
         if mixture.router.expert_bias is not None:
             # Steps of it are smaller than bf16 can tell.
             mixture.router.expert_bias.data = mixture.router.expert_bias.float()
         for stack in () if is_empty else mixture.stacks:
             lay_side_by_side(stack)
-    return transformer
 
 
 def _is_common(model: ModelConfig) -> bool:

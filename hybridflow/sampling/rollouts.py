@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.engines.http_engine import HttpEngine
 from hybridflow.rollout.environment import Conversation, Environments
 from hybridflow.rollout.log_file import LogWriter
-from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped, SamplingParams, expand
+from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped, SampleKey, SamplingParams, expand
 from hybridflow.rollout.texts import with_stop_tokens
 from hybridflow.sampling.partial_rollouts import PartialRollouts
 from hybridflow.sampling.replay import Replay
@@ -61,6 +61,45 @@ class _Progress:
         """Keep finished and paused responses, on the rank that has a log. A failed one is tried again."""
         if self.log is not None:
             self.log.add(to_logged(ask, got) for ask, got in pairs if got.finish != "failed" and len(got.tokens))
+
+
+class _Known:
+    """Responses that there are before a step samples: those that are done are not generated again.
+
+    Args:
+        found: Of a log, a replay, or the step before, by key.
+        carried: Those of the step before.
+        progress: Keeps what is done, so that the log of this start has the whole step.
+
+    Attributes:
+        again: The done ones that were asked for.
+    """
+
+    def __init__(self, found: Mapping[SampleKey, Response], carried: Container[SampleKey], progress: _Progress) -> None:
+        self.again: Pairs = []
+        self._found, self._carried, self._progress = found, carried, progress
+        self._num_begun = self._num_done_early = 0
+
+    def missing(self, requests: list[Request]) -> list[Request]:
+        """Return the requests that are to be generated, from where they were paused; note the others."""
+        pairs = [(ask, self._found.get(ask.key)) for ask in requests]
+        done = [(ask, got) for ask, got in pairs if got is not None and got.finish != "paused"]
+        if done:
+            self._progress.finished(done)
+            self.again.extend(done)
+        self._num_done_early += sum(ask.key in self._carried for ask, _ in done)
+        begun = [replace(ask, begun=got) for ask, got in pairs if got is None or got.finish == "paused"]
+        self._num_begun += sum(ask.begun is not None for ask in begun)
+        return begun
+
+    def shares(self, num: int, num_claimed: int) -> dict[str, float]:
+        """Return which shares of ``num`` responses were known, begun earlier, or claimed from another replica."""
+        counts = {
+            "rollout/reused": len(self.again) - self._num_done_early,
+            "rollout/continued": self._num_begun + self._num_done_early,
+            "rollout/claimed": num_claimed,
+        }
+        return {name: count / num for name, count in counts.items() if count}
 
 
 class Rollouts:
@@ -215,49 +254,30 @@ class Rollouts:
             found |= self._replay.find(expected)
         with contextlib.nullcontext() if kept is None else kept.log(step, prompts) as log:
             progress = _Progress(self.is_stopping, log)
-            again: Pairs = []
-            num_begun = num_done_early = 0
-
-            def missing(requests: list[Request]) -> list[Request]:
-                nonlocal num_begun, num_done_early
-                pairs = [(ask, found.get(ask.key)) for ask in requests]
-                done = [(ask, got) for ask, got in pairs if got is not None and got.finish != "paused"]
-                if done:
-                    # So that the log of this start has the whole step.
-                    progress.finished(done)
-                    again.extend(done)
-                num_done_early += sum(ask.key in carried for ask, _ in done)
-                begun = [replace(ask, begun=got) for ask, got in pairs if got is None or got.finish == "paused"]
-                num_begun += sum(ask.begun is not None for ask in begun)
-                return begun
+            known = _Known(found, carried, progress)
 
             def more(num_open: int) -> list[Request]:
                 while requests := deal.more(num_open):
-                    if others := missing(requests):
+                    if others := known.missing(requests):
                         return others
                 return []
 
             try:
                 if following and isinstance(self.engine, MegatronEngine):
                     slots = min(self._job.recipe.rollout.max_concurrent, len(deal.first))
-                    own = missing(deal.first)
+                    own = known.missing(deal.first)
                     new = self._carry_over.drive(self.engine, own, following, progress, num_slots=slots)
                 else:
-                    new = self._drive(missing(deal.first), "rollout", progress, more, expected)
+                    new = self._drive(known.missing(deal.first), "rollout", progress, more, expected)
             except RolloutStopped as stopped:
                 progress.finished(stopped.unfinished)
                 raise
         self._measure_engine()
         self._count(new)
-        self._tell(again + new)
-        num = len(again) + len(new)
-        counts = {
-            "rollout/reused": len(again) - num_done_early,
-            "rollout/continued": num_begun + num_done_early,
-            "rollout/claimed": deal.num_claimed,
-        }
-        self.metrics |= {name: count / num for name, count in counts.items() if count}
-        return again + new
+        pairs = known.again + new
+        self._tell(pairs)
+        self.metrics |= known.shares(len(pairs), deal.num_claimed)
+        return pairs
 
     def _as_batch(self, pairs: Pairs, groups: list[list[Request]], deal: Deal, id_of: IdOf) -> Batch | None:
         """Return the samples of this replica as first dealt; those generated elsewhere are brought back.

@@ -185,6 +185,53 @@ def to_args(model: ModelConfig, dtype: DType) -> dict[str, Any]:
     Raises:
         ConfigError: Megatron-LM has no arguments for it; names the settings.
     """
+    _check_written(model)
+    scaling = model.rotary_scaling
+    args: dict[str, Any] = {name: getattr(model, setting) for name, setting in _SAME.items()}
+    args |= {name: allowed[0] for name, allowed in _REQUIRED.items()}
+    args |= {
+        "ffn_hidden_size": model.dense_ffn_hidden_size if model.num_dense_layers else model.ffn_hidden_size,
+        "moe_ffn_hidden_size": None if model.num_experts is None else model.ffn_hidden_size,
+        "moe_router_topk": model.experts_per_token,
+        "moe_router_pre_softmax": not model.normalized_experts,
+        "moe_router_score_function": model.router_score,
+        "moe_router_enable_expert_bias": model.router_bias,
+        "moe_shared_expert_intermediate_size": model.shared_ffn_hidden_size,
+        "kv_channels": model.head_size,
+        "group_query_attention": model.query_groups != model.num_attention_heads,
+        "num_query_groups": model.query_groups,
+        "untie_embeddings_and_output_weights": not model.tied_embeddings,
+        "max_position_embeddings": model.max_context,
+        "seq_length": model.max_context,
+        "vocab_size": model.vocab_size,
+        "padded_vocab_size": padded_vocab_size(model),
+        # A float in ours; Megatron-LM takes an integer.
+        "rotary_base": int(model.rotary_base) if model.rotary_base == int(model.rotary_base) else model.rotary_base,
+        "rotary_percent": 1.0,
+        "use_rope_scaling": scaling is not None and scaling.kind == "llama3",
+        "rope_scaling_factor": scaling.factor if scaling is not None and scaling.kind == "llama3" else 8.0,
+        "rotary_seq_len_interpolation_factor": (
+            _whole(scaling.factor) if scaling is not None and scaling.kind == "linear" else None
+        ),
+        "window_size": None if model.window is None else (model.window - 1, 0),
+        "params_dtype": TORCH_DTYPES[dtype],
+        "bf16": dtype == "bf16",
+        "fp16": dtype == "fp16",
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+    }
+    if model.num_dense_layers:
+        sparse = model.num_layers - model.num_dense_layers
+        args |= {"moe_layer_freq": [0] * model.num_dense_layers + [1] * sparse}
+    if model.router_score == "sigmoid":
+        args |= {"moe_router_num_groups": model.router_groups, "moe_router_group_topk": model.router_groups_per_token}
+        args |= {"moe_router_topk_scaling_factor": model.routed_scaling}
+    return args | (_latent_args(model) if model.kv_lora_rank is not None else {})
+
+
+def _check_written(model: ModelConfig) -> None:
+    """Refuse a model that Megatron-LM has no arguments for. Raises ConfigError: names the settings."""
     plain = ModelConfig(num_layers=1, hidden_size=1, ffn_hidden_size=1, num_attention_heads=1, max_context=1)
     names = (
         *("pre_norms", "post_norms", "qk_norm_over", "activation", "scaled_embeddings", "linear_bias", "glu_clamp"),
@@ -208,48 +255,6 @@ def to_args(model: ModelConfig, dtype: DType) -> dict[str, Any]:
     if strange:
         values = ", ".join(f"{name}={getattr(model, name)!r}" for name in strange)
         raise ConfigError(f"a checkpoint of Megatron-LM is not written of a model with {values}; write another format")
-    args: dict[str, Any] = {name: getattr(model, setting) for name, setting in _SAME.items()}
-    args |= {name: allowed[0] for name, allowed in _REQUIRED.items()}
-    args |= {
-        "ffn_hidden_size": model.ffn_hidden_size,
-        "moe_ffn_hidden_size": None if model.num_experts is None else model.ffn_hidden_size,
-        "moe_router_topk": model.experts_per_token,
-        "moe_router_pre_softmax": not model.normalized_experts,
-        "moe_router_score_function": model.router_score,
-        "moe_router_enable_expert_bias": model.router_bias,
-        "moe_shared_expert_intermediate_size": model.shared_ffn_hidden_size,
-        "kv_channels": model.head_size,
-        "group_query_attention": model.query_groups != model.num_attention_heads,
-        "num_query_groups": model.query_groups,
-        "untie_embeddings_and_output_weights": not model.tied_embeddings,
-        "max_position_embeddings": model.max_context,
-        "seq_length": model.max_context,
-        "vocab_size": model.vocab_size,
-        "padded_vocab_size": padded_vocab_size(model),
-        # A float in ours; Megatron-LM takes an integer.
-        "rotary_base": int(model.rotary_base) if model.rotary_base == int(model.rotary_base) else model.rotary_base,
-        "rotary_percent": 1.0,
-        "use_rope_scaling": scaling is not None and scaling.kind == "llama3",
-        "rope_scaling_factor": scaling.factor if scaling is not None and scaling.kind == "llama3" else 8.0,
-        "rotary_seq_len_interpolation_factor": None,
-        "window_size": None if model.window is None else (model.window - 1, 0),
-        "params_dtype": TORCH_DTYPES[dtype],
-        "bf16": dtype == "bf16",
-        "fp16": dtype == "fp16",
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-    }
-    if scaling is not None and scaling.kind == "linear":
-        args["rotary_seq_len_interpolation_factor"] = _whole(scaling.factor)
-    if model.num_dense_layers:
-        sparse = model.num_layers - model.num_dense_layers
-        args |= {"ffn_hidden_size": model.dense_ffn_hidden_size}
-        args |= {"moe_layer_freq": [0] * model.num_dense_layers + [1] * sparse}
-    if model.router_score == "sigmoid":
-        args |= {"moe_router_num_groups": model.router_groups, "moe_router_group_topk": model.router_groups_per_token}
-        args |= {"moe_router_topk_scaling_factor": model.routed_scaling}
-    return args | (_latent_args(model) if is_latent else {})
 
 
 def padded_vocab_size(model: ModelConfig) -> int:

@@ -11,6 +11,7 @@ from hybridflow.api.parts import Part
 from hybridflow.config.roles import LoRAConfig
 from hybridflow.dataflow.graph import step
 from hybridflow.errors import ConfigError
+from hybridflow.families.hub_cache import find_model
 from hybridflow.flows import nodes
 from hybridflow.rewards.functions import Function
 from hybridflow.sections import to_dict
@@ -20,12 +21,13 @@ def split_model(model: Any, role: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a role's model into its settings, where it is no object, and the object by role, where it is one.
 
     Args:
-        model: Directory of Hugging Face or of ours; settings of a model whose weights are made up; an object: a model
-            of transformers, a megatron-core ``GPTModel``, or one of the user's own class.
+        model: Directory of Hugging Face or of ours, or a name in Hugging Face's cache; settings of a model whose weights
+            are made up; an object: a model of transformers, a megatron-core ``GPTModel``, or one of the user's own
+            class.
         role: Whose it is.
     """
     if isinstance(model, str | Path):
-        return {"path": str(model)}, {}
+        return {"path": str(find_model(str(model)))}, {}
     if isinstance(model, Mapping):
         return dict(model), {}
     from hybridflow.checkpoint.formats.in_memory import in_memory_info

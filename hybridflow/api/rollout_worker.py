@@ -23,6 +23,7 @@ from hybridflow.api.worker_engines import HFWorker, HybridWorker, MegatronWorker
 from hybridflow.api.world import find_world
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, start_of, tokenizer_in
 from hybridflow.errors import ConfigError, DataError, EngineError
+from hybridflow.families.hub_cache import find_model
 from hybridflow.layout import mesh as geometry
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.user_model import is_user_class
@@ -281,7 +282,7 @@ def _kept(model: Any) -> Callable[[], Any]:
 def _of_part(model: Any, tokenizer: Any) -> tuple[Any, Any]:
     """Return the model and tokenizer of an ``Actor``; other models unchanged."""
     if not isinstance(model, Part):
-        return model, tokenizer
+        return find_model(str(model)) if isinstance(model, str | Path) else model, tokenizer
     path = model.settings.get("model", {}).get("path")
     found = model.objects.get("actor", path)
     if found is None:

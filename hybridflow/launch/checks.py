@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError, HybridflowError, LayoutError
+from hybridflow.families.hub_cache import cache_folder
 from hybridflow.launch.batch import BatchJob, shipped_body
 from hybridflow.launch.layout import with_layouts
 from hybridflow.launch.site import SITE_FILE, Site, absolute, check_line, load_site, seconds_of, texts
@@ -146,7 +147,8 @@ def inputs_of(recipe: Recipe) -> tuple[Path, ...]:
     """
     cache = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     named = [absolute(text) for _, text in texts(to_dict(recipe)) if text.startswith("/")]
-    folders = [cache, *(path if path.is_dir() else path.parent for path in named)]
+    hub = [] if cache_folder().is_relative_to(cache) else [cache_folder()]
+    folders = [cache, *hub, *(path if path.is_dir() else path.parent for path in named)]
     return tuple(dict.fromkeys(path for path in folders if path.is_dir() and path != Path("/")))
 
 

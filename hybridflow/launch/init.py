@@ -16,6 +16,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.data.chat import template_in
 from hybridflow.errors import ConfigError, DataError, WriteError
 from hybridflow.exit_status import DONE
+from hybridflow.families.hub_cache import download_hint, find_model
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.observe.console import complain
 from hybridflow.observe.files import replace_file, writing
@@ -77,7 +78,7 @@ def add_init(commands: Any) -> None:
     )
     parser.add_argument("file", nargs="?", default="recipe.yaml", help="recipe to write (default: recipe.yaml)")
     parser.add_argument("--algorithm", metavar="NAME", help=f"one of {', '.join(ALGORITHMS)}")
-    parser.add_argument("--model", metavar="DIR", help="directory of the model to train")
+    parser.add_argument("--model", metavar="DIR", help="model to train: a directory, or a name in Hugging Face's cache")
     parser.add_argument("--data", metavar="FILE", help="training data")
     parser.add_argument("--held-out", metavar="FILE", help="data for validation")
     parser.add_argument(
@@ -119,7 +120,7 @@ def _answer(arguments: argparse.Namespace, *, is_asked: bool) -> None:
     """
     needed = {
         "algorithm": ("algorithm, such as grpo, ppo, sft or dpo", _known_algorithm),
-        "model": ("directory of the model", _there("--model")),
+        "model": ("model: a directory, or a name in Hugging Face's cache", _is_model("--model")),
         "data": ("training data", _there("--data")),
     }
     if not is_asked:
@@ -134,12 +135,12 @@ def _answer(arguments: argparse.Namespace, *, is_asked: bool) -> None:
     if arguments.algorithm == "distill" and arguments.teacher is None:
         if not is_asked:
             raise ConfigError("init: --teacher: missing; algorithm=distill learns from a model, name its directory")
-        arguments.teacher = _ask("directory of the teacher", _there("--teacher"))
+        arguments.teacher = _ask("directory of the teacher", _is_model("--teacher"))
     if is_asked and not has_all:
         _ask_for_more(arguments)
-    for name in ("held_out", "teacher"):
+    for name, check in (("held_out", _there("--held-out")), ("teacher", _is_model("--teacher"))):
         if getattr(arguments, name) is not None:
-            _there(f"--{name.replace('_', '-')}")(getattr(arguments, name))
+            check(getattr(arguments, name))
     for name in ("ranks", "nodes"):
         if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} {getattr(arguments, name)}: expected a number of at least 1")
@@ -184,6 +185,14 @@ def _there(option: str) -> Callable[[str], None]:
     return check
 
 
+def _is_model(option: str) -> Callable[[str], None]:
+    def check(text: str) -> None:
+        if not find_model(text).exists():
+            raise ConfigError(f"{option} {text!r}: no such directory; name one that is there{download_hint(text)}")
+
+    return check
+
+
 def _is_number(text: str) -> None:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"found {text!r}, expected a number of at least 1")
@@ -204,7 +213,7 @@ def _values(arguments: argparse.Namespace) -> dict[str, Any]:
     data: dict[str, Any] = {"train": arguments.data}
     if arguments.held_out is not None:
         data["held_out"] = arguments.held_out
-    if _has_chat_template(Path(arguments.model)):
+    if _has_chat_template(find_model(arguments.model)):
         data["prompt_as_message"] = True
     values = {
         "algorithm": arguments.algorithm,
@@ -321,7 +330,7 @@ def _comments(values: Mapping[str, Any]) -> dict[str, str]:
     _, colon, name = values.get("reward", "").partition(":")
     is_chat = isinstance(values["data"], dict) and values["data"].get("prompt_as_message")
     return {
-        "model": "a directory",
+        "model": "a directory" if os.path.exists(values["model"]) else "in Hugging Face's cache",
         "data": f"rows with {rows}" + ("; prompts go through the model's chat template" if is_chat else ""),
         "reward": f"{name}(prompt, response, answer), larger is better" if colon else "",
         "cost": "smaller is better; lagrange.limit is the mean that is allowed",

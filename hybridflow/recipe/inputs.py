@@ -17,6 +17,8 @@ from hybridflow.config.recipe import MODEL_SECTIONS, Recipe
 from hybridflow.data.files import is_address
 from hybridflow.data.tokenizer import tokenizer_in
 from hybridflow.errors import ConfigError, MissingFileError
+from hybridflow.families.hub_cache import find_model
+from hybridflow.recipe.nested import inner
 from hybridflow.sections import to_dict
 
 _FILES = (
@@ -39,6 +41,20 @@ def with_paths_beside(values: Any, folder: Path) -> Any:
         path = section[key] = os.path.expanduser(section[key])
         if not os.path.isabs(path) and not _is_there(path) and _is_there(str(folder / path)):
             section[key] = str(folder / path)
+    return found
+
+
+def with_cached_models(values: Any) -> Any:
+    """Return a recipe's values in which a model's name of the hub is the directory of its copy in the cache.
+
+    Args:
+        values: Nested mappings.
+    """
+    found = copy.deepcopy(values)
+    for key in MODEL_SECTIONS.values():
+        section = inner(found, key)
+        if isinstance(section, dict) and _is_path(section.get("path")):
+            section["path"] = str(find_model(section["path"]))
     return found
 
 

@@ -14,11 +14,12 @@ from hybridflow.config.algorithm import AlgorithmTraits
 from hybridflow.config.cluster import FallbackConfig
 from hybridflow.config.recipe import CRITICS, FROZEN, MODEL_SECTIONS, Recipe
 from hybridflow.errors import ConfigError, HybridflowError, LayoutError, MissingFileError
+from hybridflow.families.hub_cache import download_hint
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.recipe.checks import check_recipe, check_settings
 from hybridflow.recipe.defaults import brings_its_own, check_needed, fill_in, in_full, num_gpus
-from hybridflow.recipe.inputs import places, with_paths_beside
+from hybridflow.recipe.inputs import places, with_cached_models, with_paths_beside
 from hybridflow.recipe.nested import inner
 from hybridflow.recipe.other_names import refuse_other_names
 from hybridflow.recipe.stages import with_layers
@@ -166,6 +167,7 @@ def recipe_from_dict(
         values = _with_defaults(values)
     if folder is not None:
         values = with_paths_beside(values, folder)
+    values = with_cached_models(values)
     given = copy.deepcopy(values)
     try:
         found = _settings_of_paths(values, in_memory, folder)
@@ -246,7 +248,7 @@ def _settings_of_paths(values: Any, in_memory: Mapping[str, ModelInfo], folder: 
                     raise type(error)(f"{key}.path={path!r}: {error}") from None
                 looked = places(path, folder)
                 where = f": is not{looked}" if looked else ""
-                raise MissingFileError(f"{key}.path={path!r}{where}: {error}") from None
+                raise MissingFileError(f"{key}.path={path!r}{where}: {error}{download_hint(path)}") from None
             except OSError as error:
                 raise ConfigError(f"{key}.path={shorten(path)!r}: {error.strerror}; name a directory") from None
     return found

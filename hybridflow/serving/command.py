@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridflow.config.cluster import ClusterConfig
 from hybridflow.errors import ConfigError, DataError
+from hybridflow.families.hub_cache import find_model
 from hybridflow.launch.local import run_local
 from hybridflow.parallel.rank import run_rank, silence_libraries
 from hybridflow.parallel.signals import CaughtSignals
@@ -156,9 +157,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         required=True,
-        type=Path,
+        type=find_model,
         metavar="DIR",
-        help="Hugging Face directory, or a checkpoint of hybridflow or Megatron",
+        help="Hugging Face directory, a name in Hugging Face's cache, or a checkpoint of hybridflow or Megatron",
     )
     parser.add_argument(
         "--tokenizer", type=Path, metavar="PATH", help="tokenizer (default: that of the model's directory)"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hybridflow.exit_status import DONE
+from hybridflow.families.hub_cache import model_name
 from hybridflow.observe.activity import current_activity
 from hybridflow.observe.rank_log import say, tell
 from hybridflow.parallel.world import World
@@ -153,7 +154,7 @@ class _Front:
         self._desk = Desk(placed.mesh.layout.dp, arguments.max_waiting)
         self._end_s: float | None = None
         served = Served(
-            name=Path(arguments.model).resolve().name if arguments.name is None else arguments.name,
+            name=model_name(Path(arguments.model)) if arguments.name is None else arguments.name,
             tokenizer=placed.tokenizer,
             vocab_size=placed.vocab_size,
             max_context=most_tokens,

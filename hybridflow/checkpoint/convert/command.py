@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import FAILURE, Ended, exit_status
+from hybridflow.families.hub_cache import find_model
 from hybridflow.observe.console import complain, format_bytes, format_seconds, print_out, signals_raise
 from hybridflow.parallel.start import Start, find_start, rank_hint
 
@@ -62,7 +63,12 @@ def add_convert(commands: Any) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what a conversion is told."""
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="checkpoint, or one role of a run's checkpoint")
+    parser.add_argument(
+        "source",
+        type=find_model,
+        metavar="SOURCE",
+        help="checkpoint, one role of a run's checkpoint, or a name in Hugging Face's cache",
+    )
     parser.add_argument("out", type=Path, metavar="OUT", help="path of the result, which must not exist yet")
     parser.add_argument(
         "--to",

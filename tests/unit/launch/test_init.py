@@ -142,7 +142,7 @@ def test_a_terminal_is_asked_until_the_answer_will_do(folder, monkeypatch, capsy
     monkeypatch.setattr("sys.stdin", terminal)
     assert cli.main(["init"]) == 0
     told = capsys.readouterr()
-    assert told.err.count("expected one of cispo") == 1 and "'nowhere': no such file" in told.err
+    assert told.err.count("expected one of cispo") == 1 and "'nowhere': no such directory" in told.err
     assert "found 'many', expected a number" in told.err and terminal.read() == ""
     recipe = load_recipe("recipe.yaml")
     assert (recipe.cluster.ranks, recipe.reward.function) == (2, "nowhere_else:good")
@@ -154,7 +154,10 @@ def test_what_options_give_is_not_asked_and_an_end_is_told(monkeypatch, capsys):
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("sys.stdin", terminal)
     assert cli.main(["init", "--algorithm", "grpo"]) == 2
-    assert "init: directory of the model: no answer; give it, or use options" in capsys.readouterr().err
+    assert (
+        "init: model: a directory, or a name in Hugging Face's cache: no answer; give it, or use options"
+        in capsys.readouterr().err
+    )
     assert init("--algorithm", "grpo") == 0
 
 

@@ -1,0 +1,54 @@
+"""Models of Hugging Face's hub by their names: the copies that were downloaded to its cache. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from hybridflow.families.assets import CONFIG
+
+_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+_REVISION = re.compile(r"[0-9a-f]{40}")
+_FOLDER, _SNAPSHOTS = "models--", "snapshots"
+
+
+def find_model(path: str) -> Path:
+    """Return the directory that a path or a name of the hub means.
+
+    Args:
+        path: A directory, or a name such as ``Qwen/Qwen3-4B``. A directory of that name comes first. The name means the
+            revision that was downloaded last.
+    """
+    return (None if os.path.exists(path) else _cached(path)) or Path(path)
+
+
+def model_name(folder: Path) -> str:
+    """Return what a model in a directory is called: by its name of the hub if it lies in the cache."""
+    folder = folder.resolve()
+    if folder.parent.name == _SNAPSHOTS and folder.parents[1].name.startswith(_FOLDER):
+        return folder.parents[1].name.removeprefix(_FOLDER).replace("--", "/", 1)
+    return folder.name
+
+
+def cache_folder() -> Path:
+    """Return where Hugging Face keeps what it downloads, which may not be there."""
+    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
+
+
+def download_hint(path: str) -> str:
+    """Return how to get a model that is not there, if the path may be a name of the hub; else empty."""
+    return f"; `hf download {path}` puts a model of that name into the cache" if _NAME.fullmatch(path) else ""
+
+
+def _cached(name: str) -> Path | None:
+    if not _NAME.fullmatch(name):
+        return None
+    folder = cache_folder() / f"{_FOLDER}{name.replace('/', '--')}"
+    try:
+        revision = (folder / "refs/main").read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    found = folder / _SNAPSHOTS / revision
+    return found if _REVISION.fullmatch(revision) and (found / CONFIG).is_file() else None

@@ -1,0 +1,84 @@
+"""A model's name of Hugging Face's hub means its copy in the cache, in recipes and commands."""
+
+import pytest
+
+from hybridflow import cli
+from hybridflow.api.roles import split_model
+from hybridflow.errors import MissingFileError
+from hybridflow.families.hub_cache import download_hint, find_model, model_name
+from hybridflow.recipe.load import load_recipe
+from tests.support.recipes import write_config
+
+NAME, REVISION = "Org/Model-1.5B_x", "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def snapshot(tmp_path, monkeypatch):
+    """A cache as huggingface_hub lays it: files are links to blobs. In a working directory without the model."""
+    folder = tmp_path / "hf/hub/models--Org--Model-1.5B_x"
+    blobs = write_config(folder / "blobs")
+    (blobs / "config.json").rename(blobs / "aaaa")
+    found = folder / "snapshots" / REVISION
+    found.mkdir(parents=True)
+    (found / "config.json").symlink_to("../../blobs/aaaa")
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text(REVISION)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return found
+
+
+def test_a_name_means_the_copy_in_the_cache_and_a_directory_comes_first(snapshot, tmp_path, monkeypatch):
+    assert find_model(NAME) == snapshot and model_name(snapshot) == NAME
+    own = write_config(tmp_path / "here" / NAME)
+    assert find_model(NAME).resolve() == own and model_name(own) == "Model-1.5B_x"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "other"))
+    assert str(find_model(NAME)) == NAME
+    monkeypatch.delenv("HF_HUB_CACHE")
+    monkeypatch.setenv("HF_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / "hf").rename(tmp_path / ".cache/huggingface")
+    assert find_model(NAME).name == REVISION
+
+
+@pytest.mark.parametrize("broken", ["no revision", "a path as the revision", "no settings", "no text"])
+def test_a_damaged_cache_has_no_copy(snapshot, broken):
+    reference = snapshot.parents[1] / "refs/main"
+    if broken == "no revision":
+        reference.unlink()
+    elif broken == "no settings":
+        (snapshot / "config.json").unlink()
+    else:
+        reference.write_bytes(b"../../../elsewhere" if broken.startswith("a path") else b"\xff")
+    assert str(find_model(NAME)) == NAME
+
+
+def test_other_paths_are_no_names(snapshot):
+    for path in ("", "Model", "../Org/Model", "/Org/Model", "a/b/c", "./Model", "Org/..", "-"):
+        assert str(find_model(path)) in (path, ".", "Model") and download_hint(path) == ""
+
+
+def test_a_recipe_takes_the_name(snapshot):
+    recipe = load_recipe("grpo", [f"model={NAME}", "data=rows.jsonl", "reward=exact_match"])
+    assert recipe.model.path == str(snapshot)
+    words = r"model\.path='Org/Other': is not in .*; `hf download Org/Other` puts a model of that name into the cache"
+    with pytest.raises(MissingFileError, match=words):
+        load_recipe("grpo", ["model=Org/Other", "data=rows.jsonl", "reward=exact_match"])
+
+
+def test_a_program_gives_the_name(snapshot):
+    assert split_model(NAME, "actor") == ({"path": str(snapshot)}, {})
+    assert split_model("Org/Other", "actor") == ({"path": "Org/Other"}, {})
+
+
+def test_init_takes_the_name(snapshot, tmp_path, capsys):
+    (tmp_path / "here/rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    given = ["init", "--algorithm", "grpo", "--data", "rows.jsonl", "--reward", "exact_match", "--model"]
+    assert cli.main([*given, NAME]) == 0
+    assert f"model: {NAME}  # in Hugging Face's cache\n" in (tmp_path / "here/recipe.yaml").read_text()
+    assert cli.main([*given, "Org/Other", "--force"]) == 2
+    assert "--model 'Org/Other': no such directory; name one that is there; `hf download" in capsys.readouterr().err

@@ -21,9 +21,9 @@ def split_model(model: Any, role: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a role's model into its settings, where it is no object, and the object by role, where it is one.
 
     Args:
-        model: Directory of Hugging Face or of ours, or a name in Hugging Face's cache; settings of a model whose weights
-            are made up; an object: a model of transformers, a megatron-core ``GPTModel``, or one of the user's own
-            class.
+        model: Directory of Hugging Face or of ours, or a name in Hugging Face's cache; settings of a model whose
+            weights are made up; an object: a model of transformers, a megatron-core ``GPTModel``, or one of the user's
+            own class.
         role: Whose it is.
     """
     if isinstance(model, str | Path):

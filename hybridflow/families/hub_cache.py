@@ -31,10 +31,14 @@ def model_name(folder: Path) -> str:
     return folder.name
 
 
+def home_folder() -> Path:
+    """Return where Hugging Face keeps its files, which may not be there."""
+    return Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+
+
 def cache_folder() -> Path:
     """Return where Hugging Face keeps what it downloads, which may not be there."""
-    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
+    return Path(os.environ.get("HF_HUB_CACHE") or home_folder() / "hub").expanduser()
 
 
 def download_hint(path: str) -> str:

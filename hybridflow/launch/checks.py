@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shutil
 import sys
@@ -14,11 +13,11 @@ from pathlib import Path
 
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError, HybridflowError, LayoutError
-from hybridflow.families.hub_cache import cache_folder
+from hybridflow.families.hub_cache import cache_folder, home_folder
 from hybridflow.launch.batch import BatchJob, shipped_body
 from hybridflow.launch.layout import with_layouts
 from hybridflow.launch.site import SITE_FILE, Site, absolute, check_line, load_site, seconds_of, texts
-from hybridflow.mapping.memory import job_memory, planned_gpu_bytes, with_micro_batches
+from hybridflow.mapping.memory import job_memory, planned_gpu_bytes, usable_bytes, with_micro_batches
 from hybridflow.mapping.memory_check import check_memory
 from hybridflow.recipe.dry_run import try_inputs
 from hybridflow.recipe.inputs import check_inputs
@@ -66,7 +65,8 @@ def check_job(arguments: argparse.Namespace, site: Site) -> tuple[Recipe, BatchJ
         warnings += placement_warnings(meshes)
         gpu_bytes = planned_gpu_bytes(chosen, site.gpu_memory_gb)
         chosen = with_micro_batches(chosen, meshes, gpu_bytes)
-        warnings += check_memory(chosen, job_memory(chosen, meshes, gpu_bytes=gpu_bytes), gpu_bytes)
+        if usable_bytes(chosen, gpu_bytes) is not None:
+            warnings += check_memory(chosen, job_memory(chosen, meshes, gpu_bytes=gpu_bytes), gpu_bytes)
     try_resume(recipe)
     folder = Path.cwd()
     job = BatchJob(
@@ -145,10 +145,10 @@ def inputs_of(recipe: Recipe) -> tuple[Path, ...]:
 
     A pattern such as ``/data/*.jsonl`` counts by its directory.
     """
-    cache = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    home, cache = home_folder(), cache_folder()
     named = [absolute(text) for _, text in texts(to_dict(recipe)) if text.startswith("/")]
-    hub = [] if cache_folder().is_relative_to(cache) else [cache_folder()]
-    folders = [cache, *hub, *(path if path.is_dir() else path.parent for path in named)]
+    apart = [] if cache.is_relative_to(home) else [cache]
+    folders = [home, *apart, *(path if path.is_dir() else path.parent for path in named)]
     return tuple(dict.fromkeys(path for path in folders if path.is_dir() and path != Path("/")))
 
 

@@ -153,8 +153,8 @@ def asking_while_waiting(rank, asked=0):
     StoredProblems.look = looked
 
 
-@pytest.mark.slow
-def test_a_spool_is_waited_for_and_gone_on_with(tmp_path, rows):
+def command_of_a_spool(tmp_path, rows, *settings):
+    """Write a recipe, held-out rows and a tokenizer; an empty spool, and the command that trains from it."""
     train, held_out = rows
     write_recipe(tmp_path)
     write_rows(tmp_path / "held_out", held_out, "jsonl")
@@ -162,8 +162,14 @@ def test_a_spool_is_waited_for_and_gone_on_with(tmp_path, rows):
     train_tokenizer(texts, path=tmp_path / "tokenizer.model", vocab_size=64)
     spool = tmp_path / "spool"
     spool.mkdir()
-    command = ["train", "tiny.yaml", *SETTINGS, "data.train=null", "data.held_out=held_out.jsonl", "trainer.steps=3"]
-    command += ["tokenizer.path=tokenizer.model", "warm_start=null", "trainer.save_every=9"]
+    command = ["train", "tiny.yaml", *SETTINGS, "data.train=null", "data.held_out=held_out.jsonl", *settings]
+    return spool, [*command, "tokenizer.path=tokenizer.model", "warm_start=null", "trainer.save_every=9"]
+
+
+@pytest.mark.slow
+def test_a_spool_is_waited_for_and_gone_on_with(tmp_path, rows):
+    train, _ = rows
+    spool, command = command_of_a_spool(tmp_path, rows, "trainer.steps=3")
     # A step takes 4 prompts.
     write_rows(tmp_path / "a", train[:8], "jsonl").rename(spool / "a.jsonl")
 
@@ -205,16 +211,9 @@ def asking_in_a_refill(rank):
 
 @pytest.mark.slow
 def test_a_refill_waits_for_a_spool_as_a_step_does(tmp_path, rows):
-    train, held_out = rows
-    write_recipe(tmp_path)
+    train, _ = rows
+    spool, command = command_of_a_spool(tmp_path, rows, "algorithm=dapo")
     (tmp_path / "rewards.py").write_text(ODD_REWARD)
-    write_rows(tmp_path / "held_out", held_out, "jsonl")
-    texts = [row["prompt"] + row["answer"] for row in train]
-    train_tokenizer(texts, path=tmp_path / "tokenizer.model", vocab_size=64)
-    spool = tmp_path / "spool"
-    spool.mkdir()
-    command = ["train", "tiny.yaml", *SETTINGS, "data.train=null", "data.held_out=held_out.jsonl", "algorithm=dapo"]
-    command += ["tokenizer.path=tokenizer.model", "warm_start=null", "trainer.save_every=9"]
     # A step takes 4 prompts. The first has 4 that teach, the second has 2 and needs as many more.
     even, odd = ([row for row in train if sum(map(ord, row["prompt"])) % 2 == rest] for rest in (0, 1))
     write_rows(tmp_path / "a", [*odd[:6], *even[:2]], "jsonl").rename(spool / "a.jsonl")

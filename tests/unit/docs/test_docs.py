@@ -69,6 +69,7 @@ def folder_of_a_user(tmp_path_factory):
     write_run(folder / "runs/short")
     model, data = folder / "models/Llama-3.1-8B-Instruct", folder / "data/train.jsonl"
     given = ["--algorithm", "grpo", "--model", str(model), "--data", str(data), "--nodes", "2"]
+    given += ["--reward", "exact_match"]
     assert cli.main(["init", str(folder / "recipe.yaml"), *given]) == 0
     for name in ("launch", "slurm"):
         (folder / name).symlink_to(ROOT / name)

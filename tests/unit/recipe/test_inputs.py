@@ -152,7 +152,7 @@ FAILS = {
     "another field": (["data.prompt_field=question"], "train.jsonl:1: no field 'question'; found ['level', 'prompt']"),
     "no answer to compare with": (["reward={}"], "train.jsonl:1: no field 'answer'; found ['level', 'prompt'], and"),
     "no module": (["reward.function=gone:score"], "No module named 'gone', in {here} or on PYTHONPATH; give one of"),
-    "a path": (["reward.function=/work/mine.py:score"], "found a path from / on; start in its directory"),
+    "a path": (["reward.function=/elsewhere/mine.py:score"], "found a path from / on; start in its directory"),
     "a file alone": (["reward.function=mine.py"], "reward.function='mine.py': names no function of the module; give"),
     "no function": (["reward.function={module}:gone"], "has no attribute 'gone'; give one of"),
     "no adapter": (["actor.lora={rank: 4, path: gone}"], "actor.lora.path='gone': no such file in "),

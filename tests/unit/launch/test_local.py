@@ -84,7 +84,7 @@ def test_one_rank_that_fails_ends_all_with_one_line(none_left, capfd, death, sta
 
 
 def test_others_have_time_to_end_by_themselves(none_left, capfd):
-    code = "if rank == 1: sys.exit(3)\ntime.sleep(0.5); print('said by', rank); sys.exit(3)"
+    code = "if rank == 1: sys.exit(3)\ntime.sleep(0.5); os.write(1, b'said by %d\\n' % rank); sys.exit(3)"
     assert run(code, end_s=30.0) == 3
     assert sorted(capfd.readouterr().out.splitlines()) == ["said by 0", "said by 2"]
 
@@ -99,7 +99,8 @@ def test_ranks_that_have_not_met_are_ended_soon(none_left, capfd):
 def test_ranks_that_have_met_have_longer_to_end(none_left, capfd):
     code = "os.close(int(os.environ['HYBRIDFLOW_MEETING']))\nopen(f'met{rank}', 'w')\n"
     code += "while not all(os.path.exists(f'met{each}') for each in range(3)): time.sleep(0.01)\n"
-    assert run(code + "if rank == 1: sys.exit(3)\ntime.sleep(2.5); print('said by', rank)", end_s=50.0) == 3
+    code += "if rank == 1: sys.exit(3)\ntime.sleep(2.5); os.write(1, b'said by %d\\n' % rank)"
+    assert run(code, end_s=50.0) == 3
     assert sorted(capfd.readouterr().out.splitlines()) == ["said by 0", "said by 2"]
 
 

@@ -34,8 +34,7 @@ def read_model_info(folder: Path) -> ModelInfo:
         )
     values = read_json(path)
     if has_no_table(values):
-        other = read_other_config(values, where=str(path))
-        return ModelInfo(other.model, other.has_value_head, other.model_type, folder)
+        return read_other_config(values, where=str(path), assets=folder)
     described = read_config(values, where=str(path))
     is_coded = values.get("quantization_config") is not None
     return ModelInfo(described.model, described.has_value_head, described.family.name, folder, is_coded=is_coded)

@@ -2,49 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from hybridflow.errors import LayoutError
+from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 
 
-class CutSizes(Protocol):
-    """The sizes of a model that layouts cut, as ``ModelConfig`` and ``ModelShape`` have them."""
-
-    @property
-    def num_layers(self) -> int:
-        """Return the layers."""
-
-    @property
-    def num_attention_heads(self) -> int:
-        """Return the query heads."""
-
-    @property
-    def query_groups(self) -> int:
-        """Return the key/value heads."""
-
-    @property
-    def ffn_hidden_size(self) -> int:
-        """Return the width of a feed-forward block, or of an expert."""
-
-    @property
-    def dense_ffn_hidden_size(self) -> int | None:
-        """Return the width of the dense blocks beside experts; 0 or None: there are none."""
-
-    @property
-    def shared_ffn_hidden_size(self) -> int | None:
-        """Return the width of the shared expert; 0 or None: there is none."""
-
-    @property
-    def num_experts(self) -> int | None:
-        """Return the experts of a layer; None: a dense model."""
-
-    @property
-    def router_bias(self) -> bool:
-        """Return whether routers add a bias."""
-
-
-def check_cut(model: CutSizes, layout: ParallelLayout, name: str) -> None:
+def check_cut(model: ModelConfig, layout: ParallelLayout, name: str) -> None:
     """Refuse a layout that cannot cut a model: its layers into stages, all else into equal parts.
 
     Args:

@@ -6,12 +6,13 @@ The module of ``transformers`` computes such a model, so these sizes decide noth
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import ConfigError
 from hybridflow.families.config_json import dtype_of
 from hybridflow.families.model import ModelConfig
+from hybridflow.families.model_info import ModelInfo
 from hybridflow.families.tables import FAMILIES
 from hybridflow.sections import read_section
 
@@ -39,21 +40,6 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _CAUSAL, _SCORER = ("ForCausalLM", "LMHeadModel"), "ForSequenceClassification"
 
 
-@dataclass(frozen=True, kw_only=True)
-class OtherModel:
-    """A model of ``transformers`` without a table.
-
-    Attributes:
-        model_type: The ``model_type`` of its ``config.json``.
-        model: Its sizes, the vocabulary included.
-        has_value_head: Whether it gives a number instead of logits.
-    """
-
-    model_type: str
-    model: ModelConfig
-    has_value_head: bool
-
-
 def longest_sequence(values: Mapping[str, Any]) -> int | None:
     """Return how many tokens a sequence may have by a parsed ``config.json``; None: it does not say."""
     return _size(values, _SPELLINGS["max_context"])
@@ -65,18 +51,19 @@ def has_no_table(values: Mapping[str, Any]) -> bool:
     return isinstance(name, str) and name.isprintable() and name not in FAMILIES
 
 
-def read_other_config(values: Mapping[str, Any], *, where: str) -> OtherModel:
+def read_other_config(values: Mapping[str, Any], *, where: str, assets: Path | None = None) -> ModelInfo:
     """Read the sizes of a parsed ``config.json`` for which ``has_no_table`` holds.
 
     Args:
         values: The parsed file.
         where: What messages call it.
+        assets: Where the small files are that travel along.
 
     Raises:
         ConfigError: A size is missing or ill-typed, or it is neither a causal language model nor a scorer.
     """
     try:
-        return _read(values, where)
+        return _read(values, where, assets)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{where}: is malformed: {type(error).__name__}: {error}; expected the keys of a model of transformers: "
@@ -84,7 +71,7 @@ def read_other_config(values: Mapping[str, Any], *, where: str) -> OtherModel:
         ) from error
 
 
-def _read(values: Mapping[str, Any], where: str) -> OtherModel:
+def _read(values: Mapping[str, Any], where: str, assets: Path | None) -> ModelInfo:
     name = str(values["model_type"])
     if values.get("quantization_config") is not None:
         raise ConfigError(f"{where}: quantization_config: quantized weights are not trained; choose another model")
@@ -100,8 +87,7 @@ def _read(values: Mapping[str, Any], where: str) -> OtherModel:
     sizes.setdefault("ffn_hidden_size", 4 * sizes["hidden_size"])
     # Plans count weights, and those of all experts are held.
     sizes["ffn_hidden_size"] *= _size(values, _EXPERTS) or 1
-    return OtherModel(
-        model_type=name,
+    return ModelInfo(
         model=read_section(
             ModelConfig,
             {
@@ -113,6 +99,8 @@ def _read(values: Mapping[str, Any], where: str) -> OtherModel:
             source=where,
         ),
         has_value_head=_has_value_head(values, where),
+        family=name,
+        assets=assets,
     )
 
 

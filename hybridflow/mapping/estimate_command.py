@@ -15,6 +15,7 @@ from hybridflow.dataflow.graph import Step
 from hybridflow.errors import ConfigError
 from hybridflow.exit_status import DONE
 from hybridflow.families.cut import check_cut
+from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.accuracy import error_text, known_error
 from hybridflow.mapping.arguments import HARDWARE_HELP, add_like, count
@@ -28,7 +29,6 @@ from hybridflow.mapping.estimate import (
 )
 from hybridflow.mapping.hardware import DEFAULT_HARDWARE, Hardware, hardware
 from hybridflow.mapping.sizes import Size, model_size
-from hybridflow.models.shapes import ModelShape
 from hybridflow.observe.table import format_table
 from hybridflow.reshard.spec import ITEM_BYTES
 
@@ -212,18 +212,18 @@ def _check_cut(size: Size, layout: ParallelLayout) -> None:
     # Embedding and output layer may count as a layer each.
     if layout.layers is None and (layout.vpp == 1 or (layers + 2) % num_stages == 0) and num_stages <= layers:
         layout = replace(layout, layers=tuple((layers + stage) // num_stages for stage in range(num_stages)))
-    shape = ModelShape(
+    model = ModelConfig(
         num_layers=layers,
         hidden_size=size.hidden,
         ffn_hidden_size=size.ffn if experts is None else experts.ffn,
         num_attention_heads=size.heads,
         num_query_groups=size.groups,
-        vocab_size=size.vocab,
+        max_context=1,
         num_experts=None if experts is None else experts.number,
-        dense_ffn_hidden_size=0 if experts is None else size.ffn,
+        dense_ffn_hidden_size=None if experts is None else size.ffn,
         shared_ffn_hidden_size=None if experts is None else experts.shared,
     )
-    check_cut(shape, layout, "--layout")
+    check_cut(model, layout, "--layout")
 
 
 def _train(arguments: argparse.Namespace, size: Size, machine: Hardware, layout: ParallelLayout) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.mapping.activations import activation_bytes, decoding_bytes
 from hybridflow.mapping.hardware import Hardware, hardware
 from hybridflow.models.adapters import adapter_spec, parts_of
-from hybridflow.models.shapes import cached_token_bytes, model_spec, shape_of
+from hybridflow.models.shapes import cached_token_bytes, model_spec
 from hybridflow.recipe.meshes import reference_is_base
 from hybridflow.reshard.fsdp import weight_holdings
 from hybridflow.reshard.holdings import Holdings, WeightHoldings, tensors_alike
@@ -263,7 +263,7 @@ def _placed(
     return _Placed(
         model=model,
         spec=_specs(model, has_value_head),
-        adapters=None if lora is None else adapter_spec(shape_of(model), lora),
+        adapters=None if lora is None else adapter_spec(model, lora),
         mesh=mesh,
         update=update,
         has_value_head=has_value_head,
@@ -272,7 +272,7 @@ def _placed(
 
 @functools.lru_cache(maxsize=16)
 def _specs(model: ModelConfig, has_value_head: bool) -> ModelSpec:
-    return model_spec(shape_of(model), has_value_head=has_value_head)
+    return model_spec(model, has_value_head=has_value_head)
 
 
 def _mesh_memory(

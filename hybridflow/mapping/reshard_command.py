@@ -11,10 +11,11 @@ from typing import Any
 
 from hybridflow.errors import ConfigError
 from hybridflow.families.cut import check_cut
+from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh, format_ranks
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.mapping.sizes import model_shape
-from hybridflow.models.shapes import ModelShape, model_spec, named_shapes, shape_of
+from hybridflow.mapping.sizes import named_model
+from hybridflow.models.shapes import known_models, model_spec
 from hybridflow.observe.console import format_bytes
 from hybridflow.recipe.load import find_recipe, load_recipe
 from hybridflow.reshard.fsdp import weight_holdings
@@ -80,9 +81,9 @@ def add_reshard(plans: Any) -> None:
 
 
 def _plan_reshard(arguments: argparse.Namespace) -> int:
-    bandwidth, shape = _bandwidth(arguments.bandwidth), _model_shape(arguments.model)
-    source, target = _reshard_meshes(arguments, shape)
-    model = model_spec(shape)
+    bandwidth, sizes = _bandwidth(arguments.bandwidth), _model(arguments.model)
+    source, target = _reshard_meshes(arguments, sizes)
+    model = model_spec(sizes)
     held, needed = weight_holdings(model, source), weight_holdings(model, target)
     found = report(model, held, needed, bandwidth)
     if arguments.json:
@@ -106,13 +107,13 @@ def _plan_reshard(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _reshard_meshes(arguments: argparse.Namespace, shape: ModelShape) -> tuple[DeviceMesh, DeviceMesh]:
+def _reshard_meshes(arguments: argparse.Namespace, model: ModelConfig) -> tuple[DeviceMesh, DeviceMesh]:
     layouts = ParallelLayout.parse(arguments.source), ParallelLayout.parse(arguments.target)
     if layouts[1].is_sharded:
         layouts[1].check_generates("--to")
     for name, layout in zip(("--from", "--to"), layouts, strict=True):
         layout.check_trainable(name)
-        check_cut(shape, layout, name)
+        check_cut(model, layout, name)
     firsts = 0, arguments.first_rank
     ranks = [tuple(range(first, first + layout.world_size)) for layout, first in zip(layouts, firsts, strict=True)]
     per_node = arguments.ranks_per_node
@@ -126,7 +127,7 @@ def _reshard_meshes(arguments: argparse.Namespace, shape: ModelShape) -> tuple[D
         for name, layout, each in zip(("--from", "--to"), layouts, ranks, strict=True)
     )
     if arguments.order == "max-overlap":
-        target = max_overlap(source, target.layout, target.ranks, num_layers=shape.num_layers, name=target.name)
+        target = max_overlap(source, target.layout, target.ranks, num_layers=model.num_layers, name=target.name)
     return source, target
 
 
@@ -140,18 +141,17 @@ def _bandwidth(text: str) -> Bandwidth:
     return Bandwidth(**given)
 
 
-def _model_shape(name: str) -> ModelShape:
-    """Return the sizes of a well-known model, of one in a directory, or of a recipe's."""
-    if name in named_shapes() or Path(name).is_dir():
-        return model_shape(name)
+def _model(name: str) -> ModelConfig:
+    """Return a well-known model, the one in a directory, or a recipe's actor."""
+    if name in known_models() or Path(name).is_dir():
+        return named_model(name)
     try:
         path = find_recipe(name)
     except ConfigError as error:
         raise ConfigError(
-            f"--model {name}: not one of {', '.join(named_shapes())}, no directory; and as a {error}"
+            f"--model {name}: not one of {', '.join(known_models())}, no directory; and as a {error}"
         ) from None
-    recipe = load_recipe(path)
-    return shape_of(recipe.sized_model_of("actor"))
+    return load_recipe(path).sized_model_of("actor")
 
 
 def _reshard_header(name: str, model: ModelSpec, source: DeviceMesh, target: DeviceMesh) -> str:

@@ -11,7 +11,7 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.estimate import kept_bytes, most_bytes
 from hybridflow.mapping.hardware import Hardware
 from hybridflow.mapping.sizes import Size
-from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.models.shapes import model_spec
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.overlap import max_overlap
 from hybridflow.reshard.plan import shares_storage
@@ -24,7 +24,7 @@ def reshard_seconds(recipe: Recipe, source: DeviceMesh, target: DeviceMesh, hard
     if shares_storage(source, target):
         return 0.0
     model = recipe.sized_model_of("actor.update")
-    spec = model_spec(shape_of(model))
+    spec = model_spec(model)
     bandwidth = Bandwidth(
         node=hardware.node_bandwidth * hardware.node_share / 1e9,
         network=hardware.network_bandwidth * hardware.network_share / 1e9,

@@ -31,7 +31,6 @@ from hybridflow.mapping.hardware import Hardware
 from hybridflow.mapping.memory import cached_tokens
 from hybridflow.mapping.reshard_time import reshard_seconds
 from hybridflow.mapping.sizes import Size, size_of
-from hybridflow.models.shapes import shape_of
 from hybridflow.observe.phases import phase_of
 from hybridflow.recipe.meshes import SAMPLING_MESHES
 from hybridflow.reshard.spec import ITEM_BYTES
@@ -353,7 +352,7 @@ def role_size(recipe: Recipe, node: Node) -> Size | None:
     section: Any = getattr(recipe, node.role, None)
     if section is None or node.role == "advantage" or (node.role in REWARDS and section.model is None):
         return None
-    size = size_of(shape_of(model := recipe.sized_model_of(node.role)))
+    size = size_of(model := recipe.sized_model_of(node.role))
     size = replace(size, item_bytes=ITEM_BYTES[model.dtype])
     return replace(size, columns=1, tied=False) if recipe.has_value_head(node.role) else size
 

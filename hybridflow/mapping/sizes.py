@@ -9,7 +9,8 @@ from typing import Any
 
 from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.errors import ConfigError
-from hybridflow.models.shapes import ModelShape, named_shapes, shape_of
+from hybridflow.families.model import ModelConfig
+from hybridflow.models.shapes import known_models
 
 _USUAL_HEAD = 128
 _SIZES = ("layers", "hidden", "heads", "groups", "head", "ffn", "vocab", "gated", "tied")
@@ -199,58 +200,57 @@ def model_size(text: str) -> Size:
     """
     if "=" in text:
         return _given_size(text)
-    return size_of(model_shape(text))
+    return size_of(named_model(text))
 
 
-def size_of(shape: ModelShape) -> Size:
-    """Return the sizes of a shape."""
+def size_of(model: ModelConfig) -> Size:
+    """Return the sizes of a model whose vocabulary is known."""
     experts, latent = None, None
-    if shape.num_experts is not None:
+    if model.num_experts is not None:
         experts = Experts(
-            number=shape.num_experts,
-            per_token=shape.experts_per_token,
-            ffn=shape.ffn_hidden_size,
-            shared=shape.shared_ffn_hidden_size or 0,
-            dense_layers=shape.num_dense_layers,
+            number=model.num_experts,
+            per_token=model.experts_per_token,
+            ffn=model.ffn_hidden_size,
+            shared=model.shared_ffn_hidden_size or 0,
+            dense_layers=model.num_dense_layers,
         )
-    if shape.kv_lora_rank is not None:
+    if model.kv_lora_rank is not None:
         latent = Latent(
-            keys=shape.kv_lora_rank,
-            queries=shape.q_lora_rank or 0,
-            rotated=shape.qk_rope_head_dim,
-            value=shape.v_head_dim,
+            keys=model.kv_lora_rank,
+            queries=model.q_lora_rank or 0,
+            rotated=model.rotary_size,
+            value=model.value_size,
         )
     return Size(
-        layers=shape.num_layers,
-        hidden=shape.hidden_size,
-        heads=shape.num_attention_heads,
-        groups=shape.num_query_groups,
-        head=shape.head_dim,
-        ffn=shape.ffn_hidden_size if experts is None else shape.dense_ffn_hidden_size,
-        vocab=shape.vocab_size,
-        tied=shape.tied_embeddings,
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        heads=model.num_attention_heads,
+        groups=model.query_groups,
+        head=model.head_size,
+        ffn=model.ffn_hidden_size if experts is None else model.dense_ffn_hidden_size or 0,
+        vocab=model.known_vocab_size,
+        tied=model.tied_embeddings,
         experts=experts,
         latent=latent,
     )
 
 
-def model_shape(text: str) -> ModelShape:
-    """Return the shape of a known model, or of one in a directory.
+def named_model(text: str) -> ModelConfig:
+    """Return a known model, or the one in a directory.
 
     Raises:
         ConfigError: The name is not known.
         CheckpointError: The directory has no model that is known.
     """
-    path, shapes = Path(text), named_shapes()
-    if text in shapes:
-        return shapes[text]
+    path, known = Path(text), known_models()
+    if text in known:
+        return known[text]
     if not path.exists():
         raise ConfigError(
-            f"--model {text}: not one of {', '.join(shapes)}, and no directory with a config.json; or give sizes: "
+            f"--model {text}: not one of {', '.join(known)}, and no directory with a config.json; or give sizes: "
             "layers=32,hidden=4096,…"
         )
-    model = read_model_info(path if path.is_dir() else path.parent).model
-    return shape_of(model)
+    return read_model_info(path if path.is_dir() else path.parent).model
 
 
 def _given_size(text: str) -> Size:

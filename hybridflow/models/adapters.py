@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from hybridflow.config.roles import LoRAConfig
-from hybridflow.models.shapes import ModelShape, model_spec
+from hybridflow.families.model import ModelConfig
+from hybridflow.models.shapes import model_spec
 from hybridflow.reshard.spec import ModelSpec, TensorSpec
 
 FACTOR = re.compile(r"(.+)\.lora(?:\.(q|k|v|gate|up))?\.([AB])")
@@ -60,21 +61,21 @@ def _only(whole: ModelSpec, *, factors: bool) -> ModelSpec:
     return ModelSpec(tensors=tensors, num_layers=whole.num_layers, is_part=len(tensors) < len(whole.tensors))
 
 
-def adapter_spec(shape: ModelShape, lora: LoRAConfig) -> ModelSpec:
+def adapter_spec(model: ModelConfig, lora: LoRAConfig) -> ModelSpec:
     """Return how every factor of a model's adapters is cut, in the order of the model."""
-    tensors = [factor for weight in model_spec(shape).tensors for factor in _factors_of(weight, shape, lora)]
-    return ModelSpec(tensors=tuple(tensors), num_layers=shape.num_layers, is_part=True)
+    tensors = [factor for weight in model_spec(model).tensors for factor in _factors_of(weight, model, lora)]
+    return ModelSpec(tensors=tuple(tensors), num_layers=model.num_layers, is_part=True)
 
 
-def whole_spec(shape: ModelShape, *, has_value_head: bool = False, lora: LoRAConfig | None = None) -> ModelSpec:
+def whole_spec(model: ModelConfig, *, has_value_head: bool = False, lora: LoRAConfig | None = None) -> ModelSpec:
     """Return how every tensor of a model is cut, adapters included, in the order of the model.
 
     Args:
-        shape: The model.
+        model: Its settings, the vocabulary included.
         has_value_head: Values instead of logits.
         lora: Its adapters.
     """
-    spec = model_spec(shape, has_value_head=has_value_head)
+    spec = model_spec(model, has_value_head=has_value_head)
     if lora is None:
         return spec
     tensors: list[TensorSpec] = []
@@ -84,19 +85,19 @@ def whole_spec(shape: ModelShape, *, has_value_head: bool = False, lora: LoRACon
         if not tensor.name.endswith(".bias"):
             tensors, waiting = [*tensors, *waiting], []
         tensors.append(tensor)
-        waiting += _factors_of(tensor, shape, lora)
+        waiting += _factors_of(tensor, model, lora)
     return ModelSpec(tensors=(*tensors, *waiting), num_layers=spec.num_layers)
 
 
-def _factors_of(weight: TensorSpec, shape: ModelShape, lora: LoRAConfig) -> Iterator[TensorSpec]:
+def _factors_of(weight: TensorSpec, model: ModelConfig, lora: LoRAConfig) -> Iterator[TensorSpec]:
     for linear, parts in parts_of(lora.targets).items():
         if weight.name.endswith(f".{linear}.weight"):
-            yield from _factors(weight, shape, parts, lora.rank)
+            yield from _factors(weight, model, parts, lora.rank)
 
 
-def _factors(weight: TensorSpec, shape: ModelShape, parts: Sequence[str], rank: int) -> Iterator[TensorSpec]:
-    queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
-    rows = {"q": queries, "k": keys, "v": keys, "gate": shape.ffn_hidden_size, "up": shape.ffn_hidden_size}
+def _factors(weight: TensorSpec, model: ModelConfig, parts: Sequence[str], rank: int) -> Iterator[TensorSpec]:
+    queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
+    rows = {"q": queries, "k": keys, "v": keys, "gate": model.ffn_hidden_size, "up": model.ffn_hidden_size}
     cuts_columns = weight.tp_dim == len(weight.shape) - 1
     for part in parts:
         stem = ".".join(filter(None, (weight.name.removesuffix(".weight"), "lora", part)))

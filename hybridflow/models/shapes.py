@@ -6,8 +6,8 @@ Gives what ``specs.describe`` reads off megatron-core's own model, tensor by ten
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -20,89 +20,14 @@ ALIGNED_ROWS = 8
 """The rows of each expert begin at a multiple of it; see ``models.grouped``."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """The sizes that decide a GPT model's tensors: RMSNorm, gated feed-forward, rotary positions.
-
-    Attributes:
-        num_layers: Transformer layers.
-        hidden_size: Width of the activations between layers.
-        ffn_hidden_size: Width inside each gated feed-forward block; where there are experts, inside each expert.
-        num_attention_heads: Query heads.
-        num_query_groups: Key/value heads.
-        head_dim: Width of each query and key head.
-        kv_lora_rank: Width to which latent attention compresses keys and values; None: plain attention.
-        q_lora_rank: Width to which it compresses queries; None: it does not.
-        qk_rope_head_dim: In latent attention, the part of each head that all heads share in keys.
-        v_head_dim: In latent attention, the width of each value head.
-        vocab_size: Vocabulary without padding.
-        vocab_divisible_by: In a layout the vocabulary is padded to a multiple of this times ``tp``.
-        tied_embeddings: Whether input and output embedding are one tensor.
-        qkv_bias: Whether the projections to query, key and value have a bias.
-        linear_bias: Whether all linear layers have one, router and experts included.
-        attention_sinks: Whether each head has a sink.
-        qk_norm: Whether queries and keys are normalized.
-        qk_norm_over: What is normalized together: a head, or all heads of a projection.
-        num_experts: Experts of each layer; None: a dense feed-forward block.
-        experts_per_token: Experts that a token goes to. It decides no tensor.
-        num_dense_layers: Layers from the first with a dense feed-forward block instead of experts.
-        dense_ffn_hidden_size: Width inside the feed-forward block of these.
-        shared_ffn_hidden_size: Width inside the shared expert of each layer; None: there is none.
-        shared_gate: Whether a gate weighs the shared expert.
-        expert_bias: Whether the router adds a bias, in fp32, when it chooses experts.
-        pre_norms: Whether the inputs of attention and feed-forward block are normalized.
-        post_norms: The same of their outputs.
-        dtype: Number format of the weights.
-    """
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    head_dim: int = 128
-    kv_lora_rank: int | None = None
-    q_lora_rank: int | None = None
-    qk_rope_head_dim: int = 0
-    v_head_dim: int = 0
-    vocab_size: int
-    vocab_divisible_by: int = 1
-    tied_embeddings: bool = False
-    qkv_bias: bool = False
-    linear_bias: bool = False
-    attention_sinks: bool = False
-    qk_norm: bool = False
-    qk_norm_over: Literal["head", "projection"] = "head"
-    num_experts: int | None = None
-    experts_per_token: int = 0
-    num_dense_layers: int = 0
-    dense_ffn_hidden_size: int = 0
-    shared_ffn_hidden_size: int | None = None
-    shared_gate: bool = False
-    expert_bias: bool = False
-    pre_norms: bool = True
-    post_norms: bool = False
-    dtype: DType = "bf16"
-
-    @property
-    def query_groups(self) -> int:
-        """Return the key/value heads, as ``ModelConfig`` names them."""
-        return self.num_query_groups
-
-    @property
-    def router_bias(self) -> bool:
-        """Return ``expert_bias``, as ``ModelConfig`` names it."""
-        return self.expert_bias
-
-
-def named_shapes() -> dict[str, ModelShape]:
-    """Return well-known models by name.
+def known_models() -> dict[str, ModelConfig]:
+    """Return well-known models by name, with what decides their tensors and their cost.
 
     The figures are those of each model's public ``config.json`` (``num_hidden_layers``, ``hidden_size``,
     ``intermediate_size`` or ``moe_intermediate_size``, ``num_attention_heads``, ``num_key_value_heads``, ``head_dim``,
     ``vocab_size``) in the Hugging Face repositories of their makers.
     """
-    return dict(_SHAPES)
+    return dict(_MODELS)
 
 
 def cached_token_bytes(model: ModelConfig, layout: ParallelLayout) -> int:
@@ -111,50 +36,17 @@ def cached_token_bytes(model: ModelConfig, layout: ParallelLayout) -> int:
     return layers * model.cached_size(layout.tp) * ITEM_BYTES[model.dtype]
 
 
-def shape_of(model: ModelConfig) -> ModelShape:
-    """Return the shape of a model whose vocabulary is known."""
-    return ModelShape(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.query_groups,
-        head_dim=model.head_size,
-        kv_lora_rank=model.kv_lora_rank,
-        q_lora_rank=model.q_lora_rank,
-        qk_rope_head_dim=model.qk_rope_head_dim or 0,
-        v_head_dim=model.v_head_dim or 0,
-        vocab_size=model.known_vocab_size,
-        vocab_divisible_by=model.vocab_divisible_by,
-        tied_embeddings=model.tied_embeddings,
-        qkv_bias=model.qkv_bias,
-        linear_bias=model.linear_bias,
-        attention_sinks=model.attention_sinks,
-        qk_norm=model.qk_norm,
-        qk_norm_over=model.qk_norm_over,
-        num_experts=model.num_experts,
-        experts_per_token=model.experts_per_token,
-        num_dense_layers=model.num_dense_layers,
-        dense_ffn_hidden_size=model.dense_ffn_hidden_size or 0,
-        pre_norms=model.pre_norms,
-        shared_ffn_hidden_size=model.shared_ffn_hidden_size,
-        expert_bias=model.router_bias,
-        post_norms=model.post_norms,
-        dtype=model.dtype,
-    )
-
-
-def model_spec(model: ModelShape, *, has_value_head: bool = False) -> ModelSpec:
+def model_spec(model: ModelConfig, *, has_value_head: bool = False) -> ModelSpec:
     """Return how every tensor of a model is cut.
 
     Args:
-        model: Its shape.
+        model: Its settings, the vocabulary included.
         has_value_head: Values instead of logits; its embedding is not tied then.
     """
     is_tied = model.tied_embeddings and not has_value_head
     embedding = TensorSpec(
         name="embedding.word_embeddings.weight",
-        shape=(model.vocab_size, model.hidden_size),
+        shape=(model.known_vocab_size, model.hidden_size),
         dtype=model.dtype,
         tp_dim=0,
         place="embedding",
@@ -170,7 +62,7 @@ def model_spec(model: ModelShape, *, has_value_head: bool = False) -> ModelSpec:
         tensors.append(_whole("value_head.weight", (1, model.hidden_size), model.dtype, "output"))
     elif not is_tied:
         tensors.append(replace(embedding, name="output_layer.weight", place="output"))
-    if model.num_experts is not None and model.expert_bias:
+    if model.num_experts is not None and model.router_bias:
         tensors += [
             _whole(f"decoder.layers.{layer}.mlp.router.expert_bias", (model.num_experts,), "fp32", layer)
             for layer in range(model.num_dense_layers, model.num_layers)
@@ -178,15 +70,15 @@ def model_spec(model: ModelShape, *, has_value_head: bool = False) -> ModelSpec:
     return ModelSpec(tensors=tuple(tensors), num_layers=model.num_layers)
 
 
-def _attention(model: ModelShape, layer: int) -> Iterator[TensorSpec]:
+def _attention(model: ModelConfig, layer: int) -> Iterator[TensorSpec]:
     prefix, hidden, dtype = f"decoder.layers.{layer}", model.hidden_size, model.dtype
     if model.kv_lora_rank is not None:
         if model.pre_norms:
             yield _whole(f"{prefix}.input_layernorm.weight", (hidden,), dtype, layer)
         yield from _latent_attention(f"{prefix}.self_attention", model, layer, model.kv_lora_rank)
         return
-    queries = model.num_attention_heads * model.head_dim
-    qkv = queries + 2 * model.num_query_groups * model.head_dim
+    queries = model.num_attention_heads * model.head_size
+    qkv = queries + 2 * model.query_groups * model.head_size
     if model.pre_norms:
         yield _whole(f"{prefix}.input_layernorm.weight", (hidden,), dtype, layer)
     prefix += ".self_attention"
@@ -201,17 +93,17 @@ def _attention(model: ModelShape, layer: int) -> Iterator[TensorSpec]:
         yield TensorSpec(name=f"{prefix}.linear_qkv.bias", shape=(qkv,), dtype=dtype, tp_dim=0, place=layer)
     if model.qk_norm:
         is_wide = model.qk_norm_over == "projection"
-        widths = (queries, model.num_query_groups * model.head_dim) if is_wide else (model.head_dim, model.head_dim)
+        widths = (queries, model.query_groups * model.head_size) if is_wide else (model.head_size, model.head_size)
         yield _whole(f"{prefix}.q_layernorm.weight", widths[:1], dtype, layer)
         yield _whole(f"{prefix}.k_layernorm.weight", widths[1:], dtype, layer)
     if model.post_norms:
         yield _whole(f"{prefix}.post_layernorm.weight", (hidden,), dtype, layer)
 
 
-def _latent_attention(prefix: str, model: ModelShape, layer: int, rank: int) -> Iterator[TensorSpec]:
+def _latent_attention(prefix: str, model: ModelConfig, layer: int, rank: int) -> Iterator[TensorSpec]:
     hidden, heads, dtype = model.hidden_size, model.num_attention_heads, model.dtype
-    queries = heads * model.head_dim
-    keys_and_values = heads * (model.head_dim - model.qk_rope_head_dim + model.v_head_dim)
+    queries = heads * model.head_size
+    keys_and_values = heads * (model.head_size - model.rotary_size + model.value_size)
 
     def cut(name: str, rows: int, columns: int, tp_dim: int = 0) -> TensorSpec:
         return TensorSpec(
@@ -224,29 +116,28 @@ def _latent_attention(prefix: str, model: ModelShape, layer: int, rank: int) -> 
         yield _whole(f"{prefix}.linear_q_down_proj.weight", (model.q_lora_rank, hidden), dtype, layer)
         yield _whole(f"{prefix}.q_layernorm.weight", (model.q_lora_rank,), dtype, layer)
         yield cut("linear_q_up_proj", queries, model.q_lora_rank)
-    yield _whole(f"{prefix}.linear_kv_down_proj.weight", (rank + model.qk_rope_head_dim, hidden), dtype, layer)
+    yield _whole(f"{prefix}.linear_kv_down_proj.weight", (rank + model.rotary_size, hidden), dtype, layer)
     yield _whole(f"{prefix}.kv_layernorm.weight", (rank,), dtype, layer)
     yield cut("linear_kv_up_proj", keys_and_values, rank)
-    yield cut("linear_proj", hidden, heads * model.v_head_dim, tp_dim=1)
+    yield cut("linear_proj", hidden, heads * model.value_size, tp_dim=1)
     if model.post_norms:
         yield _whole(f"{prefix}.post_layernorm.weight", (hidden,), dtype, layer)
 
 
-def _feed_forward(model: ModelShape, layer: int) -> Iterator[TensorSpec]:
+def _feed_forward(model: ModelConfig, layer: int) -> Iterator[TensorSpec]:
     prefix, hidden, dtype = f"decoder.layers.{layer}.mlp", model.hidden_size, model.dtype
     if model.pre_norms:
         yield _whole(f"decoder.layers.{layer}.pre_mlp_layernorm.weight", (hidden,), dtype, layer)
-    if model.num_experts is None:
-        yield from _gated(prefix, model, model.ffn_hidden_size, layer)
-    elif layer < model.num_dense_layers:
-        yield from _gated(prefix, model, model.dense_ffn_hidden_size, layer)
-    else:
+    width = model.ffn_size(layer)
+    if width is None:
         yield from _mixture(prefix, model, layer)
+    else:
+        yield from _gated(prefix, model, width, layer)
     if model.post_norms:
         yield _whole(f"{prefix}.post_layernorm.weight", (hidden,), dtype, layer)
 
 
-def _mixture(prefix: str, model: ModelShape, layer: int) -> Iterator[TensorSpec]:
+def _mixture(prefix: str, model: ModelConfig, layer: int) -> Iterator[TensorSpec]:
     """Yield router, experts, and shared experts."""
     hidden, dtype = model.hidden_size, model.dtype
     assert model.num_experts is not None, "a mixture has experts"
@@ -257,13 +148,11 @@ def _mixture(prefix: str, model: ModelShape, layer: int) -> Iterator[TensorSpec]
         expert = index, model.num_experts
         yield from _gated(f"{prefix}.experts.{index}", model, model.ffn_hidden_size, layer, expert)
     if model.shared_ffn_hidden_size is not None:
-        if model.shared_gate:
-            yield _whole(f"{prefix}.shared_experts.gate_weight", (1, hidden), dtype, layer)
         yield from _gated(f"{prefix}.shared_experts", model, model.shared_ffn_hidden_size, layer)
 
 
 def _gated(
-    prefix: str, model: ModelShape, width: int, layer: int, expert: tuple[int, int] | None = None
+    prefix: str, model: ModelConfig, width: int, layer: int, expert: tuple[int, int] | None = None
 ) -> Iterator[TensorSpec]:
     """Yield gate and up, then down."""
     hidden = model.hidden_size
@@ -284,7 +173,7 @@ def _whole(name: str, shape: tuple[int, ...], dtype: DType, place: Place) -> Ten
     return TensorSpec(name=name, shape=shape, dtype=dtype, tp_dim=None, place=place)
 
 
-def _shape(
+def _known(
     family: dict[str, Any],
     num_layers: int,
     hidden_size: int,
@@ -292,20 +181,28 @@ def _shape(
     heads: int,
     groups: int = 8,
     **other: Any,
-) -> ModelShape:
-    return ModelShape(
+) -> ModelConfig:
+    return ModelConfig(
         num_layers=num_layers,
         hidden_size=hidden_size,
         ffn_hidden_size=ffn_hidden_size,
         num_attention_heads=heads,
         num_query_groups=groups,
-        **{**family, **other},
+        **{**_OF_ALL, **family, **other},
     )
 
 
+_OF_ALL = {"head_dim": 128, "max_context": 4096, "dtype": "bf16"}
 _LLAMA3 = {"vocab_size": 128256}
 _QWEN2 = {"vocab_size": 151936, "qkv_bias": True}
 _QWEN3 = {"vocab_size": 151936, "qk_norm": True}
+_DEEPSEEK3 = {
+    **{"head_dim": None, "kv_lora_rank": 512, "q_lora_rank": 1536},
+    **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    "vocab_size": 129280,
+    **{"num_experts": 256, "experts_per_token": 8, "num_dense_layers": 3, "dense_ffn_hidden_size": 18432},
+    **{"shared_ffn_hidden_size": 2048, "router_score": "sigmoid", "router_bias": True},
+}
 _MIXTRAL = {"num_experts": 8, "experts_per_token": 2}
 _GEMMA3 = {"head_dim": 256, "vocab_size": 262208, "tied_embeddings": True, "qk_norm": True, "post_norms": True}
 _OLMO2 = {
@@ -324,54 +221,36 @@ _GPT_OSS = {
     "experts_per_token": 4,
 }
 
-_SHAPES = {
-    "llama3-1b": _shape(_LLAMA3, 16, 2048, 8192, 32, head_dim=64, tied_embeddings=True),
-    "llama3-3b": _shape(_LLAMA3, 28, 3072, 8192, 24, tied_embeddings=True),
-    "llama3-8b": _shape(_LLAMA3, 32, 4096, 14336, 32),
-    "llama3-70b": _shape(_LLAMA3, 80, 8192, 28672, 64),
-    "llama3-405b": _shape(_LLAMA3, 126, 16384, 53248, 128),
-    "qwen2.5-0.5b": _shape(_QWEN2, 24, 896, 4864, 14, 2, head_dim=64, tied_embeddings=True),
-    "qwen2.5-1.5b": _shape(_QWEN2, 28, 1536, 8960, 12, 2, tied_embeddings=True),
-    "qwen2.5-7b": _shape(_QWEN2, 28, 3584, 18944, 28, 4, vocab_size=152064),
-    "qwen2.5-32b": _shape(_QWEN2, 64, 5120, 27648, 40, 8, vocab_size=152064),
-    "qwen2.5-72b": _shape(_QWEN2, 80, 8192, 29568, 64, 8, vocab_size=152064),
-    "qwen3-0.6b": _shape(_QWEN3, 28, 1024, 3072, 16, 8, tied_embeddings=True),
-    "qwen3-4b": _shape(_QWEN3, 36, 2560, 9728, 32, 8, tied_embeddings=True),
-    "qwen3-8b": _shape(_QWEN3, 36, 4096, 12288, 32, 8),
-    "qwen3-14b": _shape(_QWEN3, 40, 5120, 17408, 40, 8),
-    "qwen3-32b": _shape(_QWEN3, 64, 5120, 25600, 64, 8),
-    "qwen3-30b-a3b": _shape(_QWEN3, 48, 2048, 768, 32, 4, num_experts=128, experts_per_token=8),
-    "qwen3-235b-a22b": _shape(_QWEN3, 94, 4096, 1536, 64, 4, num_experts=128, experts_per_token=8),
-    "deepseek-v3": ModelShape(
-        num_layers=61,
-        hidden_size=7168,
-        ffn_hidden_size=2048,
-        num_attention_heads=128,
-        num_query_groups=128,
-        head_dim=192,
-        kv_lora_rank=512,
-        q_lora_rank=1536,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        vocab_size=129280,
-        num_experts=256,
-        experts_per_token=8,
-        num_dense_layers=3,
-        dense_ffn_hidden_size=18432,
-        shared_ffn_hidden_size=2048,
-        expert_bias=True,
-    ),
-    "mixtral-8x7b": _shape(_MIXTRAL, 32, 4096, 14336, 32, vocab_size=32000),
-    "mixtral-8x22b": _shape(_MIXTRAL, 56, 6144, 16384, 48, vocab_size=32768),
-    "gemma3-1b": _shape(_GEMMA3, 26, 1152, 6912, 4, 1, vocab_size=262144),
-    "gemma3-4b": _shape(_GEMMA3, 34, 2560, 10240, 8, 4),
-    "gemma3-12b": _shape(_GEMMA3, 48, 3840, 15360, 16, 8),
-    "gemma3-27b": _shape(_GEMMA3, 62, 5376, 21504, 32, 16, head_dim=128),
-    "olmo2-7b": _shape(_OLMO2, 32, 4096, 11008, 32, 32),
-    "olmo2-13b": _shape(_OLMO2, 40, 5120, 13824, 40, 40),
-    "olmo2-32b": _shape(_OLMO2, 64, 5120, 27648, 40, 8),
-    "glm4-9b": _shape(_GLM4, 40, 4096, 13696, 32, 2, qkv_bias=True),
-    "glm4-32b": _shape(_GLM4, 61, 6144, 23040, 48, 2),
-    "gpt-oss-20b": _shape(_GPT_OSS, 24, 2880, 2880, 64, num_experts=32),
-    "gpt-oss-120b": _shape(_GPT_OSS, 36, 2880, 2880, 64, num_experts=128),
+_MODELS = {
+    "llama3-1b": _known(_LLAMA3, 16, 2048, 8192, 32, head_dim=64, tied_embeddings=True),
+    "llama3-3b": _known(_LLAMA3, 28, 3072, 8192, 24, tied_embeddings=True),
+    "llama3-8b": _known(_LLAMA3, 32, 4096, 14336, 32),
+    "llama3-70b": _known(_LLAMA3, 80, 8192, 28672, 64),
+    "llama3-405b": _known(_LLAMA3, 126, 16384, 53248, 128),
+    "qwen2.5-0.5b": _known(_QWEN2, 24, 896, 4864, 14, 2, head_dim=64, tied_embeddings=True),
+    "qwen2.5-1.5b": _known(_QWEN2, 28, 1536, 8960, 12, 2, tied_embeddings=True),
+    "qwen2.5-7b": _known(_QWEN2, 28, 3584, 18944, 28, 4, vocab_size=152064),
+    "qwen2.5-32b": _known(_QWEN2, 64, 5120, 27648, 40, 8, vocab_size=152064),
+    "qwen2.5-72b": _known(_QWEN2, 80, 8192, 29568, 64, 8, vocab_size=152064),
+    "qwen3-0.6b": _known(_QWEN3, 28, 1024, 3072, 16, 8, tied_embeddings=True),
+    "qwen3-4b": _known(_QWEN3, 36, 2560, 9728, 32, 8, tied_embeddings=True),
+    "qwen3-8b": _known(_QWEN3, 36, 4096, 12288, 32, 8),
+    "qwen3-14b": _known(_QWEN3, 40, 5120, 17408, 40, 8),
+    "qwen3-32b": _known(_QWEN3, 64, 5120, 25600, 64, 8),
+    "qwen3-30b-a3b": _known(_QWEN3, 48, 2048, 768, 32, 4, num_experts=128, experts_per_token=8),
+    "qwen3-235b-a22b": _known(_QWEN3, 94, 4096, 1536, 64, 4, num_experts=128, experts_per_token=8),
+    "deepseek-v3": _known(_DEEPSEEK3, 61, 7168, 2048, 128, 128),
+    "mixtral-8x7b": _known(_MIXTRAL, 32, 4096, 14336, 32, vocab_size=32000),
+    "mixtral-8x22b": _known(_MIXTRAL, 56, 6144, 16384, 48, vocab_size=32768),
+    "gemma3-1b": _known(_GEMMA3, 26, 1152, 6912, 4, 1, vocab_size=262144),
+    "gemma3-4b": _known(_GEMMA3, 34, 2560, 10240, 8, 4),
+    "gemma3-12b": _known(_GEMMA3, 48, 3840, 15360, 16, 8),
+    "gemma3-27b": _known(_GEMMA3, 62, 5376, 21504, 32, 16, head_dim=128),
+    "olmo2-7b": _known(_OLMO2, 32, 4096, 11008, 32, 32),
+    "olmo2-13b": _known(_OLMO2, 40, 5120, 13824, 40, 40),
+    "olmo2-32b": _known(_OLMO2, 64, 5120, 27648, 40, 8),
+    "glm4-9b": _known(_GLM4, 40, 4096, 13696, 32, 2, qkv_bias=True),
+    "glm4-32b": _known(_GLM4, 61, 6144, 23040, 48, 2),
+    "gpt-oss-20b": _known(_GPT_OSS, 24, 2880, 2880, 64, num_experts=32),
+    "gpt-oss-120b": _known(_GPT_OSS, 36, 2880, 2880, 64, num_experts=128),
 }

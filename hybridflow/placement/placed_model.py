@@ -18,7 +18,6 @@ from hybridflow.models.gpt import Transformer
 from hybridflow.models.layers import Chunks, chunks_of, recompute_activations
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import MicroBatch, first_of_prompt, pack, split_by_tokens
-from hybridflow.models.shapes import shape_of
 from hybridflow.models.training import Trainable, forward_only, sum_over
 from hybridflow.models.user_model import Uncut
 from hybridflow.placement.job import Job
@@ -36,7 +35,7 @@ def role_spec(job: Job, role: str = "actor", *, has_value_head: bool = False) ->
         return Uncut(own).describe()
     model = job.model_of(role)
     lora = job.recipe.actor.lora if role == "actor" else None
-    return whole_spec(shape_of(model), has_value_head=has_value_head, lora=lora)
+    return whole_spec(model, has_value_head=has_value_head, lora=lora)
 
 
 def part_of(job: Job, mesh: str, spec: ModelSpec, model: PlacedModel | None) -> ModelOnMesh:

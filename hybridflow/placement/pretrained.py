@@ -34,7 +34,7 @@ from hybridflow.families.assets import (
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.quantization import plain_assets
 from hybridflow.layout.mesh import DeviceMesh
-from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.models.shapes import model_spec
 from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
@@ -86,7 +86,7 @@ def from_pretrained(
     )
     has_value_head = role != "actor"
     world.make_groups(rank_sets([mesh], world.size))
-    spec = model_spec(shape_of(model), has_value_head=has_value_head)
+    spec = model_spec(model, has_value_head=has_value_head)
     made = ModelOnMesh(world, mesh, model, spec, seed=seed)
     if world.rank in mesh:
         made.build(has_value_head=has_value_head)

@@ -17,7 +17,7 @@ from hybridflow.families.cut import check_cut
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.shapes import cached_token_bytes, model_spec, shape_of
+from hybridflow.models.shapes import cached_token_bytes, model_spec
 from hybridflow.observe.console import format_bytes
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.world import World
@@ -158,7 +158,7 @@ def memory_line(model: ModelConfig, layout: ParallelLayout, cached_tokens: int, 
         cached_tokens: Most tokens in the key-value cache at a time.
         cache_memory: Most memory of the cache: in bytes, or, below 1, a share of what will be free.
     """
-    spec = model_spec(shape_of(model))
+    spec = model_spec(model)
     mesh = DeviceMesh(
         name="--layout", layout=layout, ranks=tuple(range(layout.world_size)), ranks_per_node=layout.world_size
     )

@@ -30,7 +30,7 @@ from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.model import ModelConfig, RotaryScaling
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.models.shapes import model_spec
 from hybridflow.models.weights import local_shards
 from tests.multi.jobs import inner_of, outer_of
 from tests.support.checkpoint_formats import (
@@ -164,7 +164,7 @@ LATENT_ARGUMENTS = dict(
 
 def config_of(model, layout, given):
     """megatron-core's settings of a model, and the layers that these make; those of latent attention are given."""
-    config = make_config(shape_of(model), layout, layernorm_epsilon=model.norm_eps)
+    config = make_config(model, layout, layernorm_epsilon=model.norm_eps)
     if model is not LATENT:
         return config, get_gpt_layer_local_spec(
             num_experts=model.num_experts, qk_layernorm=model.qk_norm, normalization="RMSNorm"
@@ -215,7 +215,7 @@ def build(world, model, layout, given=None):
     for parameter in built.parameters():
         parameter.data = torch.full_like(parameter.data, 7.0, dtype=config.params_dtype)
     mesh = DeviceMesh(name="model", layout=layout, ranks=tuple(range(world.size)), ranks_per_node=world.size)
-    return built, local_shards(built, model_spec(shape_of(model)), mesh, world.rank)
+    return built, local_shards(built, model_spec(model), mesh, world.rank)
 
 
 def with_heads(model):

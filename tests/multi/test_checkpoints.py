@@ -32,11 +32,12 @@ from hybridflow.checkpoint.training_state import Shares, load_training
 from hybridflow.config.roles import OptimizerConfig
 from hybridflow.errors import DeadlineError
 from hybridflow.exit_status import exit_status
+from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import pack
-from hybridflow.models.shapes import ModelShape, model_spec
+from hybridflow.models.shapes import model_spec
 from hybridflow.models.specs import logical_tensors
 from hybridflow.models.training import Trainable
 from hybridflow.models.weights import initialize
@@ -253,20 +254,19 @@ def test_training_goes_on(goal: Goal, specs: Any, saved: Any, loaded: Any) -> No
 
 # --- A mixture of experts: held in other groups than the rest, and with a buffer that is not trained ---
 
-EXPERTS = ModelShape(
+EXPERTS = ModelConfig(
     num_layers=2,
     hidden_size=16,
     ffn_hidden_size=12,
     num_attention_heads=4,
     num_query_groups=2,
     head_dim=4,
+    max_context=32,
     vocab_size=VOCAB,
     vocab_divisible_by=4,
     num_experts=4,
     shared_ffn_hidden_size=8,
-    shared_gate=True,
-    expert_bias=True,
-    dtype="fp32",
+    router_bias=True,
 )
 
 
@@ -369,7 +369,7 @@ def test_a_mixture_of_experts_goes_on(source: Any, target: Any, tmp_path: Path) 
     assert abs(found[0] - expected[0]) <= 1e-6 * expected[0]
     assert_same_tensors(*(tmp_path / f"checkpoints/step_00000{step}/actor" for step in (2, 3)))
     manifest = ModelDir(tmp_path / "checkpoints/step_000002/actor").manifest
-    assert [len(tensors) for tensors in manifest.tensors.values()] == [37, 35, 35]
+    assert [len(tensors) for tensors in manifest.tensors.values()] == [35, 33, 33]
 
 
 def own_mixture(world: World, text: str) -> tuple[Trainable, ModelSpec, DeviceMesh]:

@@ -8,30 +8,30 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_utils
 
+from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.attention import PackedAttention
-from hybridflow.models.shapes import ModelShape, model_spec
+from hybridflow.models.shapes import model_spec
 from hybridflow.models.specs import logical_tensors
 from hybridflow.models.weights import local_shards
 from tests.multi.jobs import inner_of, outer_of
 from tests.support.megatron_models import make_chunks, make_collection, ranks_of_groups
 from tests.support.ranks import run_ranks
 
-SHAPE = ModelShape(
+SHAPE = ModelConfig(
     num_layers=2,
     hidden_size=32,
     ffn_hidden_size=24,
     num_attention_heads=8,
     num_query_groups=2,
     head_dim=6,
+    max_context=32,
     vocab_size=24,
     num_experts=8,
     shared_ffn_hidden_size=16,
-    shared_gate=True,
-    expert_bias=True,
+    router_bias=True,
     qk_norm=True,
-    dtype="fp32",
 )
 LAYOUTS = ["dp4.ep2", "dp4.ep4", "tp2.dp2.ep2", "tp2.dp2.ep4.etp1", "tp4.ep2.etp2", "tp2.dp2.ep1.etp4"]
 

@@ -20,9 +20,9 @@ from hybridflow.api.trainers import GRPOTrainer, PPOTrainer
 from hybridflow.checkpoint.formats.in_memory import InMemoryModel, in_memory_info, in_memory_model
 from hybridflow.dataflow.batch import Batch
 from hybridflow.errors import ConfigError
+from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.shapes import ModelShape
 from hybridflow.models.specs import describe
 from hybridflow.models.user_model import ActorModel
 from hybridflow.models.weights import initialize
@@ -155,15 +155,15 @@ def test_critic_reward_and_reference_are_what_was_given(models, tmp_path):
     assert (torch.from_numpy(ref) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-GPT = ModelShape(
+GPT = ModelConfig(
     num_layers=4,
     hidden_size=32,
     ffn_hidden_size=24,
     num_attention_heads=4,
     num_query_groups=2,
     head_dim=8,
+    max_context=32,
     vocab_size=VOCAB + 1,
-    dtype="fp32",
 )
 """Its embedding has a row of padding."""
 

@@ -30,7 +30,6 @@ from hybridflow.models.gpt import build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.lora import Dropout, adapters_off, merge
 from hybridflow.models.microbatch import pack, split_by_tokens
-from hybridflow.models.shapes import shape_of
 from hybridflow.models.training import Trainable, forward_only
 from hybridflow.models.weights import initialize, local_shards
 from hybridflow.parallel.world import World
@@ -118,7 +117,7 @@ class Placed:
         self.rank, self.layout = world.rank, ParallelLayout.parse(text)
         self.mesh, self.groups = place(world, self.layout)
         self.spec = describe_model(world, model, vocab_size=101, lora=lora)
-        assert factor_spec(self.spec).tensors == adapter_spec(shape_of(model), lora).tensors, name
+        assert factor_spec(self.spec).tensors == adapter_spec(model, lora).tensors, name
         if self.groups is None:
             return
         made = ModelOnMesh(world, self.mesh, model, self.spec)

@@ -14,7 +14,7 @@ from hybridflow.mapping import activations, memory
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.layers import recompute_activations
 from hybridflow.models.microbatch import pack
-from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.models.shapes import model_spec
 from hybridflow.models.training import Trainable
 from hybridflow.models.weights import initialize
 from hybridflow.reshard.holdings import WeightHoldings
@@ -51,7 +51,7 @@ def held(
         sum(parameter.main_grad.nbytes for parameter in built.parameters()),
         sum(tensor.nbytes for kind in ("exp_avg", "exp_avg_sq", "master") for tensor in state[kind].values()),
     ]
-    spec = model_spec(shape_of(model), has_value_head=has_value_head)
+    spec = model_spec(model, has_value_head=has_value_head)
     weights = held_bytes(spec, WeightHoldings(spec, mesh), world.rank)
     states = OptimizerHoldings(spec, mesh, bucket_size) if distributed else None
     optimizer = memory.optimizer_bytes(states, world.rank, model, weights)
@@ -214,7 +214,7 @@ def packed(world) -> list[tuple[int, int]]:
     for model in PACKED:
         built, mesh, groups, _ = make_model(world, ParallelLayout(tp=2, pp=2), model=model)
         quick = CpuTransformer(built, groups.tp, VOCAB)
-        spec = model_spec(shape_of(replace(model, vocab_size=VOCAB)), has_value_head=False)
+        spec = model_spec(replace(model, vocab_size=VOCAB), has_value_head=False)
         sizes = memory.packed_bytes(spec, model, mesh, world.rank)
         found.append((sum(each.nbytes for each in quick.matrices), sizes))
     return found

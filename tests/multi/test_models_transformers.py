@@ -23,7 +23,7 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.gpt import Transformer, build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import pack
-from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.models.shapes import model_spec
 from hybridflow.models.specs import logical_parameters
 from hybridflow.models.training import Trainable, forward_only
 from hybridflow.models.weights import local_shards
@@ -337,7 +337,7 @@ def load(world, theirs: Theirs, layout: ParallelLayout, mesh, groups, *, has_val
     options: dict[str, Any] = dict(vocab_size=VOCAB, has_value_head=has_value_head)
     built = build_transformer(described.model, layout, groups, world.device, **options)
     spec = describe_model(world, described.model, **options)
-    assert spec == model_spec(shape_of(described.model), has_value_head=has_value_head)
+    assert spec == model_spec(described.model, has_value_head=has_value_head)
     weights = by_our_names(described, theirs.weights)
     if has_value_head:
         weights.pop("output_layer.weight", None)

@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.tensor_file import entry_of
 from hybridflow.families.model import ModelConfig
-from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.models.shapes import model_spec
 from hybridflow.reshard.views import TORCH_DTYPES
 
 SMALL = ModelConfig(
@@ -30,7 +30,7 @@ SMALL = ModelConfig(
 def logical_values(model: ModelConfig, seed: int = 0, *, has_value_head: bool = False) -> dict[str, Tensor]:
     """Random values of every logical tensor of a model."""
     generator = torch.Generator().manual_seed(seed)
-    specs = model_spec(shape_of(model), has_value_head=has_value_head).tensors
+    specs = model_spec(model, has_value_head=has_value_head).tensors
     return {spec.name: torch.randn(spec.shape, generator=generator).to(TORCH_DTYPES[spec.dtype]) for spec in specs}
 
 

@@ -14,22 +14,22 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.attention import GroupedSelfAttention, SdpaCoreAttention
 from hybridflow.models.gpt import Transformer
-from hybridflow.models.shapes import ModelShape
 from hybridflow.reshard.views import TORCH_DTYPES
 
-PLAIN = ModelShape(
+PLAIN = ModelConfig(
     num_layers=4,
     hidden_size=16,
     ffn_hidden_size=24,
     num_attention_heads=8,
     num_query_groups=4,
     head_dim=4,
+    max_context=32,
     vocab_size=29,
     vocab_divisible_by=3,
-    dtype="fp32",
 )
 """Small, with grouped queries and a vocabulary that has to be padded."""
 
@@ -85,7 +85,7 @@ def count_up(weight: Tensor) -> Tensor:
         return weight.copy_(torch.arange(weight.numel(), device=weight.device).view(weight.shape))
 
 
-def make_config(shape: ModelShape, layout: ParallelLayout = WHOLE, **other: Any) -> TransformerConfig:
+def make_config(shape: ModelConfig, layout: ParallelLayout = WHOLE, **other: Any) -> TransformerConfig:
     """megatron-core's description of a shape in a layout."""
     moe: dict[str, Any] = {}
     if shape.num_experts is not None:
@@ -95,9 +95,8 @@ def make_config(shape: ModelShape, layout: ParallelLayout = WHOLE, **other: Any)
             moe_router_topk=2,
             moe_router_load_balancing_type="none",
             moe_shared_expert_intermediate_size=shape.shared_ffn_hidden_size,
-            moe_shared_expert_gate=shape.shared_gate,
-            moe_router_enable_expert_bias=shape.expert_bias,
-            moe_router_score_function="sigmoid" if shape.expert_bias else "softmax",
+            moe_router_enable_expert_bias=shape.router_bias,
+            moe_router_score_function="sigmoid" if shape.router_bias else "softmax",
             moe_token_dispatcher_type="allgather",
         )
     dtype = TORCH_DTYPES[shape.dtype]
@@ -106,8 +105,8 @@ def make_config(shape: ModelShape, layout: ParallelLayout = WHOLE, **other: Any)
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.ffn_hidden_size,
         num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        kv_channels=shape.head_dim,
+        num_query_groups=shape.query_groups,
+        kv_channels=shape.head_size,
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
@@ -139,7 +138,7 @@ def make_config(shape: ModelShape, layout: ParallelLayout = WHOLE, **other: Any)
 
 
 def make_chunks(
-    shape: ModelShape,
+    shape: ModelConfig,
     layout: ParallelLayout = WHOLE,
     rank: int = 0,
     *,
@@ -176,8 +175,8 @@ def make_chunks(
             model = Transformer(
                 config=config,
                 transformer_layer_spec=layers,
-                vocab_size=-(-shape.vocab_size // multiple) * multiple,
-                max_sequence_length=32,
+                vocab_size=-(-shape.known_vocab_size // multiple) * multiple,
+                max_sequence_length=shape.max_context,
                 pre_process=stage == 0 and chunk == 0,
                 post_process=stage == layout.pp - 1 and chunk == layout.vpp - 1,
                 share_embeddings_and_output_weights=shape.tied_embeddings,
@@ -192,7 +191,7 @@ def make_chunks(
     return chunks
 
 
-def make_whole(shape: ModelShape, device: str = "meta", **other: Any) -> Transformer:
+def make_whole(shape: ModelConfig, device: str = "meta", **other: Any) -> Transformer:
     """The uncut model."""
     (whole,) = make_chunks(shape, device=device, **other)
     return whole

@@ -109,7 +109,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     from hybridflow.layout.mesh import DeviceMesh
     from hybridflow.layout.parallel_layout import ParallelLayout
     from hybridflow.models.gpt import build_transformer
-    from hybridflow.models.shapes import model_spec, shape_of
+    from hybridflow.models.shapes import model_spec
     from hybridflow.models.training import Trainable
     from hybridflow.models.weights import initialize
     from hybridflow.parallel.megatron import collection, rank_sets
@@ -130,7 +130,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     mesh = DeviceMesh(name="mesh", layout=ParallelLayout(), ranks=(0,), ranks_per_node=1)
     world.make_groups(rank_sets([mesh], 1))
     groups = collection(world, mesh)
-    spec = model_spec(shape_of(model))
+    spec = model_spec(model)
     with _peak_memory() as peak:
         built = build_transformer(model, mesh.layout, groups, world.device, vocab_size=options.vocab)
         if options.part == "first":

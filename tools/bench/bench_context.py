@@ -131,7 +131,7 @@ def _passes(options: argparse.Namespace, world: Any, name: str) -> Any:
     from hybridflow.models.gpt import build_transformer
     from hybridflow.models.log_probs import vocab_parallel_log_probs
     from hybridflow.models.microbatch import pack
-    from hybridflow.models.shapes import model_spec, shape_of
+    from hybridflow.models.shapes import model_spec
     from hybridflow.models.training import Trainable
     from hybridflow.models.weights import initialize
     from hybridflow.parallel.megatron import collection, rank_sets
@@ -151,7 +151,7 @@ def _passes(options: argparse.Namespace, world: Any, name: str) -> Any:
     world.make_groups(rank_sets([mesh], world.size))
     groups = collection(world, mesh)
     built = build_transformer(model, layout, groups, world.device, vocab_size=vocab)
-    spec = model_spec(shape_of(model))
+    spec = model_spec(model)
     initialize(built, spec, mesh, world.rank, seed=1, std=0.02)
     trainable = Trainable(built, groups, OptimizerConfig(lr=1e-3))
     generator = torch.Generator().manual_seed(1)

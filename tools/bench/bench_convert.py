@@ -39,7 +39,7 @@ from hybridflow.checkpoint.convert.engine import convert
 from hybridflow.checkpoint.formats.registry import make_target
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.families.model import ModelConfig
-from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.models.shapes import model_spec
 
 SHARD_BYTES = 2_000_000_000
 FIXED_BYTES = 500_000_000
@@ -85,7 +85,7 @@ class RandomSource:
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
-        specs = model_spec(shape_of(model)).tensors
+        specs = model_spec(model).tensors
         self.tensors = {spec.name: TensorEntry(spec.dtype, spec.shape) for spec in specs}
         self._generator = torch.Generator().manual_seed(0)
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from hybridflow.errors import HybridflowError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.shapes import model_spec, named_shapes
+from hybridflow.models.shapes import known_models, model_spec
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.plan import plan
 from hybridflow.reshard.spec import ModelSpec
@@ -106,7 +106,7 @@ def main() -> int:
 
 def measure(subject: Subject, counts: set[int] | None, repeats: int) -> list[dict[str, Any]]:
     """Plan every pair of a model for the first, the last and four ranks between."""
-    tensors = model_spec(named_shapes()[subject.name])
+    tensors = model_spec(known_models()[subject.name])
     rows = []
     for pair in subject.pairs:
         layouts = [ParallelLayout.parse(text) for text in pair]

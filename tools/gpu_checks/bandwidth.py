@@ -39,7 +39,7 @@ def _be_a_rank(is_dry: bool) -> None:
     """Measure on all ranks at once; the first writes the seconds of the slowest, and the bytes of all."""
     import torch
 
-    from hybridflow.models.shapes import model_spec, shape_of
+    from hybridflow.models.shapes import model_spec
     from hybridflow.models.weights import local_shards
     from hybridflow.parallel.start import find_start
     from hybridflow.parallel.world import join_world, open_store
@@ -53,7 +53,7 @@ def _be_a_rank(is_dry: bool) -> None:
     for layout in ("tp2", "dp2"):
         built, mesh, _ = build(world, model, layout)
         fill(built)
-        spec = model_spec(shape_of(model))
+        spec = model_spec(model)
         sides.append(WeightHoldings(spec, mesh))
         tensors.append({name: held for name, (held, _) in local_shards(built, spec, mesh, world.rank).items()})
     gather = world.coordinator((0, 1)).gather

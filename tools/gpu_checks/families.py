@@ -126,7 +126,6 @@ def _compute(world: Any, model: Any) -> dict[str, Any]:
     from hybridflow.models.adapters import whole_spec
     from hybridflow.models.log_probs import vocab_parallel_log_probs
     from hybridflow.models.microbatch import pack
-    from hybridflow.models.shapes import shape_of
     from hybridflow.models.specs import logical_parameters
     from hybridflow.models.training import Trainable
     from hybridflow.models.weights import initialize
@@ -134,7 +133,7 @@ def _compute(world: Any, model: Any) -> dict[str, Any]:
 
     vocab = model.vocab_size
     built, mesh, groups = build(world, model)
-    initialize(built, whole_spec(shape_of(model)), mesh, 0, seed=3, std=0.1)
+    initialize(built, whole_spec(model), mesh, 0, seed=3, std=0.1)
     engine = MegatronEngine(built, groups, vocab_size=vocab, seed=7, max_concurrent=8)
     found = {}
     for index, response in enumerate(engine.generate(_requests(vocab))):

@@ -103,8 +103,7 @@ def _settings(given: Any) -> ModelInfo | None:
         return user_model_info(given)
     values, where = _config(given), f"{type(given).__name__}.config"
     if has_no_table(values):
-        other = read_other_config(values, where=where)
-        return ModelInfo(other.model, other.has_value_head, other.model_type, None)
+        return read_other_config(values, where=where)
     described = read_config(values, where=where)
     return ModelInfo(described.model, described.has_value_head, described.family.name, None)
 

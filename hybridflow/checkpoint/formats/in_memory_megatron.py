@@ -23,7 +23,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.families.model import ModelConfig, RotaryScaling, check_model
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.rotary import rotary_frequencies
-from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.models.shapes import model_spec
 from hybridflow.models.specs import logical_tensors, pipeline_layers
 from hybridflow.reshard.spec import TensorSpec, cut, stage_of
 from hybridflow.reshard.views import DTYPE_NAMES
@@ -168,7 +168,7 @@ class MegatronSource(Source):
         tp, pp = groups.tp.size(), groups.pp.size()
         self.layout = None if tp == pp == 1 else f"tp{tp}.pp{pp}"
         # Its own padding may be more than a layout of ours would have.
-        specs = model_spec(shape_of(replace(self.model, vocab_size=given.vocab_size))).tensors
+        specs = model_spec(replace(self.model, vocab_size=given.vocab_size)).tensors
         held = logical_tensors(given)
         _check_held(held, {spec.name for spec in specs}, is_whole=pp == 1)
         if self.layout is None:

@@ -46,7 +46,7 @@ class NamedSource(HuggingFaceSource):
     def __init__(self, path: Path) -> None:
         self.path = path
         described = read_other_config(read_json(path / CONFIG), where=str(path / CONFIG))
-        self.family, self.model, self.has_value_head = described.model_type, described.model, described.has_value_head
+        self.family, self.model, self.has_value_head = described.family, described.model, described.has_value_head
         self._files = open_files(path, has_masks=True)
         self._where = {name: file for file in self._files.values() for name in file.entries}
         self.tensors: Mapping[str, TensorEntry] = {name: file.entries[name] for name, file in self._where.items()}

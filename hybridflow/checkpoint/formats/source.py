@@ -13,7 +13,7 @@ from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.tensor_file import cast
 from hybridflow.errors import CheckpointError
 from hybridflow.families.model import ModelConfig
-from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.models.shapes import model_spec
 from hybridflow.reshard.spec import Box, DType, ModelSpec
 
 _ROUTER_BIASES = (".expert_bias", ".e_score_correction_bias")
@@ -175,7 +175,7 @@ def num_blocks(model: ModelConfig) -> int:
 
 def spec_of_model(model: ModelConfig, *, has_value_head: bool = False) -> ModelSpec:
     """Return the tensors of a model's settings, the vocabulary included."""
-    return model_spec(shape_of(model), has_value_head=has_value_head)
+    return model_spec(model, has_value_head=has_value_head)
 
 
 def check_shapes(

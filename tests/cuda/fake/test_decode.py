@@ -15,7 +15,7 @@ from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.memory import joined_bytes
 from hybridflow.models.gpt import build_transformer
-from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.models.shapes import model_spec
 from hybridflow.rollout.gpu import decode
 from hybridflow.rollout.gpu.transformer import GpuTransformer
 from tests.cuda.fake.machine import DEVICE, Launches, fake_cuda, place
@@ -99,7 +99,7 @@ def test_a_step_asks_nothing_of_the_host_and_starts_few_kernels(
         with Launches() as cutting:
             decoder.step(rows, edits)
     copied = sum(each.nbytes for _, *pair in transformer._factors.values() for each in pair)
-    spec = model_spec(shape_of(model))
+    spec = model_spec(model)
     assert copied == (0 if lora is None else joined_bytes(spec, lora, mesh, 0))
     # Beside the layers: the embedding, the output layer and sampling.
     assert sum(launches.names.values()) <= launches_per_layer * model.num_layers + 20, launches.names

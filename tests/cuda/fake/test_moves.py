@@ -14,7 +14,7 @@ from hybridflow.checkpoint.training_state import Shares
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.gpt import build_transformer
-from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.models.shapes import model_spec
 from hybridflow.parallel.megatron import collection, rank_sets
 from hybridflow.reshard.execute import Resharder
 from hybridflow.reshard.holdings import WeightHoldings
@@ -76,7 +76,7 @@ def addresses(monkeypatch):
 @functools.cache
 def spec():
     model = family_model("llama")
-    return model, model_spec(shape_of(model))
+    return model, model_spec(model)
 
 
 def mesh_of(layout: ParallelLayout) -> DeviceMesh:
@@ -188,5 +188,5 @@ def test_offloaded_weights_are_in_pinned_memory_and_come_back(monkeypatch):
             copied.clear()
     # Once for both turns, in few blocks.
     assert sum(sizes.values()) <= sum(pinned) < sum(sizes.values()) + 2**20 and len(pinned) < 20
-    tensors = model_spec(shape_of(model))
+    tensors = model_spec(model)
     assert sum(sizes.values()) == held_bytes(tensors, WeightHoldings(tensors, mesh), 0)

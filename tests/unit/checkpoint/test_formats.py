@@ -18,7 +18,7 @@ from hybridflow.checkpoint.model_dir import Share, write_manifest, write_shares
 from hybridflow.errors import CheckpointError, ConfigError, LayoutError, ReshardError, WriteError
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.models.shapes import model_spec
 from hybridflow.reshard.spec import flat_boxes
 from hybridflow.reshard.views import DTYPE_NAMES
 from tests.support.checkpoint_cases import edit_json, make_model, same_bits, save, tensors_of
@@ -415,7 +415,7 @@ def test_pieces_that_ranks_wrote_read_as_well(tmp_path):
     model = ModelConfig(**shape, qk_norm=True)
     folder = tmp_path / "actor"
     folder.mkdir()
-    specs = model_spec(shape_of(model)).tensors
+    specs = model_spec(model).tensors
     torch.manual_seed(3)
     values = {spec.name: torch.randn(spec.shape) for spec in specs}
     shares = [[], []]

@@ -33,7 +33,7 @@ from hybridflow.checkpoint.model_dir import Share, write_manifest, write_shares
 from hybridflow.checkpoint.tensor_file import TensorFile, entry_of
 from hybridflow.families.model import ModelConfig, RotaryScaling
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.models.shapes import model_spec
 from tests.support.conversions import convert
 from tests.support.lora_cases import make_adapter, make_model
 
@@ -52,7 +52,7 @@ def write_role(folder: Path, *, seed: int = 1, has_value_head: bool = False, cha
     generator = torch.Generator().manual_seed(seed)
     shares: list[Share] = []
     tensors: dict[str, dict[str, TensorEntry]] = {"weight": {}, "exp_avg": {}}
-    for spec in model_spec(shape_of(MODEL), has_value_head=has_value_head).tensors:
+    for spec in model_spec(MODEL, has_value_head=has_value_head).tensors:
         for kind in tensors:
             tensors[kind][spec.name] = TensorEntry("fp32", spec.shape)
             values = torch.randn(spec.shape, generator=generator)

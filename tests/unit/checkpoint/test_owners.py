@@ -14,7 +14,7 @@ from hybridflow.checkpoint import owners
 from hybridflow.checkpoint.owners import owned_weights, writes_state
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.shapes import model_spec, named_shapes
+from hybridflow.models.shapes import known_models, model_spec
 from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec, num_elements
 from tests.support.reshard_cases import make_mesh
 from tests.unit.reshard.test_optimizer import LAYOUTS, dealt_state, make_model, whole_array, whole_state
@@ -66,7 +66,7 @@ def test_state_of_a_distributed_optimizer_is_written_once(mesh: DeviceMesh, mode
     ("name", "layout"), [("llama3-8b", "tp2.pp2.dp4"), ("qwen2.5-0.5b", "dp8"), ("llama3-1b", "tp8")]
 )
 def test_bytes_are_dealt_evenly(name: str, layout: str) -> None:
-    model, mesh = model_spec(named_shapes()[name]), make_mesh(layout)
+    model, mesh = model_spec(known_models()[name]), make_mesh(layout)
     item_bytes = {tensor.name: ITEM_BYTES[tensor.dtype] for tensor in model.tensors}
     load = {
         rank: sum(num_elements(box) * item_bytes[tensor] for tensor, box in boxes)
@@ -83,7 +83,7 @@ def test_bytes_are_dealt_evenly(name: str, layout: str) -> None:
 
 def test_twins_take_turns() -> None:
     """Norms, which all tensor parallel ranks hold, are not all written by the first."""
-    model, mesh = model_spec(named_shapes()["llama3-8b"]), make_mesh("tp4.dp2")
+    model, mesh = model_spec(known_models()["llama3-8b"]), make_mesh("tp4.dp2")
     whole = {tensor.name for tensor in model.tensors if tensor.tp_dim is None}
     counts = [len(writes_state(model, mesh, rank) & whole) for rank in range(4)]
     assert sum(counts) == len(whole) and min(counts) >= len(whole) // 8, counts

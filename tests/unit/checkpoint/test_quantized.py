@@ -21,7 +21,7 @@ from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.quantization import Quantization
 from hybridflow.layout.mesh import Coordinate
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.models.shapes import model_spec
 from hybridflow.reshard.spec import shard
 from tests.support.checkpoint_cases import edit_json, make_model, same_bits, save, tensors_of
 from tests.support.conversions import convert
@@ -187,7 +187,7 @@ def test_a_written_directory_is_the_model_that_transformers_loads(family, dtype,
 def test_a_rank_decodes_its_box_alone_and_rightly(family, saved, tmp_path):
     source = open_source(saved / family)
     plain = open_source(convert(saved / family, "hf", tmp_path / "plain"))
-    spec = model_spec(shape_of(source.model))
+    spec = model_spec(source.model)
     cuts = 0
     for layout in (ParallelLayout(tp=2), ParallelLayout(tp=4), ParallelLayout(ep=2, dp=2)):
         for tensor, tp in itertools.product(spec.tensors, range(layout.tp)):

@@ -19,7 +19,7 @@ from hybridflow.mapping.estimate import (
 )
 from hybridflow.mapping.hardware import hardware
 from hybridflow.mapping.sizes import Experts, Size, model_size
-from hybridflow.models.shapes import model_spec, named_shapes
+from hybridflow.models.shapes import known_models, model_spec
 from hybridflow.reshard.fsdp import weight_holdings
 from hybridflow.reshard.plan import held_bytes
 
@@ -239,7 +239,7 @@ def test_a_mixture_has_the_parameters_that_its_maker_says(model, total, active):
     [("qwen3-30b-a3b", "tp2.pp2.dp4.ep4"), ("qwen3-30b-a3b", "tp2.dp4.ep8.etp1"), ("deepseek-v3", "tp4.pp1.dp8.ep8")],
 )
 def test_weights_of_a_rank_are_those_of_its_tensors(model, layout):
-    shape, cut = named_shapes()[model], ParallelLayout.parse(layout)
+    shape, cut = known_models()[model], ParallelLayout.parse(layout)
     mesh = DeviceMesh(name="actor", layout=cut, ranks=tuple(range(cut.world_size)), ranks_per_node=8)
     spec = model_spec(shape)
     held = held_bytes(spec, weight_holdings(spec, mesh), mesh.rank_at(pp=0))

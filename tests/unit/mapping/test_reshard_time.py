@@ -6,19 +6,20 @@ from dataclasses import replace
 import pytest
 
 from hybridflow.errors import LayoutError
+from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.hardware import hardware
 from hybridflow.mapping.reshard_time import fewer_replicas, least_seconds
 from hybridflow.mapping.sizes import size_of
-from hybridflow.models.shapes import ModelShape, model_spec
+from hybridflow.models.shapes import model_spec
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.overlap import max_overlap
 from hybridflow.reshard.report import Bandwidth, reshard_seconds
 
-DENSE = ModelShape(
+DENSE = ModelConfig(
     **{"num_layers": 8, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32},
-    **{"num_query_groups": 8, "vocab_size": 128256, "dtype": "bf16"},
+    **{"num_query_groups": 8, "head_dim": 128, "max_context": 4096, "vocab_size": 128256, "dtype": "bf16"},
 )
 MIXTURE = replace(DENSE, num_experts=32, ffn_hidden_size=1536, experts_per_token=4)
 BANDWIDTH = Bandwidth(node=300.0, network=40.0)

@@ -14,18 +14,16 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.shapes import ModelShape
 from hybridflow.models.specs import describe, logical_parameters
 from hybridflow.reshard.optimizer import OptimizerHoldings, flat_ranges
 from hybridflow.reshard.spec import ModelSpec
 from tests.support.megatron_models import PLAIN, make_chunks, make_collection, make_whole
 
 TIED = dataclasses.replace(PLAIN, num_query_groups=2, tied_embeddings=True, qkv_bias=True, qk_norm=True, dtype="bf16")
-EXPERTS = dataclasses.replace(
-    PLAIN, num_experts=4, shared_ffn_hidden_size=8, shared_gate=True, expert_bias=True, qk_norm=True
-)
+EXPERTS = dataclasses.replace(PLAIN, num_experts=4, shared_ffn_hidden_size=8, router_bias=True, qk_norm=True)
 UNEVEN = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}
 CASES = [
     *((PLAIN, text, {}) for text in ("dp3", "tp2.pp2.dp2", "tp4.cp2", "pp2.vpp2.dp4", "cp2.dp2")),
@@ -48,7 +46,7 @@ ALL = [*((*case, None) for case in CASES), *((*case, BUCKET_SIZE) for case in IN
 
 
 def ranges_of(
-    shape: ModelShape, layout: ParallelLayout, rank: int, other: dict, bucket_size: int | None
+    shape: ModelConfig, layout: ParallelLayout, rank: int, other: dict, bucket_size: int | None
 ) -> Iterator[tuple[str, int, int]]:
     """Tensor, start and stop of what megatron-core deals to a rank."""
     groups = make_collection(layout, rank)
@@ -77,7 +75,7 @@ def ranges_of(
     ALL,
     ids=[text if size is None else f"{text} in buckets" for _, text, _, size in ALL],
 )
-def test_ranges_are_those_of_megatron_core(shape: ModelShape, text: str, other: dict, bucket_size: int | None) -> None:
+def test_ranges_are_those_of_megatron_core(shape: ModelConfig, text: str, other: dict, bucket_size: int | None) -> None:
     layout = ParallelLayout.parse(text)
     mesh = DeviceMesh(name=text, layout=layout, ranks=tuple(range(layout.world_size)), ranks_per_node=8)
     whole = make_whole(shape)

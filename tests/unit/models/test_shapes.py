@@ -11,7 +11,7 @@ import pytest
 from hybridflow.config.roles import LoRAConfig
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.adapters import whole_spec
-from hybridflow.models.shapes import ModelShape, model_spec, named_shapes, shape_of
+from hybridflow.models.shapes import known_models, model_spec
 from hybridflow.models.specs import describe
 from tests.support.described import describe_model
 from tests.support.megatron_models import make_whole
@@ -56,10 +56,10 @@ PUBLISHED = {
 }
 
 
-def test_named_shapes_have_the_published_number_of_parameters():
+def test_known_models_have_the_published_number_of_parameters():
     counts = {
         name: sum(math.prod(tensor.shape) for tensor in model_spec(known).tensors)
-        for name, known in named_shapes().items()
+        for name, known in known_models().items()
     }
     assert counts == PUBLISHED
 
@@ -82,20 +82,21 @@ def is_of_megatron(known):
     return not known.post_norms and not known.attention_sinks and known.kv_lora_rank is None
 
 
-@pytest.mark.parametrize("name", sorted(name for name, known in named_shapes().items() if is_of_megatron(known)))
+@pytest.mark.parametrize("name", sorted(name for name, known in known_models().items() if is_of_megatron(known)))
 def test_a_named_model_is_described_as_megatron_core_builds_it(name):
     # Two layers tell as much as all.
-    known = dataclasses.replace(named_shapes()[name], num_layers=2)
+    known = dataclasses.replace(known_models()[name], num_layers=2)
     assert model_spec(known) == describe(make_whole(known))
 
 
-SMALL = ModelShape(
+SMALL = ModelConfig(
     num_layers=3,
     hidden_size=32,
     ffn_hidden_size=24,
     num_attention_heads=8,
     num_query_groups=2,
     head_dim=6,
+    max_context=32,
     vocab_size=29,
     vocab_divisible_by=4,
 )
@@ -103,10 +104,8 @@ SMALL = ModelShape(
 
 def test_any_small_model_is_described_as_megatron_core_builds_it():
     on_off = (False, True)
-    for tied, bias, norm, shared, gate, experts in itertools.product(
-        on_off, on_off, on_off, (None, 20), on_off, (None, 4)
-    ):
-        if experts is None and (shared is not None or gate):
+    for tied, bias, norm, shared, experts in itertools.product(on_off, on_off, on_off, (None, 20), (None, 4)):
+        if experts is None and shared is not None:
             continue
         known = dataclasses.replace(
             SMALL,
@@ -115,8 +114,7 @@ def test_any_small_model_is_described_as_megatron_core_builds_it():
             qk_norm=norm,
             num_experts=experts,
             shared_ffn_hidden_size=shared,
-            shared_gate=gate,
-            expert_bias=gate != bias,
+            router_bias=tied != bias,
             dtype="fp32" if norm else "bf16",
         )
         whole = make_whole(known)
@@ -168,7 +166,7 @@ def described(world):
 def test_a_recipes_model_is_described_as_it_is_built():
     (specs,) = run_ranks(described, 1)
     expected = [
-        whole_spec(shape_of(dataclasses.replace(model, vocab_size=29)), has_value_head=has_value_head, lora=lora)
+        whole_spec(dataclasses.replace(model, vocab_size=29), has_value_head=has_value_head, lora=lora)
         for model, has_value_head, lora in CASES
     ]
     assert specs == expected

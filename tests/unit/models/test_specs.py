@@ -20,9 +20,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from hybridflow.errors import ReshardError
+from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.shapes import ModelShape
 from hybridflow.models.specs import EMBEDDING, describe, logical_parameters, logical_tensors, pipeline_layers
 from hybridflow.models.weights import local_shards
 from hybridflow.reshard.holdings import WeightHoldings
@@ -32,13 +32,11 @@ from tests.support.megatron_models import PLAIN, count_up, make_chunks, make_con
 MIXED = dataclasses.replace(
     PLAIN, num_query_groups=2, head_dim=2, tied_embeddings=True, qkv_bias=True, qk_norm=True, vocab_divisible_by=5
 )
-EXPERTS = dataclasses.replace(
-    PLAIN, num_experts=4, shared_ffn_hidden_size=8, shared_gate=True, expert_bias=True, qk_norm=True
-)
+EXPERTS = dataclasses.replace(PLAIN, num_experts=4, shared_ffn_hidden_size=8, router_bias=True, qk_norm=True)
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 COUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
 # A layout, and how megatron-core is told where its stages are uneven.
-CASES: list[tuple[ModelShape, str, dict[str, Any]]] = [
+CASES: list[tuple[ModelConfig, str, dict[str, Any]]] = [
     *((PLAIN, text, {}) for text in ("tp2.pp2.dp2", "tp4.cp2", "tp2.pp2.vpp2", "pp4")),
     (PLAIN, "tp2.pp2.layers1-3", {FIRST: 1, LAST: 3}),
     (PLAIN, "pp3.layers1-2-1", COUNTED),

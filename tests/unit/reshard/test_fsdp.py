@@ -10,7 +10,7 @@ import torch
 
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.shapes import model_spec, named_shapes
+from hybridflow.models.shapes import known_models, model_spec
 from hybridflow.reshard.fsdp import FsdpHoldings, weight_holdings
 from hybridflow.reshard.plan import plan, received_limit
 from hybridflow.reshard.spec import ITEM_BYTES, TensorSpec, num_elements
@@ -59,7 +59,7 @@ def test_a_rank_holds_its_chunk_of_the_parameter(tensor, text):
     "pair", [("fsdp8", "tp2.dp4"), ("fsdp8", "dp8"), ("fsdp4.dp8", "tp4.dp2"), ("tp2.dp4", "fsdp8")]
 )
 def test_a_plan_receives_what_it_lacks_and_no_more(pair):
-    model = model_spec(named_shapes()["llama3-1b"])
+    model = model_spec(known_models()["llama3-1b"])
     held, needed = (weight_holdings(model, mesh_of(text)) for text in pair)
     sizes = [ITEM_BYTES[tensor.dtype] for tensor in model.tensors]
     for rank in range(8):

@@ -17,7 +17,7 @@ from hybridflow import cli
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping import reshard_command
-from hybridflow.models.shapes import model_spec, named_shapes
+from hybridflow.models.shapes import known_models, model_spec
 from hybridflow.observe.console import format_bytes
 from hybridflow.reshard.diagram import Nearby, held_regions
 from hybridflow.reshard.holdings import WeightHoldings
@@ -116,7 +116,7 @@ def test_memory_is_that_of_the_arrays(case):
 
 @pytest.mark.parametrize("case", [("tp4.pp2", "tp2.dp4", 8, 0), ("tp4.pp2", "tp2.dp4", 4, 0), ("tp8", "dp8", 8, 0)])
 def test_messages_are_within_a_hundredth_of_those_that_the_executor_makes(case):
-    model = model_spec(named_shapes()["llama3-1b"])
+    model = model_spec(known_models()["llama3-1b"])
     source, target = holdings(model, *case)
     made: Counter[int] = Counter()
     for rank in range(8):
@@ -201,7 +201,7 @@ def test_json_has_the_numbers_and_the_order(capsys):
     assert cli.main(reshard("--from", "tp4", "--to", "tp2.dp2", "--model", "llama3-1b", "--json")) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["to"] == {"layout": "tp2.pp1.dp2", "ranks": [0, 2, 1, 3]}
-    model = model_spec(named_shapes()["llama3-1b"])
+    model = model_spec(known_models()["llama3-1b"])
     meshes = make_mesh("tp4", None, 8), make_mesh("tp2.dp2", (0, 2, 1, 3), 8)
     found = report(model, *(WeightHoldings(model, mesh) for mesh in meshes), Bandwidth())
     assert {name: told[name] for name in found.to_dict()} == json.loads(json.dumps(found.to_dict()))

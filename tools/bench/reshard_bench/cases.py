@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.gpt import build_transformer
-from hybridflow.models.shapes import model_spec, shape_of
+from hybridflow.models.shapes import model_spec
 from hybridflow.models.specs import logical_parameters
 from hybridflow.parallel.megatron import collection, rank_sets
 from hybridflow.parallel.world import World
@@ -104,7 +104,7 @@ def set_up(world: World, pair: Pair, model: ModelConfig, whole: Mapping[str, np.
 
 def describe(world: World, model: ModelConfig) -> ModelSpec:
     """The tensors of the bench model, which says its vocabulary itself."""
-    return model_spec(shape_of(model))
+    return model_spec(model)
 
 
 def whole_tensors(world: World, model: ModelSpec) -> dict[str, np.ndarray]:

@@ -235,16 +235,27 @@ def test_a_mixture_has_the_parameters_that_its_maker_says(model, total, active):
 
 
 @pytest.mark.parametrize(
-    ("model", "layout"),
-    [("qwen3-30b-a3b", "tp2.pp2.dp4.ep4"), ("qwen3-30b-a3b", "tp2.dp4.ep8.etp1"), ("deepseek-v3", "tp4.pp1.dp8.ep8")],
+    ("model", "layout", "has_value_head"),
+    [
+        ("qwen3-30b-a3b", "tp2.pp2.dp4.ep4", False),
+        ("qwen3-30b-a3b", "tp2.dp4.ep8.etp1", False),
+        ("deepseek-v3", "tp4.pp1.dp8.ep8", False),
+        # Tied: one embedding, of a critic too, whose output is one column.
+        ("llama3-1b", "tp2.dp2", False),
+        ("llama3-1b", "tp2.dp2", True),
+    ],
 )
-def test_weights_of_a_rank_are_those_of_its_tensors(model, layout):
+def test_weights_of_a_rank_are_those_of_its_tensors(model, layout, has_value_head):
     shape, cut = known_models()[model], ParallelLayout.parse(layout)
     mesh = DeviceMesh(name="actor", layout=cut, ranks=tuple(range(cut.world_size)), ranks_per_node=8)
-    spec = model_spec(shape)
+    spec = model_spec(shape, has_value_head=has_value_head)
     held = held_bytes(spec, weight_holdings(spec, mesh), mesh.rank_at(pp=0))
     step = TrainStep(layout=cut, sequence=64, batch=8, micro_batch=1)
-    assert train_bytes(model_size(model), step)["first"]["weights"] == pytest.approx(held, rel=0.002)
+    size = model_size(model)
+    size = replace(size, columns=1, tied=False) if has_value_head else size
+    assert train_bytes(size, step)["first"]["weights"] == pytest.approx(held, rel=0.002)
+    if model == "llama3-1b" and not has_value_head:
+        assert decode_bytes(size, cut.tp, 1, 1)["weights"] == pytest.approx(held, rel=0.002)
 
 
 def test_a_mixture_of_one_expert_is_a_dense_model():

@@ -167,6 +167,18 @@ def test_a_gpu_copies_the_factors_of_adapters():
     assert rollout.weights == rollout.lasting == 2 * 2 * 8 * (3 * qkv + projection + 2 * gate_up + down)
 
 
+def test_adapters_are_copied_into_another_layout_and_their_base_is_the_reference():
+    layout = "actor.update={tp: 2, dp: 2}", "actor.rollout={dp: 4}", "model.dtype=bf16", "kl.coef=0.1"
+    plain, adapted = (by_mesh(memory_of("grpo", *layout, *more)[0]) for more in ((), ("actor.lora={rank: 8}",)))
+    rollout = adapted["actor.rollout"]
+    # Whole rows and columns, see above; what stays is joined, besides the copied base.
+    joined = 2 * 2 * 8 * (3 * (384 + 128) + (128 + 128) + 2 * (1024 + 128) + (128 + 512))
+    assert rollout.lasting == plain["actor.rollout"].weights + joined
+    # Of the factors tp cuts rows of query, key, value, gate and up, and columns of projection and way down.
+    assert rollout.weights == rollout.lasting + 2 * 2 * 8 * (3 * 128 + 128 + 2 * 512 + 512)
+    assert plain["reference"].weights == plain["actor.update"].weights and adapted["reference"].weights == 0
+
+
 @pytest.mark.parametrize(("dtype", "width"), [("fp32", 4), ("bf16", 2)])
 def test_what_is_gathered_has_gradients_that_are_summed_in_fp32(dtype, width):
     sharded, whole = (

@@ -72,6 +72,8 @@ def test_70b_first_and_last_stage_have_the_embeddings():
     # One micro-batch, logits and their gradient, and four fp32 chunks of 1024 tokens; the columns are 128,256 / 8.
     layers, columns = 4096 * 10 * 18_816 * 2, 16_032
     assert last["actor.update"].activations == layers + 2 * 4096 * columns * 2 + 4 * 1024 * columns * 4
+    # A frozen model keeps nothing of a layer, and has no gradient of the logits.
+    assert last["reference"].activations == layers // 10 + 4096 * columns * 2 + 4 * 1024 * columns * 4
 
 
 def test_sequence_parallelism_cuts_what_is_between_matrices_and_context_parallelism_the_tokens():
@@ -86,6 +88,9 @@ def test_sequence_parallelism_cuts_what_is_between_matrices_and_context_parallel
     shared = by_mesh(memory_of("ppo-70b", "actor.update={tp: 8, pp: 8, cp: 2, dp: 4}")[100])["actor.update"]
     assert shared.activations == split.activations // 2 + 4 * 4096 * 2 * 128 * 2
     assert (shared.weights, shared.optimizer) == (split.weights, split.optimizer)
+    # A forward pass has them twice.
+    reference = by_mesh(memory_of("ppo-70b", "reference.layout={tp: 8, pp: 8, cp: 2, dp: 4}")[100])["reference"]
+    assert reference.activations == 2048 * 18_816 * 2 + 2 * 4096 * 2 * 128 * 2
 
 
 @pytest.mark.parametrize("asked", ["presence_penalty=0.5", "repetition_penalty=1.1", "min_new_tokens=4"])

@@ -227,6 +227,17 @@ def test_a_mixture_needs_the_inputs_of_its_experts_and_their_weights_side_by_sid
     assert sparse == 2 * (dense + layers + 2 * 4096 * 2 * 2 * 256 * 2 + gradients + exchanged)
 
 
+def test_norms_of_queries_and_keys_keep_what_they_normalize():
+    plain, of_heads, of_all = (
+        by_mesh(memory_of("grpo", "model.dtype=bf16", *more)[0])["actor.update"].activations
+        for more in ((), ("model.qk_norm=true",), ("model.qk_norm=true", "model.qk_norm_over=projection"))
+    )
+    # Two layers, 4096 tokens, tp2: 64 of 128 columns of queries, and as many of keys. The queries as the kernel takes
+    # them, in 2 bytes; over the projection both in 4 bytes, twice.
+    assert of_heads - plain == 2 * 4096 * 64 * 2
+    assert of_all - plain == 2 * 4096 * 2 * 2 * 64 * 4
+
+
 def test_whole_experts_have_fewer_inputs_of_the_same_width():
     # Two layers, 4096 tokens, hidden 128, tp2, fp32. With etp2 a rank has half of each expert, and the inputs of all
     # tokens; with etp1 whole experts, and half of the inputs. What an expert makes of an input is as wide as its part.

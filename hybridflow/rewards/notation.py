@@ -41,6 +41,11 @@ _LOWERED = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
 _TEMPERATURE = re.compile(r"(?:°|\^\{?\\circ\}?) ?[CF]\b")
 _MINUS = re.compile(r"(?<!\d)–|–(?!\d)")
 """A dash between digits is a range."""
+_EAST_ASIAN = "\u2e80-\ud7ff"
+_GLUED = re.compile(
+    rf"(?<=[{_EAST_ASIAN}])(?=[^\s{_EAST_ASIAN}])|(?<=[^\s{_EAST_ASIAN}])(?=[{_EAST_ASIAN}])|(?<=[^\d:]:)(?=-?\.?\d)"
+)
+"""Between a word or a colon and a number, which the library reads behind a space alone."""
 _ESCAPED_DOLLAR = re.compile(r"(?<!\\)(?:\b[A-Z]{1,3})?\\\$")
 _DOLLAR = re.compile(
     r"(?P<maths>\$\$.*?\$\$|\$(?!-?\.?\d)[^$\n]*\$|\$[^$\n]*(?<=\S)\$(?!\d)"
@@ -104,7 +109,7 @@ def to_latex(text: str) -> str:
     text = _TEMPERATURE.sub(" ", _MINUS.sub("-", _ROOT.sub(_root, text)))
     text = _RAISED.sub(lambda match: _script("^", "".join(_SUPERSCRIPTS[each] for each in match[0])), text)
     text = _LOWERED.sub(lambda match: _script("_", "".join(_SUBSCRIPTS[each] for each in match[0])), text)
-    text = _ESCAPED_DOLLAR.sub("", text.translate(_CHARACTERS))
+    text = _ESCAPED_DOLLAR.sub("", _GLUED.sub(" ", text.translate(_CHARACTERS)))
     text = _DOLLAR.sub(lambda match: match["maths"] or "", text)
     text = _GROUPS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     return _SCIENTIFIC.sub(lambda match: f"{Decimal(match[0]):f}", text)

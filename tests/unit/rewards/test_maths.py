@@ -98,6 +98,10 @@ NOTATIONS = [
     ("Answer:5.", "5", 1),
     ("The answer is:-5", "-5", 1),
     (r"\boxed{2:5}", "5", 0),
+    # Wide characters, and indices.
+    (r"\boxed{（１／２）}", "0.5", 1),
+    (r"\boxed{x_{12}}", "x₁₂", 1),
+    (r"\boxed{x_1}", "x₁₂", 0),
 ]
 DOLLARS = [
     r"The answer is \$18.",

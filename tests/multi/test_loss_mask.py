@@ -17,7 +17,6 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import Advantage, KLCoefficient
 from hybridflow.roles.critic import Critic
-from hybridflow.sampling.validation import measure
 from tests.multi.jobs import add_noise, make_batch, make_job, tiny_recipe
 from tests.support.ranks import run_ranks
 
@@ -182,20 +181,3 @@ def all_gone(world):
     batch = make_batch().with_columns({"scores": scores})
     actor.update(batch, {"actor_mini_batch": {"epoch": 0, "index": 0}})
     return actor.metrics["actor/skipped"]
-
-
-def accuracy(world):
-    job = dropping_job(world, ParallelLayout(), "grpo")
-    job = replace(job, recipe=replace(job.recipe, trainer=replace(job.recipe.trainer, validation_samples=2)))
-    # Three problems with a greedy response and two sampled ones each.
-    scores = torch.tensor([1.0, 1.0, math.nan, math.nan, math.nan, 1.0, 0.0, 0.0, 0.0])
-    found = measure(job, world.coordinator((0,)), torch.arange(9), scores)
-    with pytest.raises(RewardError, match="no response to a held-out problem has a score"):
-        measure(job, world.coordinator((0,)), torch.arange(9), torch.full((9,), math.nan))
-    return found
-
-
-def test_validation_leaves_out_what_has_no_score():
-    (found,) = run_ranks(accuracy, 1)
-    # Greedy: 1, none, 0. Sampled: one of two right, one of two right, none.
-    assert found["validation/accuracy"] == 0.5 and found["validation/pass_at_1"] == pytest.approx(1 / 3)

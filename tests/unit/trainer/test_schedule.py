@@ -1,7 +1,7 @@
 """Learning rates, validations and pass@k: constants worked out by hand, and brute force."""
 
 from itertools import combinations
-from math import cos, pi
+from math import cos, nan, pi
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +9,7 @@ import torch
 
 from hybridflow.algorithms.pass_at_k import pass_at_k
 from hybridflow.config.roles import OptimizerConfig
+from hybridflow.errors import RewardError
 from hybridflow.recipe.load import load_recipe
 from hybridflow.sampling.validation import measure
 from hybridflow.trainer.progress import Progress
@@ -98,6 +99,34 @@ def test_samples_of_a_problem_may_be_judged_on_two_ranks():
         "validation/pass_at_1": pytest.approx((0.5 + 0.0 + 1.0) / 3),
         "validation/pass_at_k": pytest.approx((5 / 6 + 0.0 + 1.0) / 3),
     }
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "expected"),
+    [
+        # Greedy responses alone, which are right or wrong: 2 of 3, since the fourth has no score.
+        ([1.0, nan], [0.0, 1.0], {"validation/score": 2 / 3, "validation/accuracy": 2 / 3}),
+        # One rank has a score between.
+        ([1.0, 0.0], [0.5, 1.0], {"validation/score": 2.5 / 4}),
+        ([0.5, 1.0], [0.0, 1.0], {"validation/score": 2.5 / 4}),
+    ],
+)
+def test_scores_of_greedy_responses_are_an_accuracy_where_each_is_right_or_wrong(here, there, expected):
+    job = SimpleNamespace(recipe=SimpleNamespace(trainer=SimpleNamespace(validation_samples=0, pass_k=None)))
+    told = []
+    listening = SimpleNamespace(gather=lambda share, what: told.append(share) or [share])
+    measure(job, listening, torch.tensor([1, 3]), torch.tensor(there))
+    assert measure(job, Together(told[0]), torch.tensor([0, 2]), torch.tensor(here)) == pytest.approx(expected)
+
+
+def test_samples_without_a_score_are_not_right_and_a_validation_without_any_is_an_error():
+    job = SimpleNamespace(recipe=SimpleNamespace(trainer=SimpleNamespace(validation_samples=2, pass_k=None)))
+    alone = SimpleNamespace(gather=lambda share, what: [share])
+    # One of two samples is right: pass@2, since nothing else is asked for, is 1.
+    found = measure(job, alone, torch.arange(3), torch.tensor([0.0, nan, 1.0]))
+    assert (found["validation/pass_at_1"], found["validation/pass_at_k"]) == (0.5, 1.0)
+    with pytest.raises(RewardError, match="no response to a held-out problem has a score"):
+        measure(job, alone, torch.arange(3), torch.tensor([nan, 1.0, 1.0]))
 
 
 def test_nothing_adapts_while_the_critic_learns_alone():

@@ -177,21 +177,18 @@ def flat_ranges(
     # Experts that are cut as the rest is lie among it.
     is_apart = layout.ep > 1 or layout.expert_tp != layout.tp
     buffers: dict[tuple[int, int | None, str], list[TensorSpec]] = {}
-    # A tied embedding comes first in the stage that embeds, and last in the stage whose output layer it is.
-    for copy in range(2):
-        for tensor in model.tensors:
-            stages = [stage_of(place, chunks, model.num_layers, tensor.name) for place in tensor.places]
-            if copy < len(stages) and stages[copy] not in stages[:copy]:
-                block = expert_block(tensor, layout) if tensor.expert is not None and is_apart else None
-                buffers.setdefault((stages[copy], block, tensor.dtype), []).append(tensor)
+    for tensor in model.tensors:
+        # Of a tied embedding one end will do: over stages it has a bucket of its own on both.
+        stage = stage_of(tensor.place, chunks, model.num_layers, tensor.name)
+        block = expert_block(tensor, layout) if tensor.expert is not None and is_apart else None
+        buffers.setdefault((stage, block, tensor.dtype), []).append(tensor)
     dealt: dict[str, tuple[FlatRange, ...]] = {}
     for (stage, block, _), tensors in buffers.items():
         fills = bucket_size if stage % layout.pp == 0 else None
         parts = layout.tp if block is None else layout.expert_tp
         replicas = layout.tp * layout.cp * layout.dp // (parts * (1 if block is None else layout.ep))
         shards = [(tensor, math.prod(cut(tensor, parts, 0).local_shape)) for tensor in tensors]
-        for name, ranges in _deal(shards, replicas, fills, is_pipeline=layout.pp > 1):
-            assert dealt.setdefault(name, ranges) == ranges, f"{name} is dealt differently on the stages that hold it"
+        dealt.update(_deal(shards, replicas, fills, is_pipeline=layout.pp > 1))
     return dealt
 
 

@@ -61,12 +61,13 @@ def test_pairs_are_read_with_their_margin_and_place(tmp_path):
 
 def test_a_row_is_one_response_or_gives_two(tmp_path):
     single = {"prompt": "3+3=", "completion": "16", "wanted": False}
-    path = write(tmp_path / "rows.jsonl", PAIR, single)
+    # A pair may have a field of that name too.
+    path = write(tmp_path / "rows.jsonl", {**PAIR, "response": "3"}, single)
     found = examples_of_file(path, DATA, "preferences")
-    assert [(each.prompt, each.responses, each.place) for each in found] == [
-        ("1+1=", (Judged("2", True),), f"{path}:1"),
-        ("1+1=", (Judged("12", False),), f"{path}:1"),
-        ("3+3=", (Judged("16", False),), f"{path}:2"),
+    assert [(each.prompt, each.responses, each.margin, each.place) for each in found] == [
+        ("1+1=", (Judged("2", True),), 0.0, f"{path}:1"),
+        ("1+1=", (Judged("12", False),), 0.0, f"{path}:1"),
+        ("3+3=", (Judged("16", False),), 0.0, f"{path}:2"),
     ]
     # What the warm start imitates of a pair is the better response, whichever of the two is drawn.
     assert [each.turns for each in found[:2]] == [("2",), ("2",)]

@@ -70,7 +70,12 @@ def whatever(*texts):
     return texts
 
 
+def with_more_places(response, *more):
+    return response, more
+
+
 ONE = {
+    with_more_places: [("yes", ()), ("no!!", ())],
     by_name: [("yes", {"value": 1}), ("no!!", [2])],
     other_words: [("P", "yes", {"value": 1}), ("Q", "no!!", [2])],
     with_field: [("P", "yes", {"value": 1}, 3), ("Q", "no!!", [2], 4)],
@@ -107,6 +112,10 @@ def of_many(prompts, responses, answers):
     return [len(each) for each in responses]
 
 
+def of_rows_that_differ(responses, data_source):
+    return [(each, source) for each, source in zip(responses, data_source, strict=True)]
+
+
 @batched
 def marked(prompt, response, level):
     return [len(each) + more for each, more in zip(response, level, strict=True)]
@@ -122,6 +131,7 @@ async def awaited_of_many(completions, level):
 
 
 MANY = {of_trl: [6, 8], of_trl_with_columns: [7, 9], of_many: [3, 4], marked: [6, 8], Object: [6, 8]}
+MANY[of_rows_that_differ] = [("yes", "gsm8k"), ("no!!", None)]
 
 
 @pytest.mark.parametrize("function", [*MANY, awaited_of_many], ids=name_of)

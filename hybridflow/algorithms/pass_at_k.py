@@ -20,6 +20,6 @@ def pass_at_k(num_right: Tensor, num_samples: int, k: int) -> Tensor:
     Paper: arXiv 2107.03374.
     """
     drawn = torch.arange(k, dtype=torch.float64, device=num_right.device)
-    # Of the samples drawn one by one, how likely each is wrong after wrong ones; none is left to be so: 0.
-    wrong = (num_samples - num_right.double()[:, None] - drawn).clamp(min=0) / (num_samples - drawn)
+    # Of the samples drawn one by one, how likely each is wrong after wrong ones: 0 once none is left, whatever follows.
+    wrong = (num_samples - num_right[:, None] - drawn) / (num_samples - drawn)
     return 1 - wrong.prod(1)

@@ -3,6 +3,7 @@
 import pytest
 
 from hybridflow.cli import main
+from hybridflow.errors import LayoutError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 
@@ -28,6 +29,11 @@ def make_mesh(layout, ranks, ranks_per_node):
 def test_axes_that_reach_across_nodes(layout, ranks, per_node, axes):
     mesh = make_mesh(layout, ranks, per_node)
     assert [axis for axis in ("tp", "dp", "pp") if mesh.spans_nodes(axis)] == axes.split()
+
+
+def test_a_rank_has_one_place_in_a_mesh():
+    with pytest.raises(LayoutError, match=r"m: ranks \[0, 1, 1, 2\]: expected distinct ranks from 0 up"):
+        make_mesh("tp2.dp2", (0, 1, 1, 2), 2)
 
 
 def test_plan_warns_of_tensor_parallelism_across_nodes_by_the_name_of_the_mesh(capsys):

@@ -40,6 +40,7 @@ def test_rate_outside_of_the_ordinary():
     falling = OptimizerConfig(lr=2.0, schedule="cosine", min_lr=0.5)
     assert learning_rate(falling, 1, 1) == 2.0, "one step is the first, not the last"
     assert learning_rate(falling, 9, 6) == 0.5, "a run that was asked for fewer steps"
+    assert learning_rate(OptimizerConfig(lr=2.0, schedule="linear", warmup_steps=3, min_lr=0.5), 4, 3) == 0.5
     assert learning_rate(falling, 4, 10) == pytest.approx(0.5 + 1.5 * (1 + cos(pi / 3)) / 2)
 
 

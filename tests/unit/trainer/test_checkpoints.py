@@ -10,7 +10,7 @@ from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.recipe.load import load_recipe
 from hybridflow.recipe.run_dir import check_new
 from hybridflow.sections import to_dict
-from hybridflow.trainer.checkpoints import find_resume_point
+from hybridflow.trainer.checkpoints import _check_problems, find_resume_point
 
 SETTINGS = ["seed=1", "trainer.global_batch_size=256", "trainer.mini_batch_size=64"]
 
@@ -69,3 +69,23 @@ def test_keys_that_came_later_say_nothing(tmp_path):
 def test_a_start_without_resume_takes_up_nothing_and_each_has_a_name_of_its_own(tmp_path):
     one, other = (find_resume_point(job_of(tmp_path), resume=resume) for resume in (True, False))
     assert one.checkpoint is None and other.checkpoint is None and one.token != other.token
+
+
+@pytest.mark.parametrize(
+    ("known", "says"),
+    [
+        ({"problems_sha256": "a", "problems_seed": 1}, None),
+        ({}, None),
+        ({"problems_sha256": "b", "problems_seed": 1}, "holds other problems than when .* found sha256 a, expected b"),
+        ({"problems_sha256": "a", "problems_seed": 2}, "in the order of seed=1, and was in that of seed=2 when"),
+    ],
+)
+def test_problems_and_their_order_are_those_of_the_checkpoint(tmp_path, known, says):
+    job = job_of(tmp_path)
+    job.train = SimpleNamespace(sha256="a", seed=1)
+    checkpoint = SimpleNamespace(path=tmp_path, state=known)
+    if says is None:
+        _check_problems(job, checkpoint)
+        return
+    with pytest.raises(CheckpointError, match=says):
+        _check_problems(job, checkpoint)

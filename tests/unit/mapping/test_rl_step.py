@@ -119,6 +119,23 @@ def test_calls_on_the_same_ranks_follow_one_another(capsys, recipe):
     assert seconds["actor.update"] == pytest.approx(4 * seconds["actor.log_probs"], rel=0.1)
 
 
+def test_weights_that_a_rank_lacks_come_over_the_links(capsys, recipe):
+    machine, two = hardware("h100-sxm"), ("cluster.ranks=2", "actor.update={tp: 2}", "actor.rollout={dp: 2}")
+
+    def resharding(*changed):
+        found = estimate(capsys, recipe(), *two, *changed)
+        return next(call["seconds"] for call in found["calls"] if call["name"] == "reshard")
+
+    # Half of 32 layers and two embeddings in 2 bytes; norms are there.
+    layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
+    lacking = (32 * layer + 2 * 128256 * 4096) / 2 * 2
+    assert resharding() == pytest.approx(lacking / (machine.node_bandwidth * machine.node_share), rel=1e-3)
+    over_network = lacking / (machine.network_bandwidth * machine.network_share)
+    assert resharding("cluster.ranks_per_node=1") == pytest.approx(over_network, rel=1e-3)
+    every_second = ("cluster.ranks_per_node=1", "actor.reshard_every=2", "correction.kind=truncate")
+    assert resharding(*every_second) == pytest.approx(over_network / 2, rel=1e-3)
+
+
 def test_layers_that_are_computed_anew_take_time_each(capsys, recipe):
     def updating(*changed):
         found = estimate(capsys, recipe(), "trainer.micro_batch_tokens=4096", *changed)

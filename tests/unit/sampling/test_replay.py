@@ -51,6 +51,7 @@ def ask(prompt_index: int, index: int, prompt: list[int] | None = None, most: in
 def test_every_response_is_what_was_sampled(tmp_path: Path):
     write_archive(tmp_path)
     replay = Replay(tmp_path)
+    assert replay.find([]) == {}, "a replica without a request"
     # Batches of another size than the run's own.
     for prompt_indices in ((2,), (3, 4, 5), (6, 7)):
         found = replay.find([ask(prompt_index, index) for prompt_index in prompt_indices for index in (1, 0)])

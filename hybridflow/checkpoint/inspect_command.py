@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.exit_status import DIFFERENT, DONE, SOURCE, Ended, exit_status
+from hybridflow.families.hub_cache import find_model
 from hybridflow.observe.console import complain, format_bytes, print_out, signals_raise
 
 if TYPE_CHECKING:
@@ -54,10 +55,12 @@ def add_inspect_and_diff(commands: Any) -> None:
         "step of a run, or a run. Read only headers.",
         epilog=_INSPECT_EXAMPLES,
     )
-    inspect.add_argument("path", type=Path, metavar="PATH", help="checkpoint, step, or directory of a run")
+    inspect.add_argument("path", type=find_model, metavar="PATH", help="checkpoint, step, or directory of a run")
     inspect.add_argument("--verify", action="store_true", help="read everything, and check hashes if there are any")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor, including the optimizer's")
-    inspect.add_argument("--base", type=Path, metavar="DIR", help="base model of an adapter whose base is not found")
+    inspect.add_argument(
+        "--base", type=find_model, metavar="DIR", help="base model of an adapter whose base is not found"
+    )
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(run=functools.partial(_run, _inspect))
     diff = commands.add_parser(
@@ -67,15 +70,15 @@ def add_inspect_and_diff(commands: Any) -> None:
         "memory. Print the worst tensors with max|a - b|, absolute and relative to the largest magnitude in either.",
         epilog=_DIFF_EXAMPLES,
     )
-    diff.add_argument("one", type=Path, metavar="A", help="checkpoint")
-    diff.add_argument("other", type=Path, metavar="B", help="other checkpoint")
+    diff.add_argument("one", type=find_model, metavar="A", help="checkpoint")
+    diff.add_argument("other", type=find_model, metavar="B", help="other checkpoint")
     diff.add_argument("--all", action="store_true", help=f"list every tensor that differs, not the {_WORST} worst")
     diff.add_argument(
         "--optimizer",
         action="store_true",
         help="compare moments and master weights too; A and B must be checkpoints of runs",
     )
-    diff.add_argument("--base", type=Path, metavar="DIR", help="base model of adapters whose base is not found")
+    diff.add_argument("--base", type=find_model, metavar="DIR", help="base model of adapters whose base is not found")
     diff.add_argument("--json", action="store_true", help="print JSON")
     diff.set_defaults(run=functools.partial(_run, _diff))
 

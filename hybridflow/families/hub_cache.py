@@ -25,10 +25,15 @@ def find_model(path: str) -> Path:
 
 def model_name(folder: Path) -> str:
     """Return what a model in a directory is called: by its name of the hub if it lies in the cache."""
+    return hub_name(folder) or folder.resolve().name
+
+
+def hub_name(folder: Path) -> str | None:
+    """Return the name that the hub has for a directory of its cache; None: it is elsewhere."""
     folder = folder.resolve()
     if folder.parent.name == _SNAPSHOTS and folder.parents[1].name.startswith(_FOLDER):
         return folder.parents[1].name.removeprefix(_FOLDER).replace("--", "/", 1)
-    return folder.name
+    return None
 
 
 def home_folder() -> Path:

@@ -36,8 +36,10 @@ _SPELLINGS = {
 """Setting -> its names among the configurations of ``transformers``, the most frequent first."""
 
 _NEEDED = ("num_layers", "hidden_size", "vocab_size", "max_context")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_CAUSAL, _SCORER = ("ForCausalLM", "LMHeadModel"), "ForSequenceClassification"
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+_CAUSAL, _WITH_TEXT = ("ForCausalLM", "LMHeadModel"), ("ForConditionalGeneration",)
+_SCORER = "ForSequenceClassification"
 
 
 def longest_sequence(values: Mapping[str, Any]) -> int | None:
@@ -74,7 +76,14 @@ def read_other_config(values: Mapping[str, Any], *, where: str, assets: Path | N
 def _read(values: Mapping[str, Any], where: str, assets: Path | None) -> ModelInfo:
     name = str(values["model_type"])
     if values.get("quantization_config") is not None:
-        raise ConfigError(f"{where}: quantization_config: quantized weights are not trained; choose another model")
+        raise ConfigError(
+            f"{where}: quantization_config: quantized weights are not trained; name the model that was quantized, as "
+            "it was before"
+        )
+    # Of a model that sees or hears the sizes are those of its part for text, which alone is trained.
+    text = values.get("text_config")
+    if isinstance(text, Mapping):
+        values = {**text, **values}
     found = {setting: _size(values, names) for setting, names in _SPELLINGS.items()}
     for setting in _NEEDED:
         if found[setting] is None:
@@ -85,8 +94,7 @@ def _read(values: Mapping[str, Any], where: str, assets: Path | None) -> ModelIn
     sizes = {setting: value for setting, value in found.items() if value is not None}
     sizes.setdefault("num_attention_heads", 1)
     sizes.setdefault("ffn_hidden_size", 4 * sizes["hidden_size"])
-    # Plans count weights, and those of all experts are held.
-    sizes["ffn_hidden_size"] *= _size(values, _EXPERTS) or 1
+    sizes |= _mixture(values, sizes)
     return ModelInfo(
         model=read_section(
             ModelConfig,
@@ -98,10 +106,33 @@ def _read(values: Mapping[str, Any], where: str, assets: Path | None) -> ModelIn
             },
             source=where,
         ),
-        has_value_head=_has_value_head(values, where),
+        has_value_head=_has_value_head(values, where, _CAUSAL if text is None else (*_CAUSAL, *_WITH_TEXT)),
         family=name,
         assets=assets,
     )
+
+
+def _mixture(values: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Return the sizes of experts; of a model without any none."""
+    experts = _size(values, _EXPERTS)
+    if experts is None or experts == 1:
+        return {}
+    width, dense = _size(values, ("moe_intermediate_size",)), sizes["ffn_hidden_size"]
+    width = dense if width is None else width
+    shared = _size(values, ("shared_expert_intermediate_size",))
+    if shared is None:
+        shared = width * (_size(values, ("n_shared_experts", "moe_num_shared_experts")) or 0)
+    found = {
+        "ffn_hidden_size": width,
+        "num_experts": experts,
+        "experts_per_token": min(experts, _size(values, _CHOSEN_EXPERTS) or 2),
+        "normalized_experts": False,
+        "shared_ffn_hidden_size": shared or None,
+    }
+    num_dense = _size(values, ("first_k_dense_replace", "moe_layer_start_index"))
+    if num_dense is not None and num_dense < sizes["num_layers"]:
+        found |= {"num_dense_layers": num_dense, "dense_ffn_hidden_size": dense}
+    return found
 
 
 def _size(values: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
@@ -109,15 +140,15 @@ def _size(values: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
     return next((value for name in names if type(value := values.get(name)) is int and value > 0), None)
 
 
-def _has_value_head(values: Mapping[str, Any], where: str) -> bool:
+def _has_value_head(values: Mapping[str, Any], where: str, causal: tuple[str, ...]) -> bool:
     architectures = values.get("architectures") or ["ForCausalLM"]
     labels = values.get("num_labels", len(values.get("id2label") or {0: "", 1: ""}))
     (name,) = architectures if isinstance(architectures, list) and len(architectures) == 1 else ("",)
-    if str(name).endswith(_CAUSAL):
+    if str(name).endswith(causal):
         return False
     if str(name).endswith(_SCORER) and labels == 1:
         return True
     raise ConfigError(
-        f"{where}: architectures={architectures}: expected one causal language model (*{', *'.join(_CAUSAL)}), or a "
+        f"{where}: architectures={architectures}: expected one causal language model (*{', *'.join(causal)}), or a "
         f"*{_SCORER} with one label; choose another model"
     )

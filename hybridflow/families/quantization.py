@@ -57,7 +57,10 @@ def read_quantization(values: Mapping[str, Any], family: Family, *, where: str) 
         raise ConfigError(f"{where}: {_KEY}={told!r:.80}: expected an object with quant_method: {_REMEDY}")
     kind = told.get("quant_method")
     if kind not in ("fp8", "mxfp4"):
-        raise ConfigError(f"{where}: {_KEY}.quant_method={kind!r} is not read; only 'fp8' and 'mxfp4' are: {_REMEDY}")
+        raise ConfigError(
+            f"{where}: {_KEY}.quant_method={kind!r} is not read; only 'fp8' and 'mxfp4' are: name the model that was "
+            "quantized, as it was before"
+        )
     for key, value in told.items():
         if key == "quant_method":
             continue

@@ -245,16 +245,20 @@ def copy_model(given: nn.Module, model: ModelConfig, *, filling: Filling) -> Any
         instead = {id(each): torch.empty_like(each, device="meta") for each in given.buffers()}
         instead |= {id(each): nn.Parameter(torch.empty_like(each, device="meta")) for each in given.parameters()}
     made: Any = copy.deepcopy(given, instead).requires_grad_(True)
-    # Buffers that are not saved, such as angles of a rotation, stay as exact as they are.
-    for tensor in made.state_dict(keep_vars=True).values():
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(TORCH_DTYPES[model.dtype])
+    _cast(made, model)
     if filling != "never":
         made.to("cpu")
     if hasattr(made, "generation_config"):
         # As of a directory: what it says of sampling is not what the recipe says.
         made.generation_config = type(made.generation_config)()
     return made.eval()
+
+
+def _cast(module: nn.Module, model: ModelConfig) -> None:
+    """Give all parameters one number format, which FSDP needs. Buffers, such as a router's bias, stay as exact."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(TORCH_DTYPES[model.dtype])
 
 
 def is_scorer(given: object) -> bool:
@@ -307,6 +311,8 @@ def _make(auto_class: str, folder: Path, model: ModelConfig, filling: Filling) -
     # What a directory says of sampling is not what the recipe says.
     if hasattr(module, "generation_config"):
         module.generation_config = library.GenerationConfig()
+    # transformers keeps some in fp32, such as routers of mixtures.
+    _cast(module, model)
     return module.eval()
 
 

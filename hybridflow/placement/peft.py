@@ -13,6 +13,7 @@ from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import to_json
 from hybridflow.families.config_json import Described, describe
+from hybridflow.families.hub_cache import hub_name
 from hybridflow.models.adapters import factor_spec
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import PlacedModel
@@ -91,11 +92,11 @@ def adapter_config(job: Job) -> bytes:
     assert lora is not None, "called without adapters"
     # What a warm start or a merge has changed is in no directory but the run's own.
     is_base_known = job.recipe.warm_start is None and lora.merge_every == 0
-    alpha = lora.effective_alpha
+    alpha, path = lora.effective_alpha, job.recipe.model.path
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": job.recipe.model.path if is_base_known else None,
+        "base_model_name_or_path": None if path is None or not is_base_known else hub_name(Path(path)) or path,
         "r": lora.rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": lora.dropout,

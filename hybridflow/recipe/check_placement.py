@@ -301,9 +301,10 @@ def check_lora(recipe: Recipe) -> None:
             f"actor.lora: algorithm={recipe.algorithm} trains a scorer, whose head would be frozen; remove the section"
         )
     found, groups = list(lora.targets), recipe.model.query_groups
+    is_ours = recipe.model.implementation == "megatron"
     if not found or len(set(found)) < len(found):
         raise ConfigError(f"{key}={found}: expected at least one layer, and each once")
-    if recipe.model.implementation == "megatron" and (strangers := [each for each in found if each not in MODULES]):
+    if is_ours and (strangers := [each for each in found if each not in MODULES]):
         raise ConfigError(f"{key}: {', '.join(strangers)}: expected some of {', '.join(MODULES)}; name these")
     queries = [each for each in ("q_proj", "k_proj", "v_proj", "qkv_proj") if each in found]
     if recipe.model.kv_lora_rank is not None and queries:
@@ -315,7 +316,8 @@ def check_lora(recipe: Recipe) -> None:
     for whole, pieces in parts.items():
         if whole in found and set(pieces) & set(found):
             raise ConfigError(f"{key}={found}: {whole} is {', '.join(pieces)} in one; name the one or the others")
-    if recipe.model.num_experts is not None and {"gate_proj", "up_proj", "gate_up_proj", "down_proj"} & set(found):
+    has_experts = is_ours and recipe.model.num_experts is not None
+    if has_experts and {"gate_proj", "up_proj", "gate_up_proj", "down_proj"} & set(found):
         raise ConfigError(
             f"{key}={found}: the experts of a mixture have no adapters here; set it to [q_proj, k_proj, v_proj, o_proj]"
         )

@@ -21,7 +21,7 @@ from hybridflow.errors import CheckpointError, ConfigError, LayoutError
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.memory import job_memory
-from hybridflow.models.hf_model import make_actor, make_critic
+from hybridflow.models.hf_model import copy_model, make_actor, make_critic
 from hybridflow.models.layers import transformer_layers
 from hybridflow.models.microbatch import pack
 from hybridflow.parallel.world import World
@@ -174,6 +174,49 @@ def test_logits_and_values_equal_those_of_transformers_to_the_bit_of_fp32(folder
         critic = make_critic(folder / family, settings(folder / family), is_scorer=False, filling="later")
         names = {name for name, _ in critic.named_parameters()} - {"value_head.weight"}
         assert names and names <= {name for name, _ in actor.named_parameters()}
+
+
+@pytest.mark.parametrize("filling", ["read", "later", "never"])
+def test_parameters_of_bf16_have_one_number_format_and_a_routers_bias_stays_exact(tmp_path, filling):
+    shape = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+    shape |= {"n_group": 1, "topk_group": 1, "head_dim": 12}
+    given = write_model(tmp_path, "Glm4Moe", **shape).to(torch.bfloat16)
+    for name, buffer in given.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.data = torch.full(buffer.shape, 0.1234567)
+    given.save_pretrained(tmp_path)
+    model = ModelConfig(
+        **dict(num_layers=2, hidden_size=48, ffn_hidden_size=40, num_attention_heads=4, max_context=32),
+        **dict(path=str(tmp_path), vocab_size=VOCAB, dtype="bf16", implementation="transformers"),
+    )
+    for made in (copy_model(given, model, filling=filling), make_actor(tmp_path, model, filling=filling)):
+        assert {each.dtype for each in made.parameters()} == {torch.bfloat16}
+        (bias,) = [each for name, each in made.named_buffers() if name.endswith("e_score_correction_bias")]
+        assert bias.dtype == torch.float32
+        if filling == "read":
+            assert torch.equal(bias, torch.full(bias.shape, 0.1234567))
+
+
+def test_a_model_with_a_part_that_sees_learns_from_text(tmp_path):
+    text = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    text |= dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=64, sliding_window=16)
+    vision = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, eos_token_id=0, bos_token_id=1, pad_token_id=2
+    )
+    given = transformers.Gemma3ForConditionalGeneration(config)
+    randomize(given, 0, 0.2)
+    given.save_pretrained(tmp_path / "Gemma3")
+    write_tokenizer(tmp_path / "Gemma3")
+    made = recipe(
+        tmp_path, "grpo", "sees", "Gemma3", kl={"coef": 0.0}, actor={"update": {"dp": 1}, "optimizer": {"lr": 1e-2}}
+    )
+    run_ranks(run, 1, made)
+    assert all(row["actor/grad_norm"] > 0 for row in lines(tmp_path, "sees"))
+    convert(tmp_path / "sees/checkpoints/step_000002/actor", "hf", tmp_path / "out")
+    after = transformers.Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "out").state_dict()
+    moved = {name for name, value in given.state_dict().items() if not torch.equal(value, after[name])}
+    assert moved and not [name for name in moved if "vision" in name or "projector" in name]
 
 
 def sampled(world: World, path: Path, kind: type[UserEngine], max_concurrent: int) -> list[tuple[Any, ...]]:

@@ -88,7 +88,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--family", metavar="NAME", help="Hugging Face family, if the source does not name its own")
     parser.add_argument("--merge-lora", type=Path, metavar="DIR", help="add the updates of an adapter to the weights")
     parser.add_argument(
-        "--base", type=Path, metavar="DIR", help="base model of SOURCE, if SOURCE is an adapter whose base is not found"
+        "--base",
+        type=find_model,
+        metavar="DIR",
+        help="base model of SOURCE, if SOURCE is an adapter whose base is not found",
     )
     parser.add_argument("--restart", action="store_true", help="discard what an earlier attempt left in OUT.part")
     parser.add_argument(

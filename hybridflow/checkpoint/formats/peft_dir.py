@@ -36,6 +36,7 @@ from hybridflow.families.assets import (
     read_assets,
 )
 from hybridflow.families.config_json import Described
+from hybridflow.families.hub_cache import download_hint, find_model
 from hybridflow.families.weight_files import INDEX, SINGLE
 from hybridflow.foreign import read_small
 from hybridflow.reshard.spec import DType
@@ -59,11 +60,11 @@ def base_of(path: Path) -> Path:
         ConfigError: There is no such directory; or the settings ask for what is not computed.
     """
     named = _settings(path).base
-    folder = path if named is None or (path / CONFIG).is_file() else Path(named).expanduser()
+    folder = path if named is None or (path / CONFIG).is_file() else find_model(named).expanduser()
     if not (folder / CONFIG).is_file():
         raise ConfigError(
             f"{path / ADAPTER_CONFIG}: base_model_name_or_path={json.dumps(named)} is no directory with a {CONFIG} "
-            "here; give the base model's directory: --base DIR"
+            f"here; give the base model's directory: --base DIR{'' if named is None else download_hint(named)}"
         )
     return folder
 

@@ -1,11 +1,14 @@
 """A model's name of Hugging Face's hub means its copy in the cache, in recipes and commands."""
 
+import json
+
 import pytest
 
 from hybridflow import cli
 from hybridflow.api.roles import split_model
-from hybridflow.errors import MissingFileError
-from hybridflow.families.hub_cache import download_hint, find_model, model_name
+from hybridflow.checkpoint.formats.peft_dir import base_of
+from hybridflow.errors import ConfigError, MissingFileError
+from hybridflow.families.hub_cache import download_hint, find_model, hub_name, model_name
 from hybridflow.recipe.load import load_recipe
 from tests.support.recipes import write_config
 
@@ -68,6 +71,16 @@ def test_a_recipe_takes_the_name(snapshot):
     words = r"model\.path='Org/Other': is not in .*; `hf download Org/Other` puts a model of that name into the cache"
     with pytest.raises(MissingFileError, match=words):
         load_recipe("grpo", ["model=Org/Other", "data=rows.jsonl", "reward=exact_match"])
+
+
+def test_an_adapter_names_its_base(snapshot, tmp_path):
+    settings = tmp_path / "adapter_config.json"
+    values = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    settings.write_text(json.dumps({**values, "base_model_name_or_path": NAME}))
+    assert base_of(tmp_path) == snapshot and hub_name(snapshot) == NAME and hub_name(tmp_path) is None
+    settings.write_text(json.dumps({**values, "base_model_name_or_path": "Org/Other"}))
+    with pytest.raises(ConfigError, match="base_model_name_or_path=.*--base DIR; `hf download Org/Other`"):
+        base_of(tmp_path)
 
 
 def test_a_program_gives_the_name(snapshot):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hybridflow.checkpoint.formats.registry import open_source
 from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.errors import ConfigError
 from hybridflow.families.other_config import has_no_table, read_other_config
+from hybridflow.models.shapes import model_spec
 from tests.support.complaints import complains
 from tests.support.conversions import convert
 
@@ -52,7 +54,36 @@ def test_what_is_left_out_is_estimated_and_experts_are_counted():
     mixture = read_other_config(
         {**SIZES, "intermediate_size": 48, "num_local_experts": 4, "dtype": "bfloat16"}, where="config.json"
     ).model
-    assert (mixture.ffn_hidden_size, mixture.dtype) == (192, "bf16")
+    assert (mixture.ffn_hidden_size, mixture.num_experts, mixture.dtype) == (48, 4, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("Olmoe", {"num_experts": 8}),
+        ("Qwen2Moe", {"num_experts": 8, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 320}),
+        ("Glm4Moe", {"n_routed_experts": 8, "moe_intermediate_size": 96, "n_shared_experts": 2, "head_dim": 64}),
+        ("Ernie4_5_Moe", {"moe_num_experts": 8, "moe_intermediate_size": 96, "moe_num_shared_experts": 2}),
+        ("Gemma3", {}),
+    ],
+)
+def test_plans_count_the_parameters_of_mixtures_and_of_models_with_a_part_for_text(name, changes):
+    """The sizes say how many there are, but for small ones and a part that sees."""
+    sizes = {"num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 64, **changes}
+    if name == "Gemma3":
+        config = transformers.Gemma3Config(text_config={**sizes, "head_dim": 64}, vision_config={"hidden_size": 24})
+    else:
+        config = getattr(transformers, f"{name}Config")(**sizes, tie_word_embeddings=False)
+    kind = "Gemma3ForConditionalGeneration" if name == "Gemma3" else f"{name}ForCausalLM"
+    with torch.device("meta"):
+        module = getattr(transformers, kind)(config)
+    values = {**json.loads(config.to_json_string()), "architectures": [kind]}
+    spec = model_spec(read_other_config(values, where="config.json").model)
+    text = sum(
+        each.numel() for key, each in module.named_parameters() if "vision" not in key and "projector" not in key
+    )
+    assert sum(math.prod(tensor.shape) for tensor in spec.tensors) == pytest.approx(text, rel=0.02)
 
 
 def test_a_scorer_has_one_label():
@@ -72,7 +103,7 @@ def test_a_scorer_has_one_label():
         ({"id2label": 3}, ["c: is malformed", "restore it"]),
         ({"architectures": "StableLmForCausalLM"}, ["architectures="]),
         ({"hidden_size": 1 << 40}, ["hidden_size"]),
-        ({"quantization_config": {"bits": 4}}, ["quantization_config", "choose another model"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config", "as it was before"]),
     ],
 )
 def test_what_cannot_be_trained_is_refused(changes, words):

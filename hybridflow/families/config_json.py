@@ -38,6 +38,13 @@ _ROTARY_KEYS = {
 }
 
 
+_RANDOM = ("attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
+
+
+class NotComputedError(ConfigError):
+    """A ``config.json`` asks for what the layers here do not compute; those of ``transformers`` may."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Described:
     """A model of a known family.
@@ -61,7 +68,8 @@ def read_config(values: Mapping[str, Any], *, where: str) -> Described:
         where: What messages call it.
 
     Raises:
-        ConfigError: The family is unknown, a key is missing or ill-typed, or asks for what is not computed here.
+        ConfigError: The family is unknown, or a key is missing or ill-typed.
+        NotComputedError: A key asks for what is not computed here.
     """
     try:
         return _read(values, where)
@@ -80,8 +88,10 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
     _check_given(family, given, where)
     read_quantization(values, family, where=where)
     for key, allowed in family.computed.items():
+        if key in values and values[key] not in allowed and key in _RANDOM:
+            raise ConfigError(f"{where}: {key}={values[key]!r}: nothing random is computed; set it to 0 in the file")
         if key in values and values[key] not in allowed:
-            raise ConfigError(
+            raise NotComputedError(
                 f"{where}: {key}={values[key]!r} is not computed for {family.name}; only "
                 f"{', '.join(map(repr, allowed))} is: choose another model"
             )
@@ -181,7 +191,7 @@ def _rotary(family: Family, given: Mapping[str, Any], where: str) -> dict[str, A
     local = dict(by_layer.pop("sliding_attention", None) or {})
     base = local.pop("rope_theta", given["rope_local_base_freq"])
     if by_layer or {*local.items()} - {("rope_type", "default")}:
-        raise ConfigError(
+        raise NotComputedError(
             f"{where}: rope_parameters={given['rope_parameters']}: expected 'full_attention', and 'sliding_attention' "
             "of rope_type 'default'; others are not computed: choose another model"
         )
@@ -195,7 +205,7 @@ def _one_rotary(family: Family, given: Mapping[str, Any], told: dict[str, Any], 
     partial = told.get("partial_rotary_factor", given.get("partial_rotary_factor"))
     if partial is not None and float(partial) != 1.0:
         if "partial_rotary_factor" not in family.defaults:
-            raise ConfigError(
+            raise NotComputedError(
                 f"{where}: partial_rotary_factor={partial} is not computed for {family.name}; only 1 is: choose "
                 "another model"
             )
@@ -207,7 +217,7 @@ def _one_rotary(family: Family, given: Mapping[str, Any], told: dict[str, Any], 
     if kind == "su":  # what the first Phi-3 files call it
         kind = "longrope"
     if kind not in family.scalings:
-        raise ConfigError(
+        raise NotComputedError(
             f"{where}: rope_type={kind!r} is not computed for {family.name}; only 'default', "
             f"{', '.join(map(repr, family.scalings))} is: choose another model"
         )
@@ -217,7 +227,9 @@ def _one_rotary(family: Family, given: Mapping[str, Any], told: dict[str, Any], 
         if (key not in _ROTARY_KEYS or kind != "yarn" and key in _YARN_NUMBERS) and value is not None
     ]
     if strangers:
-        raise ConfigError(f"{where}: rope_parameters: {', '.join(strangers)} is not computed; choose another model")
+        raise NotComputedError(
+            f"{where}: rope_parameters: {', '.join(strangers)} is not computed; choose another model"
+        )
     # As ``transformers`` has it: the model's own key goes before that of the scaling.
     context = given["max_position_embeddings"]
     original = given.get("original_max_position_embeddings", told.get("original_max_position_embeddings", context))
@@ -257,7 +269,7 @@ def _window(family: Family, given: Mapping[str, Any], where: str) -> dict[str, A
                 "others are not computed"
             )
         if told != windowed and not is_free:
-            raise ConfigError(
+            raise NotComputedError(
                 f"{where}: layer_types={kinds} is not computed for {family.name} with "
                 f"sliding_window={given.get('sliding_window')!r}; remove it"
             )

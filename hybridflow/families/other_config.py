@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import ConfigError
-from hybridflow.families.config_json import dtype_of
+from hybridflow.families.config_json import NotComputedError, dtype_of, read_config
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.families.tables import FAMILIES
@@ -48,9 +48,22 @@ def longest_sequence(values: Mapping[str, Any]) -> int | None:
 
 
 def has_no_table(values: Mapping[str, Any]) -> bool:
-    """Return whether a parsed ``config.json`` names a type of model that no table describes."""
+    """Return whether no table describes the model of a parsed ``config.json``: its type, or what it computes."""
     name = values.get("model_type")
-    return isinstance(name, str) and name.isprintable() and name not in FAMILIES
+    if not isinstance(name, str) or not name.isprintable():
+        return False
+    return name not in FAMILIES or _asks_for_more(values)
+
+
+def _asks_for_more(values: Mapping[str, Any]) -> bool:
+    """Return whether a model of a family with a table computes what the table has not."""
+    try:
+        read_config(values, where=str(values["model_type"]))
+    except NotComputedError:
+        return True
+    except ConfigError:
+        return False
+    return False
 
 
 def read_other_config(values: Mapping[str, Any], *, where: str, assets: Path | None = None) -> ModelInfo:

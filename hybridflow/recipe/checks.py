@@ -42,7 +42,7 @@ def check_settings(recipe: Recipe, found: Mapping[str, ModelInfo]) -> None:
         if (settings.model.implementation, model.implementation) == ("transformers", "megatron"):
             raise ConfigError(
                 f"{key}.implementation=megatron: the family {settings.family!r} of {key}.path={model.path!r} has no "
-                "table in docs/families.md; leave the key out"
+                "table in docs/families.md, or config.json asks for more than the table has; leave the key out"
             )
         if settings.is_coded and model.implementation == "transformers":
             raise ConfigError(

@@ -602,9 +602,10 @@ REFUSED = {
     "family": ({"model_type": "gpt2"}, "model_type='gpt2': not a family known here"),
     "family of another type": ({"model_type": ["llama"]}, "model_type=['llama']"),
     "bias": ({"attention_bias": True}, "attention_bias=True is not computed for llama"),
+    "dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1: nothing random is computed; set it to 0"),
     "quantized by others": (
         {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        "quantization_config.quant_method='gptq' is not read; only 'fp8' and 'mxfp4' are: load the model in",
+        "quantization_config.quant_method='gptq' is not read; only 'fp8' and 'mxfp4' are: name the model",
     ),
     "quantized, without saying how": ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method=None"),
     "quantized, malformed": (

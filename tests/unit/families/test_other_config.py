@@ -121,6 +121,26 @@ def test_families_with_a_table_are_read_by_it():
     assert not has_no_table({}) and has_no_table({"model_type": "falcon"})
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_other"),
+    [
+        ({}, False),
+        ({"attention_bias": True}, True),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, True),
+        ({"partial_rotary_factor": 0.75}, True),
+        ({"attention_dropout": 0.1}, False),
+        ({"quantization_config": {"quant_method": "gptq"}, "attention_bias": True}, False),
+    ],
+)
+def test_what_a_table_does_not_compute_runs_in_transformers(changes, is_other, tmp_path):
+    values = {**transformers.LlamaConfig().to_dict(), "architectures": ["LlamaForCausalLM"], **changes}
+    assert has_no_table(values) == is_other
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    if is_other:
+        info = read_model_info(tmp_path)
+        assert info.model.implementation == "transformers" and info.family == "llama"
+
+
 def test_code_and_tokenizer_of_a_directory_travel_along(tmp_path):
     """Its ``config.json`` names the code, so that the copy could not be loaded without."""
     model = tmp_path / "model"

@@ -318,6 +318,7 @@ def test_models_without_their_tokenizer_are_refused(folder):
     write_model(folder / "other", "Llama", "ForSequenceClassification")
     # The tokenizer has a token more than it has rows, as Gemma 3's has for images.
     write_model(folder / "less", "Llama", vocab_size=39)
+    write_tokenizer(folder / "less")
     write_tokenizer(folder / "other", has_start=False)
     text = (folder / "other/tokenizer.json").read_text()
     (folder / "other/tokenizer.json").write_text(text.replace("<|pad|>", "<|fill|>"))

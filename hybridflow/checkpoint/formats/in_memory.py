@@ -162,7 +162,8 @@ def _describe(model: Any) -> tuple[Described, dict[str, Any]]:
     if has_no_table(values):
         raise ConfigError(
             f"{name}: model_type={values['model_type']!r} has no table in docs/families.md, or not for its "
-            "settings: it is trained here, in transformers, and not served; generate with RolloutWorker(model, engine='hf') or vLLM"
+            "settings: it is trained here, in transformers, and not served; generate with RolloutWorker(model, "
+            "engine='hf') or vLLM"
         )
     return read_config(values, where=f"{name}.config"), values
 

@@ -92,7 +92,7 @@ class Texts:
 
     Attributes:
         prompt: Tokens of each prompt.
-        responses: Tokens of each response of the step.
+        responses: Tokens of each response of the step, ascending.
     """
 
     prompt: int
@@ -279,8 +279,9 @@ def generation_seconds(
     group_size: int,
     concurrent: int,
 ) -> float:
-    """Return the seconds in which a replica generates its share of the responses, long and short ones alike.
+    """Return the seconds in which the slowest replica generates its share of the responses, long and short ones alike.
 
+    It has the longest response: until that ends, the step goes on.
     Each response takes a slot until it ends; the next one waits for the slot. A prompt is read once for its group, and
     as many at a time as the engine takes.
 
@@ -293,7 +294,7 @@ def generation_seconds(
         group_size: Responses to a prompt.
         concurrent: Slots of a replica.
     """
-    waiting = _shuffled(texts.responses[::num_replicas])
+    waiting = _shuffled(texts.responses[::-num_replicas])
     prompts = math.ceil(len(waiting) / group_size)
     at_once = min(prompts, concurrent, max(1, STEP_TOKENS // texts.prompt))
     seconds = prompts / at_once * prefill_seconds(size, hardware, layout, texts.prompt, at_once)

@@ -119,7 +119,8 @@ def job_memory(
     Args:
         recipe: The recipe.
         meshes: Of its models, as ``recipe.meshes.role_meshes`` gives them; others are passed over.
-        cached: Tokens that the cache of the rollout has room for on a rank; None: as the recipe says.
+        cached: Tokens that the cache of the rollout has room for on a rank; None: as the recipe says. It says so in any
+            case where ``rollout.cache_memory`` gives bytes.
         gpu_bytes: Memory of a GPU, of which vLLM takes a share; None: not known.
     """
     functions = [name for name in REWARDS if name in meshes and getattr(recipe, name).model is None]
@@ -321,7 +322,9 @@ def _rollout_memory(
     is_vllm = recipe.rollout.engine.kind == "vllm"
     if is_vllm and gpu_bytes is not None:
         return MeshMemory(mesh=mesh.name, weights=copied, lasting=lasting, cache=vllm_bytes(recipe, gpu_bytes))
-    cache = cache_bytes(recipe, model, mesh) if cached is None else cached * cached_token_bytes(model, mesh.layout)
+    # A cache whose bytes are given has them, whatever goes into it.
+    is_given = cached is None or recipe.rollout.cache_memory >= 1
+    cache = cache_bytes(recipe, model, mesh) if is_given else (cached or 0) * cached_token_bytes(model, mesh.layout)
     beside = placed.stage_bytes[0] if is_vllm else packed_bytes(placed.spec, model, mesh, rank)
     # A CPU in fp32 merges adapters into its packed matrices.
     lora = None if beside else recipe.actor.lora

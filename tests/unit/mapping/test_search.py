@@ -12,7 +12,7 @@ from hybridflow.errors import HybridflowError, LayoutError
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.choices import _rollout_layouts, _update_layouts
 from hybridflow.mapping.hardware import hardware
-from hybridflow.mapping.memory import cached_tokens
+from hybridflow.mapping.memory import cached_tokens, job_memory
 from hybridflow.mapping.rl_step import (
     Texts,
     Work,
@@ -244,6 +244,15 @@ def test_the_recipe_that_is_written_takes_as_long_as_was_said(capsys, recipe, tm
     assert "exists; remove it" in capsys.readouterr().err
     assert cli.main(["plan", "auto", *words, "--out", str(tmp_path / "none" / "found.yaml")]) == 2
     assert "none is no directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("budget", ["2e9", "40e9"])
+def test_a_cache_of_given_bytes_is_counted_as_a_job_counts_it(recipe, budget):
+    given = load_recipe(recipe(), [f"rollout.cache_memory={budget}", "rollout.max_concurrent=64"])
+    meshes, texts = role_meshes(given), Texts(prompt=100, responses=(200,) * 64)
+    (searched,) = needed_memory(given, meshes, texts, MACHINE)
+    (planned,) = job_memory(given, meshes, gpu_bytes=MACHINE.memory_bytes)
+    assert searched.rollout == planned.rollout == planned.rollout - planned.spare
 
 
 def test_text_says_what_is_best_and_why_the_next_loses(capsys, recipe):

@@ -503,9 +503,10 @@ def with_choices(
 def cleared(recipe: Recipe) -> tuple[str, ...]:
     """Return overrides that take away what does not go with other layouts.
 
-    That is ``layout: auto``, fallbacks, and the ranks of reward functions.
+    That is ``layout: auto``, fallbacks, the ranks of reward functions, and the layout of a rollout that only validates.
     """
     overrides = [f"{name}.ranks=null" for name in REWARDS if _names_ranks(getattr(recipe, name))]
+    overrides += ["actor.rollout=null"] if recipe.actor.rollout is not None and recipe.traits.is_offline else []
     overrides += ["layout=null"] if recipe.layout is not None else []
     overrides += ["fallbacks=[]"] if recipe.fallbacks else []
     return tuple(overrides)

@@ -307,6 +307,12 @@ def test_the_search_offers_recipes_alone(capsys, recipe, monkeypatch, algorithm,
         assert total_seconds(calls, max_staleness=0) == pytest.approx(best["seconds"])
 
 
+def test_a_rollout_that_only_validates_follows_the_layout_that_is_found(capsys):
+    found = auto(capsys, "sft", "model.dtype=bf16", "--gpus", "4")["found"]
+    written = load_recipe("sft", ["model.dtype=bf16", *found[0]["overrides"]])
+    assert written.cluster.ranks == 4 == role_meshes(written)["actor.rollout"].layout.world_size
+
+
 def test_a_way_to_share_ranks_that_is_always_refused_is_given_up(recipe):
     path, tried = recipe(kl={"coef": 0.01}), []
 

@@ -254,8 +254,12 @@ def _as_json(found: Sequence[Found], request: SearchRequest, arguments: argparse
 
 
 def recipe_text(found: Found, command: str) -> str:
-    """Return the recipe as YAML, without the keys that are at their defaults."""
+    """Return the recipe as YAML, without the keys that are at their defaults.
+
+    With the size of micro-batches in any case: a job finds one for a recipe without.
+    """
     values = _changed(found.recipe, to_dict(found.recipe))
+    values.setdefault("trainer", {})["micro_batch_tokens"] = found.recipe.trainer.micro_batch_tokens
     text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
     return (
         f"# {command}\n# A step is estimated to take {found.seconds:.4g} s; {_longest(found)}.\n"

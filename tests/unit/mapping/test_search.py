@@ -10,10 +10,12 @@ import pytest
 from hybridflow import cli
 from hybridflow.errors import HybridflowError, LayoutError
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.mapping.auto import recipe_text
 from hybridflow.mapping.choices import _rollout_layouts, _update_layouts
 from hybridflow.mapping.hardware import hardware
 from hybridflow.mapping.memory import cached_tokens, job_memory
 from hybridflow.mapping.rl_step import (
+    Call,
     Texts,
     Work,
     generation_seconds,
@@ -26,7 +28,7 @@ from hybridflow.mapping.rl_step import (
     timed,
     total_seconds,
 )
-from hybridflow.mapping.search import SearchRequest, needed_memory, placements, search
+from hybridflow.mapping.search import Found, SearchRequest, needed_memory, placements, search
 from hybridflow.mapping.sizes import model_size
 from hybridflow.mapping.step_command import texts_of
 from hybridflow.recipe.load import load_recipe
@@ -253,6 +255,18 @@ def test_a_cache_of_given_bytes_is_counted_as_a_job_counts_it(recipe, budget):
     (searched,) = needed_memory(given, meshes, texts, MACHINE)
     (planned,) = job_memory(given, meshes, gpu_bytes=MACHINE.memory_bytes)
     assert searched.rollout == planned.rollout == planned.rollout - planned.spare
+
+
+def test_the_recipe_that_is_written_fixes_its_micro_batches(recipe, tmp_path):
+    found = Found(
+        recipe=load_recipe(recipe()),
+        **{"overrides": (), "placement": (), "seconds": 1.0, "memory_bytes": 0},
+        calls=(Call(name="actor.update", mesh="actor.update", start=0.0, seconds=1.0),),
+    )
+    (tmp_path / "found.yaml").write_text(recipe_text(found, "hybridflow plan auto"), encoding="utf-8")
+    # As many as the class has by default.
+    written = load_recipe(tmp_path / "found.yaml")
+    assert written.trainer.micro_batch_tokens == 4096 and "trainer.micro_batch_tokens" not in written.defaults
 
 
 def test_text_says_what_is_best_and_why_the_next_loses(capsys, recipe):

@@ -34,6 +34,9 @@ from hybridflow.sections import changed_keys, to_dict
 _MOST_TIMES = 64
 """Times the nodes asked for that are tried where these do not suffice."""
 
+_NEAR = 0.05
+"""Share of the memory that would do by which it may be more than the least."""
+
 
 def find_layouts(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step]) -> int:
     """Run the command and return the exit status.
@@ -127,7 +130,9 @@ def settle(
     # As many as `plan auto` looks for: of configurations that take equally long both choose the same.
     request = request_for(recipe, load, machine, texts, num_ranks, step_of)
     if not (found := search(request)):
-        raise ConfigError(_remedy(f"recipe {recipe.name}: layout: auto", request))
+        # Every rank of a job comes here, and what would do takes far longer to find.
+        nothing = _nothing(f"recipe {recipe.name}: layout: auto", request)
+        raise ConfigError(f"{nothing}; `hybridflow plan auto` with this recipe tells how many would do")
     return found[0], texts
 
 
@@ -135,14 +140,13 @@ def _remedy(what: str, request: SearchRequest) -> str:
     """Return why nothing was found, and the smallest change with which something is."""
 
     def fits(**changes: Any) -> bool:
-        return bool(search(replace(request, most=1, **changes)))
+        return bool(search(replace(request, most=1, is_any=True, **changes)))
 
-    most = f"{request.memory_bytes / 1e9:.0f} GB"
-    text = f"{what}: nothing fits {request.num_ranks} GPUs, of which each may need {most}"
-    low, high = request.memory_bytes, request.memory_bytes
+    text = _nothing(what, request)
+    low, high = request.memory_bytes, 2 * request.memory_bytes
     while high < 64 * request.memory_bytes and not fits(memory_bytes=high):
         low, high = high, 2 * high
-    while high - low > 1e9 and high < 64 * request.memory_bytes:
+    while high - low > _NEAR * high and high < 64 * request.memory_bytes:
         middle = (low + high) / 2
         low, high = (low, middle) if fits(memory_bytes=middle) else (middle, high)
     if high < 64 * request.memory_bytes:
@@ -153,6 +157,12 @@ def _remedy(what: str, request: SearchRequest) -> str:
         node = "" if request.hardware.network_bandwidth else " (one node: the hardware has no network_bandwidth)"
         return f"{text}{more}{node}; lower model.max_context, or train a smaller model or adapters"
     return f"{text}; {enough} GPUs suffice: give {_named(enough, request.ranks_per_node)}"
+
+
+def _nothing(what: str, request: SearchRequest) -> str:
+    """Return that nothing fits."""
+    most = f"{request.memory_bytes / 1e9:.0f} GB"
+    return f"{what}: nothing fits {request.num_ranks} GPUs, of which each may need {most}"
 
 
 def _least_ranks(request: SearchRequest, fits: Callable[[int], bool]) -> tuple[int, int | None]:

@@ -105,6 +105,7 @@ class SearchRequest:
         memory_bytes: What a rank may need.
         staleness: Values of ``trainer.max_staleness`` that are tried.
         most: Ways to share ranks that are returned.
+        is_any: Whether any configuration that fits will do, in the place of the fastest.
         blocks: Most parts of the ranks that a set of models may have or not.
         allows: Whether a mesh, named ``actor.update`` and so on, may have a layout.
     """
@@ -118,6 +119,7 @@ class SearchRequest:
     memory_bytes: float
     staleness: tuple[int, ...] = (0,)
     most: int = 5
+    is_any: bool = False
     blocks: int = BLOCKS
     allows: Callable[[str, ParallelLayout], bool] = lambda mesh, layout: True
 
@@ -267,7 +269,7 @@ class _Search:
 
     def _limit(self, key: object) -> float:
         """Return the seconds that a configuration must stay below to be of interest."""
-        if self._refused[key] > _MOST_REFUSED:
+        if self._refused[key] > _MOST_REFUSED or (self._best and self._request.is_any):
             return 0.0
         return self._limits.get(key, self._last)
 

@@ -45,6 +45,15 @@ def test_what_cannot_be_searched_is_refused(asked, tmp_path, monkeypatch):
         plan_job(recipe)
 
 
+def test_where_nothing_fits_a_rank_does_not_search_for_what_would(asked, monkeypatch):
+    searched = []
+    monkeypatch.setattr("hybridflow.mapping.auto.search", lambda request: searched.append(request))
+    recipe = load_recipe("quickstart", asked)
+    with pytest.raises(ConfigError, match=r"nothing fits 4 GPUs, .* `hybridflow plan auto` with this recipe tells how"):
+        with_layouts(recipe, "quickstart", asked, 4)
+    assert len(searched) == 1
+
+
 def test_a_job_is_searched_for_the_nodes_that_are_asked_for(asked, capsys):
     # The recipe itself has four ranks.
     words = ["launch", "slurm", "quickstart", *asked, "cluster.ranks_per_node=2", "--time", "1:00:00", "--print"]

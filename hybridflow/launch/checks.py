@@ -231,7 +231,7 @@ def ranks_per_node(recipe: Recipe, site: Site, nodes: str | None) -> int:
     Args:
         recipe: The recipe.
         site: The cluster.
-        nodes: ``--nodes``. Where nothing else says it, the ranks are dealt to so many nodes.
+        nodes: ``--nodes``. Where nothing else says it, the ranks are dealt to so many nodes, of a range to the most.
 
     Raises:
         ConfigError: Recipe and site contradict each other, or a node has fewer GPUs.
@@ -254,8 +254,9 @@ def ranks_per_node(recipe: Recipe, site: Site, nodes: str | None) -> int:
 
 
 def _dealt(recipe: Recipe, nodes: str | None) -> int:
-    """Return the ranks of each of so many nodes, if the recipe's fill them; else all."""
-    number = int(nodes) if nodes is not None and nodes.isdecimal() else 0
+    """Return the ranks of each of so many nodes, of a range the most, if the recipe's fill them; else all."""
+    last = "" if nodes is None else nodes.rpartition("-")[2]
+    number = int(last) if last.isdecimal() else 0
     is_even = number > 0 and recipe.layout is None and recipe.cluster.ranks % number == 0
     return recipe.cluster.ranks // number if is_even else recipe.cluster.ranks
 

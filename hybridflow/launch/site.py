@@ -42,8 +42,8 @@ class Site:
         qos: Quality of service.
         constraint: Features that nodes must have.
         time: Time limit in Slurm's form, quoted (``"24:00:00"``); ``--time`` overrides it.
-        ranks_per_node: Ranks on each node; null: ``cluster.ranks_per_node`` of the recipe, else one per GPU, else all
-            on one node.
+        ranks_per_node: Ranks on each node; null: ``cluster.ranks_per_node`` of the recipe, else one per GPU, else
+            the recipe's ranks dealt to ``--nodes``, of a range to the most, else all on one node.
         gpus_per_node: GPUs of a node; 0: the job asks for none.
         gpu_type: Type of GPU, as in ``gpu:TYPE:8``; for clusters with several types.
         gpu_option: Option of sbatch that asks for GPUs; ``none``: whole nodes come with their GPUs.

@@ -504,6 +504,10 @@ def test_a_range_of_nodes_needs_fallbacks(on_a_login_node, capsys):
     fallbacks = json.dumps([{"ranks": 2, "overrides": layouts}])
     assert cli.main([*given, f"fallbacks={fallbacks}"]) == 0
     assert "#SBATCH --nodes=1-2\n" in capsys.readouterr().out
+    # Without ranks_per_node the recipe's ranks fill the most nodes.
+    dealt = [*given[:3], *given[4:], f"fallbacks={fallbacks}"]
+    assert cli.main(dealt) == 0
+    assert "#SBATCH --nodes=1-2\n#SBATCH --ntasks-per-node=2\n" in capsys.readouterr().out
 
 
 def test_a_recipe_without_ranks_fills_the_nodes(on_a_login_node, capsys):

@@ -28,7 +28,7 @@ from hybridflow.mapping.rl_step import (
     timed,
     total_seconds,
 )
-from hybridflow.mapping.search import Found, SearchRequest, needed_memory, placements, search
+from hybridflow.mapping.search import Found, ModelSet, SearchRequest, _Search, needed_memory, placements, search
 from hybridflow.mapping.sizes import model_size
 from hybridflow.mapping.step_command import texts_of
 from hybridflow.recipe.load import load_recipe
@@ -349,6 +349,20 @@ def test_a_way_to_share_ranks_that_is_always_refused_is_given_up(recipe):
     assert ways and all(any("actor.update" in one and "actor.rollout" in one for one in way) for way in ways)
     # Of 5 ways to share ranks 3 keep the rollout apart.
     assert len(tried) < 3 * 51 + 100
+
+
+@pytest.mark.parametrize(("start", "sizes"), [(0, {1, 2, 4}), (3, {1}), (6, {1, 2}), (12, {1, 2, 4})])
+def test_tensor_parallel_groups_begin_where_none_of_them_spans_nodes(recipe, start, sizes):
+    path = recipe()
+    request = SearchRequest(
+        load=lambda overrides: load_recipe(path, overrides),
+        flow=lambda recipe: training_step(recipe).flow,
+        hardware=MACHINE,
+        texts=Texts(prompt=500, responses=(700,) * 64),
+        **{"num_ranks": 16, "ranks_per_node": 8, "memory_bytes": 72e9},
+    )
+    four = ModelSet(meshes=("actor.rollout",), ranks=range(start, start + 4))
+    assert {each.work.layout.tp for each in _Search(request)._offered("actor.rollout", four, 4096)} == sizes
 
 
 def test_where_any_will_do_the_search_ends_with_the_first_that_fits(recipe):

@@ -6,6 +6,7 @@ import argparse
 import bisect
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, is_dataclass, replace
@@ -52,6 +53,8 @@ def find_layouts(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step
     request = _request(arguments, *machine, step_of)
     found = search(request)
     if not found:
+        # For large models it takes minutes to find.
+        print("hybridflow: nothing fits; looking for what would", file=sys.stderr, flush=True)
         raise ConfigError(_remedy(f"plan auto {arguments.recipe}", request))
     if arguments.out is not None:
         command = " ".join(["hybridflow", *arguments.words])

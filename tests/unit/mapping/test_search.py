@@ -403,6 +403,7 @@ def test_the_smallest_change_that_fits_does_fit(capsys, recipe):
     words = recipe(), "cluster.memory_budget_gb=12"
     assert cli.main(["plan", "auto", *words, "--gpus", "1"]) == 2
     text = capsys.readouterr().err
+    assert text.startswith("hybridflow: nothing fits; looking for what would\n")
     number = int(text.split(" GPUs suffice")[0].split()[-1])
     assert number > 1 and auto(capsys, *words, "--gpus", str(number))["found"]
     assert cli.main(["plan", "auto", *words, "--gpus", str(number - 1)]) == 2

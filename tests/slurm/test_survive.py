@@ -75,7 +75,7 @@ def test_the_time_limit_saves_and_requeues(cluster, folder, first_step, tmp_path
 @pytest.mark.parametrize("grace_s", [0, 40])
 def test_preemption_requeues(cluster, folder, curve, grace_s):
     cluster.run("scontrol", "update", "PartitionName=low", f"GraceTime={grace_s}")
-    job = begin(cluster, folder, "--partition=low", script="train_preemptible.sbatch")
+    job = begin(cluster, folder, "--partition=low")
     urgent = cluster.sbatch("--partition=high", "--nodes=4", "--exclusive", "--wrap=true", cwd=folder)
     cluster.wait_for_end(urgent, within_s=90)
     finish(cluster, folder, job, restarts=1)
@@ -127,18 +127,11 @@ def test_scancel_leaves_a_checkpoint_and_no_job(cluster, folder, curve):
     assert cluster.job(job)["JobState"] == "CANCELLED"
 
 
-def begin(
-    cluster: SlurmCluster,
-    folder: Path,
-    *options: str,
-    script: str = "train.sbatch",
-    ranks_per_node: int = 1,
-    reward_s: float = 0.125,
-) -> str:
+def begin(cluster: SlurmCluster, folder: Path, *options: str, ranks_per_node: int = 1, reward_s: float = 0.125) -> str:
     """Submit the job on two nodes; it has done step 2, and is within another, when this returns."""
     size = ("--nodes=2", f"--ntasks-per-node={ranks_per_node}")
     environ = {"REWARD_S": str(reward_s)}
-    job = cluster.sbatch(*size, *options, str(SCRIPTS / script), *ARGUMENTS, cwd=folder, env=environ)
+    job = cluster.sbatch(*size, *options, str(SCRIPTS / "train.sbatch"), *ARGUMENTS, cwd=folder, env=environ)
     cluster.wait_for(lambda: steps(folder)[1:], within_s=120, what="step 2")
     return job
 

@@ -76,7 +76,7 @@ def test_every_batch_script_has_the_same_block_to_edit():
 
 def test_every_script_that_trains_goes_back_into_the_queue_in_the_same_way():
     """A script is one file, which a user copies: none can read what the others have."""
-    names = ("train.sbatch", "train_preemptible.sbatch", "sweep.sbatch", "hetjob.sbatch")
+    names = ("train.sbatch", "sweep.sbatch", "hetjob.sbatch")
     texts = [(SCRIPTS / name).read_text().partition("\nrequeue() {\n")[2].partition("\n}\n")[0] for name in names]
     assert len(set(texts)) == 1 and "scontrol requeue" in texts[0]
 

@@ -1,4 +1,4 @@
-"""The two batch files that train: what differs between them, what survival rests on, and what they do with a status.
+"""The batch file that trains: what survival rests on, and what it does with a status.
 
 Programs that note what they are called with stand in the place of Slurm's.
 """
@@ -11,31 +11,19 @@ import pytest
 
 from tests.support.programs import put_program
 
-SLURM = Path(__file__).parents[3] / "slurm"
-NAMES = ("train.sbatch", "train_preemptible.sbatch")
+SCRIPT = Path(__file__).parents[3] / "slurm/train.sbatch"
 
 
-def parts(name: str) -> tuple[list[str], str]:
-    """A file's lines up to the block that a site edits; the rest."""
-    head, mark, rest = (SLURM / name).read_text().partition("# ---- edit for your site")
+def test_what_survival_rests_on():
+    head, mark, rest = SCRIPT.read_text().partition("# ---- edit for your site")
     assert mark
-    return head.splitlines(), rest
-
-
-def test_they_differ_in_their_heads_alone():
-    assert parts(NAMES[0])[1] == parts(NAMES[1])[1]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_survival_rests_on(name):
-    head, rest = parts(name)
-    given = {line.removeprefix("#SBATCH ") for line in head if line.startswith("#SBATCH ")}
+    given = {line.removeprefix("#SBATCH ") for line in head.splitlines() if line.startswith("#SBATCH ")}
     assert {"--requeue", "--no-kill", "--open-mode=append", "--signal=B:USR1@120"} <= given
     commands = [line for line in rest.splitlines()[1:] if line and not line.startswith("#")]
     # Between the two is only the choice of a container.
     assert commands[0].startswith("container=()") and commands[1].startswith('if [ -n "${CONTAINER:-}" ]')
     assert commands[commands.index("fi") + 1 :][:2] == ["asked=", "trap 'asked=yes' USR1 TERM"]
-    assert subprocess.run(["bash", "-n", SLURM / name], check=False).returncode == 0
+    assert subprocess.run(["bash", "-n", SCRIPT], check=False).returncode == 0
 
 
 # Three nodes; a step of ranks ends with the next status of a list, a task beside them answers on the nodes that are up,
@@ -91,7 +79,7 @@ def run(tmp_path):
         (tmp_path / "trains").write_text("")
         (tmp_path / "requeued").unlink(missing_ok=True)
         environ = {**JOB, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "STATE": state, **environ}
-        command = ["bash", str(SLURM / NAMES[0]), *argv]
+        command = ["bash", str(SCRIPT), *argv]
         with open(tmp_path / "said", "w") as said:
             done = subprocess.run(command, cwd=tmp_path, env=environ, stdout=said, stderr=said, timeout=60, check=False)
         steps = [line.split("|")[:-1] for line in (tmp_path / "trains").read_text().splitlines()]

@@ -8,10 +8,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.programs import put_program
 
 SCRIPT = Path(__file__).parents[3] / "slurm/train.sbatch"
+RECIPES = Path(__file__).parents[3] / "launch/recipes"
 
 
 def test_what_survival_rests_on():
@@ -22,7 +24,11 @@ def test_what_survival_rests_on():
     commands = [line for line in rest.splitlines()[1:] if line and not line.startswith("#")]
     # Between the two is only the choice of a container.
     assert commands[0].startswith("container=()") and commands[1].startswith('if [ -n "${CONTAINER:-}" ]')
-    assert commands[commands.index("fi") + 1 :][:2] == ["asked=", "trap 'asked=yes' USR1 TERM"]
+    assert commands[commands.index("fi") + 1 :][:3] == [
+        "asked= soon=",
+        "trap 'asked=yes' TERM",
+        "trap 'asked=yes; [ $SECONDS -ge 60 ] || soon=yes' USR1",
+    ]
     assert subprocess.run(["bash", "-n", SCRIPT], check=False).returncode == 0
 
 
@@ -70,7 +76,10 @@ def run(tmp_path):
     for name, text in FAKES.items():
         put_program(tmp_path / "bin" / name, text)
 
-    def run(*statuses, argv=("tiny.yaml",), up="n1 n2 n3", late=None, state="RUNNING", away="0", **environ):
+    def run(*statuses, argv=("tiny.yaml",), up="n1 n2 n3", late=None, state="RUNNING", away="0", took_s=0, **environ):
+        script = tmp_path / "train.sbatch"
+        # By the script's clock, each start of ranks takes so long.
+        script.write_text(SCRIPT.read_text().replace("began=$SECONDS", f"began=$((SECONDS - {took_s}))"))
         (tmp_path / "away").write_text(away + "\n")
         (tmp_path / "statuses").write_text("".join(f"{status}\n" for status in statuses))
         (tmp_path / "up").write_text(up.replace(" ", "\n") + "\n")
@@ -79,7 +88,7 @@ def run(tmp_path):
         (tmp_path / "trains").write_text("")
         (tmp_path / "requeued").unlink(missing_ok=True)
         environ = {**JOB, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "STATE": state, **environ}
-        command = ["bash", str(SCRIPT), *argv]
+        command = ["bash", str(script), *argv]
         with open(tmp_path / "said", "w") as said:
             done = subprocess.run(command, cwd=tmp_path, env=environ, stdout=said, stderr=said, timeout=60, check=False)
         steps = [line.split("|")[:-1] for line in (tmp_path / "trains").read_text().splitlines()]
@@ -121,6 +130,19 @@ def test_what_fails_early_each_time_on_the_same_nodes_ends_the_job(run):
     assert run(*[137] * 8, 0)[::2] == (137, False)
     status, steps, is_requeued = run(1, 1, "1 n1 n2", 1, 1, 1, 0)
     assert (status, len(steps), is_requeued) == (0, 7, False)
+
+
+def test_what_ranks_wait_for_in_vain_is_not_begun_again_for_ever(run):
+    clusters = [yaml.safe_load(path.read_text()).get("cluster", {}) for path in RECIPES.glob("*.yaml")]
+    # srun's --wait comes on top.
+    took_s = max(cluster.get("start_deadline_s", 120) for cluster in clusters) + 150
+    assert run(1, 1, 1, 1, 0, took_s=took_s)[::2] == (1, False)
+    assert run(*[137] * 8, 0, took_s=took_s)[::2] == (137, False)
+    # Ranks that train for longer count their starts themselves.
+    assert run(1, 1, 1, 1, 0, took_s=2100)[0] == 0
+    # A node that is lost after minutes leaves one rank: that is no failure to start.
+    job = {"SLURM_NTASKS_PER_NODE": "1", "SLURM_RESTART_COUNT": "3"}
+    assert run(1, up="n1", took_s=400, **job)[::2] == (75, True)
 
 
 def test_where_no_node_answers_it_is_not_requeued_for_ever(run):

@@ -67,7 +67,10 @@ def check_job(arguments: argparse.Namespace, site: Site) -> tuple[Recipe, BatchJ
         chosen = with_micro_batches(chosen, meshes, gpu_bytes)
         if usable_bytes(chosen, gpu_bytes) is not None:
             warnings += check_memory(chosen, job_memory(chosen, meshes, gpu_bytes=gpu_bytes), gpu_bytes)
-    try_resume(recipe)
+    try:
+        try_resume(recipe)
+    except ModuleNotFoundError as error:
+        warnings.append(f"latest checkpoint not compared with the recipe: {error}; the job compares when it starts")
     folder = Path.cwd()
     job = BatchJob(
         name=recipe.name,

@@ -50,7 +50,7 @@ def add_launch(commands: Any) -> None:
         "launch",
         help="start a recipe on a cluster or on this machine",
         description="Check that a recipe fits nodes, memory and time limit, and start it. "
-        "The command imports no torch.",
+        "The command imports torch only to compare the recipe with the run's latest checkpoint.",
         epilog=EXAMPLES,
     )
     kinds = launch.add_subparsers(required=True, metavar="WHERE")

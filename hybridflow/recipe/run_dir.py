@@ -45,6 +45,7 @@ def try_resume(recipe: Recipe) -> None:
 
     Raises:
         CheckpointError: Names what differs.
+        ModuleNotFoundError: There is a checkpoint, and this machine has no torch.
     """
     if latest_step(Path(recipe.run_dir)) is None:
         return

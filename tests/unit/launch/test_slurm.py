@@ -331,6 +331,14 @@ def test_printing_checks_all_and_writes_nothing(on_a_login_node, capsys):
     assert sorted(path.name for path in on_a_login_node.iterdir()) == ["bin"]
 
 
+def test_a_checkpoint_is_not_compared_where_torch_is_missing(on_a_login_node, monkeypatch, capsys):
+    monkeypatch.setattr("hybridflow.recipe.run_dir.latest_step", lambda run_dir: 3)
+    # Raises ModuleNotFoundError, as its import of torch does there.
+    monkeypatch.setitem(sys.modules, "hybridflow.checkpoint.store", None)
+    assert cli.main([*QUICK, "--print"]) == 0
+    assert "warning: latest checkpoint not compared with the recipe: " in capsys.readouterr().err
+
+
 def test_a_command_that_the_job_will_not_find_is_warned_of(on_a_login_node, monkeypatch, capsys):
     says = "the command hybridflow is not on PATH"
     monkeypatch.setenv("PATH", f"{on_a_login_node / 'bin'}:/usr/bin:/bin")

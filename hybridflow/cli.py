@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,8 @@ _TRAIN_EXAMPLES = f"""examples:
   srun --ntasks 4 hybridflow train quickstart --resume
 
 {_EXIT_STATUS}"""
+
+_SINGLE_TASK = "a step of a single task is 1 rank (`hybridflow launch local` starts all ranks of a recipe there)"
 
 _JOB_EXAMPLES = """examples:
   hybridflow plan job quickstart
@@ -194,7 +197,8 @@ def _parser() -> argparse.ArgumentParser:
         "train",
         help="run a recipe",
         description="Run a recipe. Without a launcher, start the recipe's ranks on this machine; under torchrun, "
-        "mpirun or srun, join the ranks that are there.",
+        "mpirun or srun, join the ranks that are there. In a step of srun with a single task, a recipe with fallbacks "
+        "runs as that one rank, and any other starts its ranks on this machine.",
         epilog=_TRAIN_EXAMPLES,
     )
     add_recipe(train)
@@ -213,7 +217,8 @@ def _parser() -> argparse.ArgumentParser:
         help="show which rank calls what, the schedule, and the memory of each rank",
         description="Print roles and calls of every rank, the program of the job, and the memory of each rank. With "
         "--nodes or --script these are of its Slurm job. With --script, check the job against the site settings and "
-        "print the batch file too. The command starts no process and imports no torch.",
+        "print the batch file too. The command starts no process, and imports torch only with --script, to compare the "
+        "recipe with the run's latest checkpoint.",
         epilog=_JOB_EXAMPLES,
     )
     add_recipe(job)
@@ -320,12 +325,18 @@ def _train(arguments: argparse.Namespace) -> int:
         return 0
     choose_log(arguments)
     start = find_start()
-    if start.launcher == "alone" and recipe.cluster.ranks > 1:
+    # A step of a single task is a rank where the recipe says what to do on one: a job of 1 to 4 nodes got one.
+    is_rank = start.launcher != "alone" or ("SLURM_STEP_ID" in os.environ and bool(recipe.fallbacks))
+    if not is_rank and recipe.cluster.ranks > 1:
         return train_here(recipe, arguments)
     if recipe.layout is not None:
+        if start.launcher != "alone" and recipe.cluster.ranks_per_node is None:
+            # As `launch` has searched.
+            recipe = replace(recipe, cluster=replace(recipe.cluster, ranks_per_node=start.ranks_per_node))
         recipe = _settled(recipe, arguments, start.size, is_told=start.rank == 0)
-    elif start.launcher != "alone":
-        recipe = recipe_for_ranks(recipe, arguments.recipe, arguments.overrides, start.size)
+    elif is_rank:
+        told = _SINGLE_TASK if start.launcher == "alone" else None
+        recipe = recipe_for_ranks(recipe, arguments.recipe, arguments.overrides, start.size, told=told)
         if start.rank >= recipe.cluster.ranks:
             from hybridflow.parallel.world import stand_by
 

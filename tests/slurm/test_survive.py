@@ -97,7 +97,7 @@ def test_a_killed_rank_begins_again_in_the_allocation(cluster, folder, curve):
 
 
 def test_a_dead_node_leaves_a_smaller_job(cluster, folder):
-    # A single task would start the recipe's four ranks by itself.
+    # A job that is left with a single task goes back into the queue.
     job = begin(cluster, folder, ranks_per_node=2)
     first, last = cluster.run("scontrol", "show", "hostnames", cluster.job(job)["NodeList"]).split()
     cluster.kill_node(last)

@@ -166,7 +166,7 @@ def test_nodes_that_are_too_few_are_given_back_for_all(run):
     assert (status, len(steps), is_requeued) == (75, 2, True)
     status, steps, is_requeued = run(1, up="")
     assert (status, len(steps), is_requeued) == (75, 1, True)
-    # A single rank would start the others itself, all on its node.
+    # A single rank would start the others itself, all on its node, where the recipe has no fallbacks.
     status, steps, is_requeued = run(1, 0, up="n1", SLURM_NTASKS_PER_NODE="1")
     assert (status, len(steps), is_requeued) == (75, 1, True)
 

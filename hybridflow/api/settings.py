@@ -43,7 +43,6 @@ SHORT: Mapping[str, tuple[str, ...]] = {
     "clip_high": ("loss.clip_high",),
     "value_clip": ("critic.value_clip",),
     "entropy_coef": ("loss.entropy_coef",),
-    "num_epochs": ("loss.epochs",),
     "ppo_epochs": ("loss.epochs",),
     "gamma": ("advantage.gamma",),
     "gae_lambda": ("advantage.gae_lambda",),
@@ -65,7 +64,10 @@ SHORT: Mapping[str, tuple[str, ...]] = {
     "offload_to_cpu": ("actor.offload", "reference.offload"),
     "recompute": ("actor.recompute", "critic.recompute"),
 }
-"""Short name -> keys of the recipe that it sets, of those that the algorithm reads."""
+"""Short name -> keys of the recipe that it sets, of those that the algorithm reads.
+
+A name that ``recipe.other_names.NAMES`` has too means the same there.
+"""
 
 _SIZES = {
     "tensor_parallel_size": "tp",
@@ -104,6 +106,11 @@ def read_config(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
     if isinstance(config, str | Path):
+        if Path(config).is_dir():
+            raise ConfigError(
+                f"config: {str(config)!r} is a directory; settings are a mapping or a YAML file, and the directory of "
+                f"a model is actor_model={str(config)!r}"
+            )
         config = read_yaml(Path(config))
     if not isinstance(config, Mapping):
         raise ConfigError(f"config: found {type(config).__name__}; give a mapping, or a YAML file of one")

@@ -43,7 +43,7 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
         "max_completion_length": "rollout.max_new_tokens",
         "response_length": "rollout.max_new_tokens",
         "max_prompt_length": "data.max_prompt_tokens",
-        "max_length": "model.max_context",
+        "max_length": ("model.max_context", "counts prompt and response; rollout.max_new_tokens the response alone"),
         "max_seq_length": "model.max_context",
         "per_device_train_batch_size": (
             "trainer.mini_batch_size",
@@ -232,7 +232,7 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
     },
     "": {
         "epochs": ("trainer.steps", _STEPS),
-        "num_epochs": ("trainer.steps", _STEPS),
+        "num_epochs": ("trainer.steps", f"{_STEPS}; loss.epochs counts passes over each batch"),
         "trainer.epochs": ("trainer.steps", _STEPS),
         "cluster.nodes": ("cluster.ranks", "counts the ranks of all nodes; cluster.ranks_per_node those of one"),
     },

@@ -28,7 +28,7 @@ from hybridflow import (
     find_world,
     node,
 )
-from hybridflow.api.settings import finish_recipe, recipe_values
+from hybridflow.api.settings import SHORT, finish_recipe, recipe_values
 from hybridflow.api.trainers import as_reward
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.provider import DataProvider
@@ -36,6 +36,7 @@ from hybridflow.errors import CheckpointError, ConfigError, DataError, GraphErro
 from hybridflow.exit_status import REQUEUE
 from hybridflow.mapping.memory_check import check_budget
 from hybridflow.recipe.meshes import role_meshes
+from hybridflow.recipe.other_names import find_other_name
 from tests.support.complaints import complains, complaint
 from tests.support.hf_models import write_tokenizer
 from tests.support.ranks import run_ranks
@@ -506,10 +507,19 @@ def test_wrong_batches(folder: Path) -> None:
         ({"actor": {"model_name": "x"}, "reference": {"model_name": "y"}}, ("'x'; remove it",)),
         (7, ("found int",)),
         ("/nowhere/config.yaml", ("cannot be read",)),
+        ("/tmp", ("config: '/tmp' is a directory", "a mapping or a YAML file", "actor_model='/tmp'")),
+        # Passes over the prompts, or over each batch: who knows.
+        ({"num_epochs": 3}, ("num_epochs is trainer.steps here", "loss.epochs counts passes over each batch")),
     ],
 )
 def test_settings_refused(config, words) -> None:
     complains(lambda: recipe_values(config, algorithm="ppo", num_ranks=1), words, ConfigError)
+
+
+def test_a_short_name_sets_what_a_recipe_calls_it() -> None:
+    both = {name: (keys, find_other_name(name)) for name, keys in SHORT.items() if find_other_name(name) is not None}
+    assert both.pop("max_length")[0] == ("rollout.max_new_tokens",), "docs/api.md says so"
+    assert "learning_rate" in both and [name for name, (keys, other) in both.items() if other.key not in keys] == []
 
 
 def test_settings_that_an_algorithm_does_not_read() -> None:

@@ -173,14 +173,14 @@ def finish_recipe(
     values.setdefault("name", "program")
     for key, value in _DEFAULTS.items():
         if _is_read(key, algorithm):
-            _put_under(values, key, value)
+            put_under(values, key, value)
     context = _context(values, {} if in_memory is None else in_memory)
     # What the program has not asked for is not to fill a small model's context.
-    _put_under(values, "rollout.max_new_tokens", _NEW_TOKENS if context is None else min(_NEW_TOKENS, context // 2))
+    put_under(values, "rollout.max_new_tokens", _NEW_TOKENS if context is None else min(_NEW_TOKENS, context // 2))
     num_ranks = values["cluster"]["ranks"]
-    _put_under(values, "actor.update", {"dp": num_ranks})
+    put_under(values, "actor.update", {"dp": num_ranks})
     if "critic" in ALGORITHMS[algorithm].traits.reads:
-        _put_under(values, "critic.layout", values["actor"]["update"])
+        put_under(values, "critic.layout", values["actor"]["update"])
     trainer, rollout = values["trainer"], values["rollout"]
     if num_prompts == 1 and "group_size" not in rollout and "global_batch_size" in trainer:
         rollout["group_size"] = trainer["global_batch_size"]
@@ -256,7 +256,7 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _put_under(values: dict[str, Any], key: str, value: Any) -> None:
+def put_under(values: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key unless it is set already."""
     place, last = _place(values, key)
     place.setdefault(last, copy.deepcopy(value))

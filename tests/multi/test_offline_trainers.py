@@ -285,8 +285,8 @@ def refusals(folder: Path, size: int):
         make = partial(kind, folder / "policy", dataset=rows, **more)
         run_dir = str(folder / f"refused-{number}")
         complains(lambda make=make, run_dir=run_dir: make().train(run_dir=run_dir), [words])
-    kept = DPOTrainer(folder / "policy", dataset=[*PAIRS, LONG], too_long="drop")
-    assert len(kept.train(2, 4, run_dir=str(folder / "kept"))) == 2
+    kept = DPOTrainer(folder / "policy", dataset=[*PAIRS, LONG], too_long="drop", learning_rate=1e-4)
+    assert [step["actor/lr"] for step in kept.train(2, 4, run_dir=str(folder / "kept"))] == [1e-4] * 2
 
 
 ARGUMENTS: list[tuple[type[Exception], dict[str, Any], dict[str, Any], str]] = [

@@ -88,8 +88,8 @@ def check_new(run_dir: Path) -> None:
     step = latest_step(run_dir)
     if step is not None:
         raise ConfigError(
-            f"{run_dir}: holds a run with a checkpoint of step {step}; add --resume to go on from it, set run_dir to "
-            f"another directory, or remove {run_dir / 'checkpoints'} to begin anew"
+            f"{run_dir}: holds a run with a checkpoint of step {step}; add --resume (resume=True in Python) to go on "
+            f"from it, set run_dir to another directory, or remove {run_dir / 'checkpoints'} to begin anew"
         )
     places = (run_dir.parent / STARTS_FILE, *run_dir.glob(f"*/{STARTS_FILE}"))
     others = [path.parent for path in places if path.is_file()]

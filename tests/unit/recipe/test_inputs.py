@@ -211,7 +211,11 @@ def test_a_dry_run_refuses_the_directory_of_a_run_unless_it_resumes(folders, cap
     saved = load_recipe(there / "own.yaml", [f"reward.function={module(here, OWN)}:score", "run_dir=run", "seed=7"])
     complete_step(here / "run", 3, {"recipe": to_dict(saved)}, {}, keep_last=1)
     status, error = refused(folders, capsys, "run")
-    assert status == 2 and "run: holds a run with a checkpoint of step 3; add --resume to go on from it" in error
+    assert (
+        status == 2
+        and "run: holds a run with a checkpoint of step 3; add --resume (resume=True in Python) to go on from it"
+        in error
+    )
     assert refused(folders, capsys, "run", "--resume", "seed=7", f"reward.function={saved.reward.function}") == (0, "")
     status, error = refused(folders, capsys, "run", "--resume", f"reward.function={saved.reward.function}")
     assert status == 3 and "the checkpoint was written with seed=7, the recipe now has " in error

@@ -74,18 +74,21 @@ class Bounds:
         low: Smallest number allowed; with ``above``, the number that must be exceeded.
         high: Largest number allowed.
         above: Whether ``low`` itself is refused.
+        below: Whether ``high`` itself is refused.
     """
 
     low: float
     high: float = math.inf
     above: bool = False
+    below: bool = False
 
     def __contains__(self, number: float) -> bool:
         high_enough = number > self.low if self.above else number >= self.low
-        return high_enough and number <= self.high and math.isfinite(number)
+        low_enough = number < self.high if self.below else number <= self.high
+        return high_enough and low_enough and math.isfinite(number)
 
     def __str__(self) -> str:
-        upper = "" if self.high == math.inf else f" and at most {_in_words(self.high)}"
+        upper = "" if self.high == math.inf else f" and {'below' if self.below else 'at most'} {_in_words(self.high)}"
         return f"{'above' if self.above else 'of at least'} {self.low:g}{upper}"
 
 
@@ -103,6 +106,8 @@ Seconds = Annotated[float, Bounds(low=0, high=10**8, above=True)]
 """How long to wait. The clocks of the system take no number that is much larger."""
 
 Share = Annotated[float, Bounds(low=0, high=1)]
+Decay = Annotated[float, Bounds(low=0, high=1, below=True)]
+"""Share of a running mean that stays in each step. With 1 the mean would never change."""
 
 
 def _in_words(number: float) -> str:

@@ -14,9 +14,9 @@ from hybridflow.sections import (
     Bounds,
     Count,
     CountOrZero,
+    Decay,
     NotNegative,
     Positive,
-    Share,
     may_change_below,
 )
 
@@ -43,8 +43,8 @@ class OptimizerConfig:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: CountOrZero = 0
     min_lr: NotNegative = field(default=0.0, metadata=MAY_CHANGE)
-    beta1: Share = 0.9
-    beta2: Share = 0.95
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.0
     clip_grad: NotNegative = 1.0

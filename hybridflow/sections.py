@@ -403,6 +403,7 @@ class _Reader:
 
     def _unknown(self, name: str, siblings: list[str], prefix: str) -> ConfigError:
         elsewhere = [key for key in resume_rules(self.root) if key.split(".")[-1] == name]
+        elsewhere.sort(key=lambda key: key.partition(".")[0] != prefix.partition(".")[0])
         close = [f"{prefix}{each}" for each in difflib.get_close_matches(shorten(name), siblings, n=1)]
         nearest = " or ".join(elsewhere or close)
         hint = f"did you mean {nearest}? " if nearest else ""

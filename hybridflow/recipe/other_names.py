@@ -230,7 +230,53 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
         "logger.log_dir": "run_dir",
         "logger.wandb.project": "metrics.wandb.project",
     },
+    "OpenRLHF": {
+        "rollout_batch_size": ("trainer.global_batch_size", _SAMPLES),
+        "train_batch_size": ("trainer.mini_batch_size", "counts samples, as there"),
+        "micro_train_batch_size": ("trainer.micro_batch_tokens", _TOKENS),
+        "micro_rollout_batch_size": ("trainer.micro_batch_tokens", _TOKENS),
+        "n_samples_per_prompt": "rollout.group_size",
+        "generate_max_len": "rollout.max_new_tokens",
+        "prompt_max_len": "data.max_prompt_tokens",
+        "max_len": ("model.max_context", "counts prompt and response"),
+        "prompt_data": "data.train",
+        "input_key": "data.prompt_field",
+        "label_key": "data.answer_field",
+        "apply_chat_template": ("data.prompt_as_message", "is for text; messages always go through the template"),
+        "pretrain": ("model.path", "is a directory on this machine"),
+        "critic_pretrain": ("critic.model.path", "is a directory on this machine"),
+        "reward_pretrain": ("reward.model.path", "is a directory on this machine"),
+        "remote_rm_url": ("reward.service.urls", "is a list; a file of a function is reward.function"),
+        "actor_learning_rate": "actor.optimizer.lr",
+        "critic_learning_rate": "critic.optimizer.lr",
+        "lr_warmup_ratio": ("actor.optimizer.warmup_steps", "counts steps, not a share"),
+        "l2": "actor.optimizer.weight_decay",
+        "max_norm": "actor.optimizer.clip_grad",
+        "adam_offload": "actor.offload",
+        "zero_stage": ("actor.update", "is {dp: 8, zero: 3}, say"),
+        "ring_attn_size": "actor.update.cp",
+        "vllm_tensor_parallel_size": "actor.rollout.tp",
+        "advantage_estimator": "algorithm",
+        "init_kl_coef": "kl.coef",
+        "eps_clip": ("loss.clip_low", "with loss.clip_high"),
+        "lambd": "advantage.gae_lambda",
+        "max_epochs": "loss.epochs",
+        "num_episodes": ("trainer.steps", _STEPS),
+        "packing_samples": ("trainer.micro_batch_tokens", "is a budget of tokens; samples are always packed"),
+        "freezing_actor_steps": "critic.warmup_steps",
+        "max_ckpt_num": "trainer.keep_last",
+        "ckpt_path": ("run_dir", "holds the checkpoints"),
+        "save_path": ("run_dir", "holds the checkpoints, which `hybridflow convert` writes as transformers reads them"),
+        "load_checkpoint": ("run_dir", "is the run that --resume continues"),
+        "use_wandb": ("metrics.wandb", "is {project: NAME}"),
+        "wandb_run_name": "name",
+    },
     "": {
+        "micro_batch_size": ("trainer.micro_batch_tokens", _TOKENS),
+        "trainer.micro_batch_size": ("trainer.micro_batch_tokens", _TOKENS),
+        "data.val": "data.held_out",
+        "rollout.backend": ("rollout.engine.kind", "is megatron or vllm, say"),
+        "trainer.resume": ("run_dir", "is the run that --resume continues"),
         "epochs": ("trainer.steps", _STEPS),
         "num_epochs": ("trainer.steps", f"{_STEPS}; loss.epochs counts passes over each batch"),
         "trainer.epochs": ("trainer.steps", _STEPS),
@@ -254,7 +300,7 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
 }
 """Framework -> its name -> our key, and what the key says if that differs. Under no framework: names of several."""
 
-_IN_ANY_SECTION = ("TRL", "Megatron")
+_IN_ANY_SECTION = ("TRL", "Megatron", "OpenRLHF")
 """Frameworks whose settings have no sections, so that their names may turn up in any of ours."""
 
 
@@ -296,10 +342,14 @@ def find_other_name(key: str) -> OtherName | None:
     flat = next((name for name in _IN_ANY_SECTION if last in NAMES[name]), None)
     if flat is not None:
         return _found(flat, last)
-    # Names of verl with other sections, or none: those that end alike, the shortest of them.
+    # Names of verl with other sections, or none: those that end alike, of the same section of ours, the shortest.
     if any(each.rpartition(".")[2] == last for each in _keys()):
         return None
-    ends = sorted((name for name in NAMES["verl"] if name.rpartition(".")[2] == last), key=len)
+    top = key.partition(".")[0]
+    ends = sorted(
+        (name for name in NAMES["verl"] if name.rpartition(".")[2] == last),
+        key=lambda name: (_found("verl", name).key.partition(".")[0] != top, len(name)),
+    )
     alike = [name for name in ends if f".{name}".endswith(f".{key}")]
     return _found("verl", (alike or ends)[0]) if ends else None
 

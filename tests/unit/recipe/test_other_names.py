@@ -1,4 +1,4 @@
-"""Settings of TRL, verl and NeMo-RL are answered with ours, in files, overrides, options and programs."""
+"""Settings of TRL, verl, OpenRLHF and NeMo-RL are answered with ours, in files, overrides, options and programs."""
 
 import pytest
 import yaml
@@ -67,11 +67,16 @@ def test_a_bound_that_is_counted_from_another_number_is_told_of():
         ("cluster.nodes=2", "cluster.nodes is cluster.ranks here (cluster.ranks counts the ranks of all nodes"),
         # Names of verl with another section, or none.
         ("save_freq=10", "verl's trainer.save_freq is trainer.save_every here"),
+        ("actor.enable_gradient_checkpointing=true", "enable_gradient_checkpointing is actor.recompute here"),
         ("rollout.n=5", "verl's actor_rollout_ref.rollout.n is rollout.group_size here"),
         ("rollout.val_kwargs.n=4", "rollout.val_kwargs.n is trainer.validation_samples here"),
         # A text of ours, and a section of theirs.
         ("algorithm.gamma=1", "algorithm.gamma: not a key of a recipe; verl's algorithm.gamma is advantage.gamma here"),
         ("grpo.num_prompts_per_step=32", "NeMo-RL's grpo.num_prompts_per_step is trainer.global_batch_size here"),
+        ("n_samples_per_prompt=8", "OpenRLHF's n_samples_per_prompt is rollout.group_size here"),
+        ("trainer.rollout_batch_size=8", "OpenRLHF's rollout_batch_size is trainer.global_batch_size here (trainer.gl"),
+        ("trainer.micro_batch_size=8", "trainer.micro_batch_size is trainer.micro_batch_tokens here (trainer.micro_b"),
+        ("data.val=a.jsonl", "data.val is data.held_out here"),
         ("cluster.num_nodes=2", "NeMo-RL's cluster.num_nodes is cluster.ranks here"),
     ],
 )

@@ -68,6 +68,7 @@ def test_overrides_win_and_later_ones_over_earlier(recipe_file):
         ("trainer.steps=true", ["found True (true or false)"]),
         ("trainer.steps=2.0", ["found 2.0 (a number)"]),
         ("trainer.steps=-1", ["expected an integer of at least 0, found -1"]),
+        ("critic.lr=1e-5", ["critic.lr: unknown key; did you mean critic.optimizer.lr or "]),
         ("actor.optimizer.beta1=1", ["actor.optimizer.beta1: expected a number of at least 0 and below 1, found 1.0"]),
         ("advantage.gamma=1.5", ["advantage.gamma: expected a number of at least 0 and at most 1, found 1.5"]),
         ("advantage.gamma=.nan", ["found nan"]),

@@ -88,6 +88,7 @@ class Recipe:
         fallbacks: Overrides for other numbers of ranks than ``cluster.ranks``.
         traits: Traits of the algorithm. Not a key: ``recipe.load`` looks them up.
         defaults: Dotted keys that the recipe left out, and what ``recipe.load`` has set them to. Not a key.
+        dropped: Overrides that drop keys of the recipe's file, in words. Not a key.
     """
 
     name: Name = field(metadata={**MAY_CHANGE, **FILLED_IN})
@@ -123,6 +124,7 @@ class Recipe:
     fallbacks: tuple[FallbackConfig, ...] = field(default=(), metadata=MAY_CHANGE)
     traits: AlgorithmTraits = field(default=AlgorithmTraits(reads=frozenset()), metadata=NOT_A_KEY)
     defaults: Mapping[str, Any] = field(default_factory=dict, compare=False, metadata=NOT_A_KEY)
+    dropped: tuple[str, ...] = field(default=(), compare=False, metadata=NOT_A_KEY)
 
     def __post_init__(self) -> None:
         if self.run_dir == "":

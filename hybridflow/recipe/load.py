@@ -33,6 +33,11 @@ _EXAMPLES = {"ppo": "quickstart"}
 """Algorithms whose shipped recipe has another name."""
 
 
+_WHOLE = ("data", "reward", "cost", *MODEL_SECTIONS.values())
+_LAYOUTS = (".update", ".rollout", ".layout")
+"""Sections that a person replaces and does not change: another source, scorer, model or layout."""
+
+
 def find_recipe(name: str | Path) -> Path:
     """Return the file of a recipe: an existing path, or the name of a recipe that comes with the package.
 
@@ -159,10 +164,13 @@ def recipe_from_dict(
         LayoutError: As for ``load_recipe``.
     """
     origins: Mapping[str, str] = {}
+    dropped: tuple[str, ...] = ()
     in_memory = {} if in_memory is None else in_memory
     if isinstance(values, Mapping):
         refuse_other_names(values, overrides, source)
+        file_values = values
         values, origins = put_over(*in_full(values, overrides))
+        dropped = _dropped(file_values, values, overrides)
         check_needed(values, source, has_model="model" in in_memory)
         values = _with_defaults(values)
     if folder is not None:
@@ -183,7 +191,9 @@ def recipe_from_dict(
         raise ConfigError(
             f"{where}: algorithm: expected one of {', '.join(ALGORITHMS)}, found {recipe.algorithm!r} (text)"
         )
-    recipe = with_layers(replace(recipe, traits=ALGORITHMS[recipe.algorithm].traits, defaults=defaults))
+    recipe = with_layers(
+        replace(recipe, traits=ALGORITHMS[recipe.algorithm].traits, defaults=defaults, dropped=dropped)
+    )
     try:
         check_settings(recipe, found)
         check_recipe(recipe, in_memory)
@@ -202,6 +212,23 @@ def recipe_from_dict(
             except (ConfigError, LayoutError) as error:
                 raise type(error)(f"{source}: fallbacks[{index}]: {error}") from None
     return recipe
+
+
+def _dropped(before: Mapping[str, Any], after: Mapping[str, Any], overrides: Sequence[str]) -> tuple[str, ...]:
+    """Describe in words the keys that overrides drop, since they give a section of the file as a whole."""
+    found = []
+    for override in overrides:
+        key = override.partition("=")[0]
+        old, new = inner(before, key), inner(after, key)
+        if key in _WHOLE or key.endswith(_LAYOUTS) or not isinstance(old, Mapping) or not isinstance(new, Mapping):
+            continue
+        names = [str(name) for name in old if name not in new]
+        if names:
+            found.append(
+                f"override {shorten(override)} drops {', '.join(names)} of the file: it replaces the whole section; to "
+                f"keep them, give its keys one by one, as in {key}.{next(iter(new), names[0])}=…"
+            )
+    return tuple(found)
 
 
 def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 from hybridflow import cli
 from hybridflow.recipe.load import load_recipe
 from hybridflow.trainer.warnings import duration_warning, epochs_warning, recipe_warnings, reward_warning
-from tests.support.recipes import POLICY, SCORER, write_config
+from tests.support.recipes import POLICY, SCORER, SMALLEST, write_config
 
 
 @pytest.fixture
@@ -43,6 +43,29 @@ def test_a_plan_tells_of_old_weights_and_of_no_validation_as_a_job_does(asked, c
     assert cli.main(["plan", "job", "grpo", *overrides]) == 0
     told = capsys.readouterr().err
     assert f"hybridflow: {old}\nhybridflow: {alone}\n" in told
+
+
+def test_an_override_that_drops_keys_of_the_file(tmp_path):
+    override = "actor.optimizer={lr: 1.0e-3}"
+    file = tmp_path / "own.yaml"
+    file.write_text(SMALLEST.replace("{lr: 1e-4}", "{lr: 1e-4, schedule: cosine, warmup_steps: 1}"))
+    kept = ["actor.optimizer.lr=1e-3", "actor.update={dp: 4}", "rollout.top_k=3"]
+    assert recipe_warnings(load_recipe(file, kept)) == ()
+    (warning,) = recipe_warnings(load_recipe(file, [*kept, override, "actor.optimizer.warmup_steps=2"]))
+    assert warning == (
+        "override actor.optimizer={lr: 1.0e-3} drops schedule of the file: it replaces the whole section; to keep "
+        "them, give its keys one by one, as in actor.optimizer.lr=…"
+    )
+
+
+def test_settings_of_steps_that_do_not_come():
+    asked = ["trainer.steps=3", "profile.steps=[1, 99]", "actor.optimizer.warmup_steps=1000"]
+    trace, rate = recipe_warnings(load_recipe("grpo", asked))
+    assert trace == (
+        "profile.steps: 99 is after the last step, and writes no trace; lower it, or raise trainer.steps=3"
+    )
+    assert rate.startswith("actor.optimizer.warmup_steps=1000: the run ends before the learning rate reaches actor.opt")
+    assert recipe_warnings(load_recipe("grpo", ["trainer.steps=1000", *asked[1:]])) == ()
 
 
 def test_steps_that_go_through_the_data_very_often():

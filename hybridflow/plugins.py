@@ -36,10 +36,11 @@ def find_plugin(name: str, built_in: Mapping[str, Any], *, key: str, kind: str) 
     if not built_in:
         expected = f"give 'package.module:{kind}'"
     module, attribute = split_name(name)
-    if name.startswith("/"):
+    if module.startswith(("/", ".")):
+        begin = "/" if name.startswith("/") else ".."
         raise ConfigError(
-            f"{key}={name!r}: found a path from / on; start in its directory, or put that on PYTHONPATH, and give "
-            f"'{os.path.basename(name.partition(':')[0]).removesuffix('.py')}:{attribute or kind}'"
+            f"{key}={name!r}: found a path from {begin} on; start in its directory, or put that on PYTHONPATH, and "
+            f"give '{os.path.basename(name.partition(':')[0]).removesuffix('.py')}:{attribute or kind}'"
         )
     if not attribute:
         raise ConfigError(f"{key}={name!r}: names no {kind} of the module; {expected}")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import glob
+import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from hybridflow.data.files import is_address
 from hybridflow.data.tokenizer import tokenizer_in
 from hybridflow.errors import ConfigError, MissingFileError
 from hybridflow.families.hub_cache import find_model
+from hybridflow.plugins import split_name
 from hybridflow.recipe.nested import inner
 from hybridflow.sections import to_dict
 
@@ -25,12 +28,16 @@ _FILES = (
     *("data.train", "data.held_out", "data.chat_template", "data.spool.path"),
     *("tokenizer.path", "actor.lora.path", "rollout.replay"),
 )
+_MODULES = ("reward.function", "cost.function", "rollout.environment.name")
 _MADE = ("data.train", "data.held_out")
 """Files that are made where ``data.arithmetic`` says how, and are then outputs."""
 
 
 def with_paths_beside(values: Any, folder: Path) -> Any:
     """Return a recipe's values with ``~`` as the home, and with the paths of files that are only beside the recipe.
+
+    A module that is only there gets the names of the directories between, as in ``folder.rewards:score``, where the
+    recipe is below the working directory.
 
     Args:
         values: Nested mappings.
@@ -41,6 +48,8 @@ def with_paths_beside(values: Any, folder: Path) -> Any:
         path = section[key] = os.path.expanduser(section[key])
         if not os.path.isabs(path) and not _is_there(path) and _is_there(str(folder / path)):
             section[key] = str(folder / path)
+    for section, key in _modules(found):
+        section[key] = _module_beside(section[key], folder)
     return found
 
 
@@ -117,6 +126,34 @@ def _paths(values: Any) -> Iterator[tuple[Any, Any, str]]:
     for index, source in enumerate(sources if isinstance(sources, list | tuple) else ()):
         if isinstance(source, dict) and _is_path(source.get("path")):
             yield source, "path", f"data.mixture[{index}].path"
+
+
+def _modules(values: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield section and key, or list and index, of each ``package.module:name``."""
+    for name in _MODULES:
+        outer, _, key = name.rpartition(".")
+        section = inner(values, outer)
+        if isinstance(section, dict) and isinstance(section.get(key), str):
+            yield section, key
+    callbacks = inner(values, "metrics.callbacks")
+    if isinstance(callbacks, list):
+        yield from ((callbacks, index) for index, name in enumerate(callbacks) if isinstance(name, str))
+
+
+def _module_beside(name: str, folder: Path) -> str:
+    module, attribute = split_name(name)
+    top = module.partition(".")[0]
+    is_beside = attribute and top and (folder / f"{module.replace('.', '/')}.py").is_file()
+    if not is_beside or os.path.exists(top) or os.path.exists(f"{top}.py") or _is_installed(top):
+        return name
+    between = Path(os.path.relpath(folder.resolve(), Path.cwd())).parts
+    # Nothing else can be imported from the working directory.
+    can_be_imported = all(part.isidentifier() for part in between)
+    return f"{'.'.join((*between, module))}:{attribute}" if can_be_imported else name
+
+
+def _is_installed(top: str) -> bool:
+    return top in sys.modules or importlib.util.find_spec(top) is not None
 
 
 def _is_path(value: Any) -> bool:

@@ -86,6 +86,23 @@ def test_a_file_is_found_here_then_beside_the_recipe(folders):
     assert found.run_dir == "runs/own"
 
 
+def test_a_module_is_found_here_then_beside_the_recipe(folders, monkeypatch):
+    here, there = folders
+    name, gone = module(there, "def score(prompt, response, answer): return 1.0"), "rewards_nowhere:score"
+    asked = [f"reward.function={name}:score", f"metrics.callbacks=[{name}:score, {gone}]"]
+    assert load_recipe(there / "own.yaml", asked).reward.function == f"{name}:score", "not below the working directory"
+    monkeypatch.chdir(there.parent)
+    for recipe in (Path("there/own.yaml"), there / "own.yaml"):
+        found = load_recipe(recipe, asked)
+        assert found.reward.function == f"there.{name}:score"
+        assert found.metrics.callbacks == (f"there.{name}:score", gone)
+    path = f"reward.function={name}.py:score"
+    assert load_recipe(there / "own.yaml", [path]).reward.function == f"there.{name}:score"
+    assert load_recipe(there / "own.yaml", ["reward.function=length"]).reward.function == "length"
+    (there.parent / f"{name}.py").touch()
+    assert load_recipe(there / "own.yaml", asked).reward.function == f"{name}:score"
+
+
 @pytest.mark.parametrize("key", ["data.train", "data.held_out", "data.chat_template", "tokenizer.path"])
 def test_a_missing_file_names_both_places(folders, key):
     here, there = folders
@@ -153,6 +170,7 @@ FAILS = {
     "no answer to compare with": (["reward={}"], "train.jsonl:1: no field 'answer'; found ['level', 'prompt'], and"),
     "no module": (["reward.function=gone:score"], "No module named 'gone', in {here} or on PYTHONPATH; give one of"),
     "a path": (["reward.function=/elsewhere/mine.py:score"], "found a path from / on; start in its directory"),
+    "a path upwards": (["reward.function=../sub/mine.py:score"], "found a path from .. on; start in its directory"),
     "a file alone": (["reward.function=mine.py"], "reward.function='mine.py': names no function of the module; give"),
     "no function": (["reward.function={module}:gone"], "has no attribute 'gone'; give one of"),
     "no adapter": (["actor.lora={rank: 4, path: gone}"], "actor.lora.path='gone': no such file in "),

@@ -137,11 +137,12 @@ class DataConfig:
         arithmetic: Generate ``train`` and ``held_out`` from these settings if the files are missing.
     """
 
-    train: str | None = None
-    mixture: tuple[DataSourceConfig, ...] = ()
+    # A resume holds the rows of these against the checkpoint's, wherever they lie.
+    train: str | None = field(default=None, metadata=MAY_CHANGE)
+    mixture: tuple[DataSourceConfig, ...] = field(default=(), metadata=MAY_CHANGE)
     spool: SpoolConfig | None = None
     kafka: KafkaConfig | None = None
-    held_out: str | None = None
+    held_out: str | None = field(default=None, metadata=MAY_CHANGE)
     file_format: FileFormat | None = None
     prompt_field: str = "prompt"
     answer_field: str | None = "answer"
@@ -187,7 +188,8 @@ class TokenizerConfig:
         vocab_size: Largest vocabulary of a trained tokenizer.
     """
 
-    path: str | None = None
+    # A resume holds its tokens against the checkpoint's.
+    path: str | None = field(default=None, metadata=MAY_CHANGE)
     vocab_size: Count = 64
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from hybridflow.config.recipe import Recipe
@@ -44,14 +43,9 @@ def fixed_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
         recipe: From ``to_dict``, of this version of hybridflow or of another one.
 
     Returns:
-        JSON values. A section is ``"a section"``, so that it differs from null; its keys follow it. A tokenizer within
-        the run's directory has its path from there, since the directory may be moved.
+        JSON values. A section is ``"a section"``, so that it differs from null; its keys follow it.
     """
-    found = {key: value for key, value in _settings("", recipe) if not _rules().get(key, True)}
-    path = found.get("tokenizer.path")
-    if path is not None and Path(path).is_relative_to(recipe["run_dir"]):
-        found["tokenizer.path"] = str(Path(path).relative_to(recipe["run_dir"]))
-    return found
+    return {key: value for key, value in _settings("", recipe) if not _rules().get(key, True)}
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from hybridflow.recipe.load import load_recipe
 from hybridflow.recipe.run_dir import check_new
 from hybridflow.sections import to_dict
 from hybridflow.trainer.checkpoints import _check_problems, find_resume_point
+from hybridflow.trainer.trainer import Trainer
 
 SETTINGS = ["seed=1", "trainer.global_batch_size=256", "trainer.mini_batch_size=64"]
 
@@ -89,3 +90,15 @@ def test_problems_and_their_order_are_those_of_the_checkpoint(tmp_path, known, s
         return
     with pytest.raises(CheckpointError, match=says):
         _check_problems(job, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("file", "score"), [("held.jsonl", 0.5), ("./held.jsonl", 0.5), ("HERE/held.jsonl", 0.5), ("a.jsonl", None)]
+)
+def test_the_best_validation_counts_for_its_own_held_out_file_alone(tmp_path, monkeypatch, file, score):
+    monkeypatch.chdir(tmp_path)
+    saved = job_of(tmp_path, "data.held_out=held.jsonl")
+    state = {"recipe": to_dict(saved.recipe), "validations": {"step": 3, "best_step": 3, "best_score": 0.5}}
+    job = job_of(tmp_path, f"data.held_out={file.replace('HERE', str(tmp_path))}")
+    found = Trainer._validations_of(SimpleNamespace(job=job), SimpleNamespace(step=3, state=state))
+    assert found.best_score == score

@@ -54,7 +54,7 @@ def requests(count: int, kinds) -> list[Request]:
     return [
         Request(
             prompt=torch.randint(0, VOCAB, (1 + number * 7 % 29,), generator=generator),
-            params=SamplingParams(max_new_tokens=1 + number * 7 % 12, **kinds[number % len(kinds)]),
+            params=SamplingParams(max_new_tokens=1 + number * 7 % 9, **kinds[number % len(kinds)]),
             prompt_index=number // 2,
             index=number % 2,
         )
@@ -147,7 +147,7 @@ def test_texts_are_the_same_where_the_keys_are_split(world, monkeypatch):
 
 def test_logits_that_are_not_finite_fail_and_harm_no_other(world):
     model, _, groups, _ = make_model(world, ParallelLayout(), model=SMALL)
-    asked = requests(6, KINDS)
+    asked = [replace(each, params=replace(each.params, max_new_tokens=4)) for each in requests(4, KINDS)]
     found = []
     for is_damaged in (False, True):
         if is_damaged:
@@ -155,9 +155,9 @@ def test_logits_that_are_not_finite_fail_and_harm_no_other(world):
         engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=7, max_concurrent=8)
         engine.runner = GpuRunner(model, groups, VOCAB, max_rows=8, max_steps=16)
         found.append(generated(engine, asked))
-    failed = [row for row in range(6) if found[1][row][1] == "failed"]
-    assert 1 <= len(failed) < 6
-    for row in range(6):
+    failed = [row for row in range(4) if found[1][row][1] == "failed"]
+    assert 1 <= len(failed) < 4
+    for row in range(4):
         if row in failed:
             assert "its logits are not finite" in found[1][row][2]
         else:

@@ -74,7 +74,7 @@ def cut_texts(world, has_edits):
         Request(
             prompt=sequence[:length],
             # That without cuts is the last to end.
-            params=SamplingParams(max_new_tokens=5 + 6 * (index == 2), **kind),
+            params=SamplingParams(max_new_tokens=3 + 4 * (index == 2), **kind),
             prompt_index=index,
             index=0,
         )

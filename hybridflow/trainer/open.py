@@ -91,11 +91,10 @@ def check_vocabularies(recipe: Recipe, tokenizer: Tokenizer) -> None:
         ConfigError: A model's vocabulary is too small.
         DataError: A model was trained with another tokenizer.
     """
-    needed = _reached_ids(recipe, tokenizer)
     for role, section in MODEL_SECTIONS.items():
         model = recipe.model_of(role)
         prefix = "model" if model is recipe.model else section
-        if model.vocab_size is not None and model.vocab_size < needed:
+        if model.vocab_size is not None and model.vocab_size < tokenizer.vocab_size:
             raise ConfigError(
                 f"{prefix}.vocab_size={model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; raise "
                 "it, or leave it out; of a model with a path, name the tokenizer that it was trained with"
@@ -103,18 +102,6 @@ def check_vocabularies(recipe: Recipe, tokenizer: Tokenizer) -> None:
         model_tokenizer = None if model.path is None else tokenizer_in(model.path)
         if model_tokenizer is not None and model_tokenizer != tokenizer.path:
             check_same_pieces(tokenizer, open_tokenizer(model_tokenizer), whose=f"{prefix}.path={model.path!r}")
-
-
-def _reached_ids(recipe: Recipe, tokenizer: Tokenizer) -> int:
-    """Return the least vocabulary that has all tokens of texts.
-
-    A published actor may lack rows for the tokenizer's last tokens, such as Gemma 3's for images: it makes none of
-    them, and a prompt with one is refused. What begins, ends and fills up a text it needs.
-    """
-    if recipe.model.path is None or recipe.model.vocab_size is None:
-        return tokenizer.vocab_size
-    last = max(*tokenizer.stop_ids, tokenizer.pad_id, tokenizer.bos_id or 0)
-    return min(tokenizer.vocab_size, max(recipe.model.vocab_size, last + 1))
 
 
 def _check_there(trained: Path, rank: int) -> None:

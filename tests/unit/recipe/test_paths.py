@@ -108,7 +108,7 @@ def test_critic_and_reward_are_cut_as_what_they_are(recipe_file, tmp_path):
         ({}, ["model=3"], ["model: expected a section"]),
         ({"model_type": None}, [], ["model.path=", "config.json: model_type=None", "llama"]),
         ({"model_type": "bloom", "hidden_size": None}, [], ["config.json: hidden_size: missing", "'bloom'"]),
-        ({"attention_bias": True}, [], ["attention_bias=True"]),
+        ({"attention_dropout": 0.1}, [], ["attention_dropout=0.1", "set it to 0"]),
         (SCORER, [], ["model.path=", "is a scorer, which gives no text", "critic.model.path"]),
         ({**SCORER, "num_labels": 2}, [], ["2 labels", "with one label"]),
         ({}, ["model.max_context=8"], ["rollout.max_new_tokens=8", "model.max_context=8"]),

@@ -33,7 +33,7 @@ _EXAMPLES = {"ppo": "quickstart"}
 """Algorithms whose shipped recipe has another name."""
 
 
-_WHOLE = ("data", "reward", "cost", "tokenizer", "rollout.engine", *MODEL_SECTIONS.values())
+_WHOLE = ("actor", "critic", "data", "reward", "cost", "tokenizer", "rollout.engine", *MODEL_SECTIONS.values())
 _LAYOUTS = (".update", ".rollout", ".layout")
 """Sections that a person replaces and does not change: another source, scorer, model or layout."""
 

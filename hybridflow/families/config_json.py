@@ -88,9 +88,11 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
     _check_given(family, given, where)
     read_quantization(values, family, where=where)
     for key, allowed in family.computed.items():
-        if key in values and values[key] not in allowed and key in _RANDOM:
-            raise ConfigError(f"{where}: {key}={values[key]!r}: nothing random is computed; set it to 0 in the file")
         if key in values and values[key] not in allowed:
+            if key in _RANDOM:
+                raise ConfigError(
+                    f"{where}: {key}={values[key]!r}: nothing random is computed; set it to 0 in the file"
+                )
             raise NotComputedError(
                 f"{where}: {key}={values[key]!r} is not computed for {family.name}; only "
                 f"{', '.join(map(repr, allowed))} is: choose another model"

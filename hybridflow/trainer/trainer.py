@@ -404,9 +404,9 @@ class Trainer(Role):
         """Return the validations of a checkpoint, without a best one that means something else now."""
         found = Validations(**checkpoint.state.get("validations", {}))
         before, now = checkpoint.state["recipe"]["trainer"], self.job.recipe.trainer
-        files = [checkpoint.state["recipe"]["data"]["held_out"], self.job.recipe.data.held_out]
-        is_same = files[0] == files[1] or (None not in files and len({Path(file).resolve() for file in files}) == 1)
-        if before["num_validation"] != now.num_validation or not is_same:
+        files = (checkpoint.state["recipe"]["data"]["held_out"], self.job.recipe.data.held_out)
+        sources = {None if file is None else Path(file).resolve() for file in files}
+        if before["num_validation"] != now.num_validation or len(sources) > 1:
             # Scores of other problems do not compare.
             return Validations()
         if now.keep_best and not before["keep_best"]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import difflib
 import functools
 import json
@@ -16,7 +17,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -50,6 +51,8 @@ _PLURALS: dict[type, str] = {int: "integers", float: "numbers", str: "texts"}
 _EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")
 # YAML 1.1 reads 1:30 as 90, and 010 as 8.
 _MISREAD = re.compile(r".*:.*|[-+]?0[0-9_]+")
+_PLAIN = re.compile(r"[\w.:+-]+")
+"""A number or a date without quotes, tags, blanks and comments."""
 
 LARGEST_INTEGER = 1 << 24
 """Largest integer of a key that has no other bound."""
@@ -233,6 +236,23 @@ def resume_rules(kind: Any) -> dict[str, bool]:
     return dict(_resume_rules(kind, "", is_free=False, free_names=()))
 
 
+@functools.cache
+def text_keys(kind: Any) -> frozenset[str]:
+    """Return the dotted keys of a section, and of those inside it, that take text, perhaps null, and nothing else."""
+    found = set()
+    for item in keys_of(kind):
+        hint = _hints(kind)[item.name]
+        is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+        options = [each for each in (typing.get_args(hint) if is_union else (hint,)) if each is not type(None)]
+        for option in options:
+            if isinstance(option, type) and dataclasses.is_dataclass(option):
+                found |= {f"{item.name}.{key}" for key in text_keys(option)}
+        plain = [typing.get_args(each)[0] if typing.get_origin(each) is Annotated else each for each in options]
+        if plain == [str]:
+            found.add(item.name)
+    return frozenset(found)
+
+
 def _resume_rules(kind: Any, prefix: str, *, is_free: bool, free_names: Sequence[str]) -> Iterator[tuple[str, bool]]:
     hints = _hints(kind)
     for item in keys_of(kind):
@@ -279,12 +299,16 @@ for _tag in ("int", "float"):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _Loader.construct_number)
 
 
-def put_over(values: Mapping[Any, Any], overrides: Sequence[str]) -> tuple[dict[Any, Any], dict[str, str]]:
+def put_over(
+    values: Mapping[Any, Any], overrides: Sequence[str], *, texts: Collection[str] = ()
+) -> tuple[dict[Any, Any], dict[str, str]]:
     """Return a copy of the values with the overrides applied, and the override that set each dotted key.
 
     Args:
         values: Nested mappings.
         overrides: ``"dotted.key=value"`` each, the value in YAML; later ones win.
+        texts: Dotted keys that take text alone, as ``text_keys`` tells: what YAML reads as a number or a date stays
+            text.
 
     Raises:
         ConfigError: One of them is not of that form, or reaches into what is no section.
@@ -307,7 +331,9 @@ def put_over(values: Mapping[Any, Any], overrides: Sequence[str]) -> tuple[dict[
                 name = ".".join(sections[: depth + 1])
                 raise ConfigError(f"{shown}: {name} is {_found(place[section])}, not a section with keys")
             place = place[section]
-        place[last] = parse_yaml(text, shown)
+        value = parse_yaml(text, shown)
+        is_read = isinstance(value, int | float | datetime.date) and not isinstance(value, bool)
+        place[last] = text.strip() if is_read and key in texts and _PLAIN.fullmatch(text.strip()) else value
         origins[key] = shown
     return merged, origins
 

@@ -23,7 +23,7 @@ from hybridflow.recipe.inputs import places, with_cached_models, with_paths_besi
 from hybridflow.recipe.nested import inner
 from hybridflow.recipe.other_names import refuse_other_names
 from hybridflow.recipe.stages import with_layers
-from hybridflow.sections import put_over, read_section, read_yaml, shorten, to_dict
+from hybridflow.sections import put_over, read_section, read_yaml, shorten, text_keys, to_dict
 from hybridflow.shipped import shipped
 
 _MOST_FALLBACKS = 64
@@ -169,7 +169,7 @@ def recipe_from_dict(
     if isinstance(values, Mapping):
         refuse_other_names(values, overrides, source)
         file_values = values
-        values, origins = put_over(*in_full(values, overrides))
+        values, origins = put_over(*in_full(values, overrides), texts=text_keys(Recipe))
         dropped = _dropped(file_values, values, overrides)
         check_needed(values, source, has_model="model" in in_memory)
         values = _with_defaults(values)

@@ -104,7 +104,7 @@ def test_critic_and_reward_are_cut_as_what_they_are(recipe_file, tmp_path):
         ({}, ["model.vocab_size=null"], ["model.vocab_size=None", "has 45"]),
         ({}, ["model.path=nowhere"], ["model.path='nowhere'", "config.json", "manifest.json", "nothing there"]),
         ({}, ["model.path=."], ["model.path='.'", "a directory without either"]),
-        ({}, ["model.path=3"], ["model.path: expected text or null, found 3"]),
+        ({}, ["model.path=[3]"], ["model.path: expected text or null, found [3]"]),
         ({}, ["model=3"], ["model: expected a section"]),
         ({"model_type": None}, [], ["model.path=", "config.json: model_type=None", "llama"]),
         ({"model_type": "bloom", "hidden_size": None}, [], ["config.json: hidden_size: missing", "'bloom'"]),

@@ -122,6 +122,15 @@ def test_bad_key_is_named_with_the_remedy(recipe_file, override, says):
     complains(lambda: load_recipe(recipe_file, [override]), says, ConfigError)
 
 
+def test_an_override_of_a_text_may_look_like_a_number_or_a_date(recipe_file):
+    for text in ("4711", "2024-01-31", "1_000", "007", "1.50"):
+        recipe = load_recipe(recipe_file, [f"name={text}", f"namespace={text}", f"data.answer_field={text}"])
+        assert (recipe.name, recipe.namespace, recipe.data.answer_field) == (text, text, text)
+    assert load_recipe(recipe_file, ["namespace=null"]).namespace is None
+    complains(lambda: load_recipe(recipe_file, ["name=true"]), ["name: expected text like", "found True"], ConfigError)
+    assert load_recipe(recipe_file, ["trainer.pass_k=null", "trainer.steps=3"]).trainer.steps == 3
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [

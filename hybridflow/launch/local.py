@@ -19,7 +19,7 @@ from typing import Protocol
 
 from hybridflow.exit_status import FAILURE, REQUEST, REQUEUE, SOURCE, TARGET
 from hybridflow.observe.console import complain
-from hybridflow.parallel.imports import has_accelerator, import_megatron
+from hybridflow.parallel.imports import has_accelerator, import_megatron, importing
 from hybridflow.parallel.rank import MEETING_VARIABLE, silence_libraries
 from hybridflow.parallel.secret import VARIABLE, new_secret
 from hybridflow.parallel.signals import AT_INTERRUPT, STOP_SIGNALS
@@ -218,8 +218,9 @@ def _import(module: str, threads_per_rank: int) -> bool:
     # Libraries read it when they are loaded.
     os.environ["OMP_NUM_THREADS"] = str(threads_per_rank)
     try:
-        import_megatron()
-        importlib.import_module(module)
+        with importing():
+            import_megatron()
+            importlib.import_module(module)
     except ImportError:
         # The ranks tell of it.
         return False

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,23 @@ _DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
 def has_accelerator() -> bool:
     """Return whether this machine has a GPU, without a library that would begin to use it."""
     return any(any(Path("/dev").glob(name)) for name in _DEVICES)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Keep the garbage collector from what is imported within, then and later.
+
+    It would look at these many objects, none of which is garbage, again and again as they come, and once more at the
+    process's end: a third of the start and end of a short job.
+    """
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if is_on:
+            gc.enable()
 
 
 def import_megatron() -> None:

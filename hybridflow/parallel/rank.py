@@ -63,13 +63,15 @@ def run_rank(
         # The launcher, which Ctrl-C reaches too, acts for its ranks.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     silence_libraries()
-    from hybridflow.parallel.failure import lost_contact, tell_once
-    from hybridflow.parallel.imports import import_megatron
-    from hybridflow.parallel.process import allow_many_files
-    from hybridflow.parallel.world import join_world, open_store
+    from hybridflow.parallel.imports import import_megatron, importing
 
-    import_megatron()
-    work = load()
+    with importing():
+        from hybridflow.parallel.failure import lost_contact, tell_once
+        from hybridflow.parallel.process import allow_many_files
+        from hybridflow.parallel.world import join_world, open_store
+
+        import_megatron()
+        work = load()
     allow_many_files()
     store, watch = None, None
     try:

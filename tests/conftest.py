@@ -11,6 +11,9 @@ from hypothesis import settings
 from tests.support.http_server import Server
 from tests.support.kafka_broker import is_there, running_broker
 
+# Until all test files are imported, a quarter of which it would take; see pytest_collection_finish.
+gc.disable()
+
 # Ranks share few cores; also read by what the tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # So that no test makes a key in the home of who runs it; see parallel/secret.py.
@@ -48,6 +51,7 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

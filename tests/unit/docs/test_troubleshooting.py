@@ -1,6 +1,7 @@
 """Every text that the page about errors is keyed by stands in the source."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -24,15 +25,18 @@ def texts(tree):
             yield node.value
 
 
+@functools.cache
+def source_texts():
+    """All of them; read when a test asks, as every process of the suite imports this file."""
+    return list(sources())
+
+
 def sources():
     for folder in ("hybridflow", "launch"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             yield from texts(ast.parse(path.read_text(encoding="utf-8")))
     for path in sorted((ROOT / "slurm").glob("*.s*")):
         yield from path.read_text(encoding="utf-8").splitlines()
-
-
-TEXTS = list(sources())
 
 
 def stands(quoted, lines):
@@ -45,11 +49,12 @@ def stands(quoted, lines):
 @pytest.mark.parametrize("quoted", QUOTED)
 def test_quoted_text_stands_in_the_source(quoted):
     assert len(quoted.replace(GAP, "").strip()) >= 12, "too short to find anything by"
-    assert stands(quoted, TEXTS), f"no message of hybridflow reads {quoted!r}"
+    assert stands(quoted, source_texts()), f"no message of hybridflow reads {quoted!r}"
 
 
 def test_quotations_that_do_not_stand_there_are_found_out():
-    assert stands("ranks did not come within … s", TEXTS) and not stands("ranks did not come inside … s", TEXTS)
+    lines = source_texts()
+    assert stands("ranks did not come within … s", lines) and not stands("ranks did not come inside … s", lines)
     assert not stands("did not come within … ranks", ["5 ranks did not come within 3 s"])
 
 

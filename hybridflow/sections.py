@@ -1,8 +1,8 @@
 """Typed sections: from YAML and dotted overrides to frozen dataclasses, and back. Knows no recipe.
 
 A section is a dataclass whose fields are ``int``, ``float``, ``str``, ``bool``, a ``Literal``, another section, a tuple
-of any of these, or any of them ``| None``; or a ``dict[str, …]`` of texts, for names that others have chosen.
-``Annotated`` adds ``Bounds`` to a number, a regular expression to text.
+of any of these, or any of them ``| None``; or a ``dict[str, …]`` of texts or of any values, for names that others have
+chosen. ``Annotated`` adds ``Bounds`` to a number, a regular expression to text.
 """
 
 from __future__ import annotations
@@ -413,6 +413,8 @@ class _Reader:
             return tuple(self.value(item_kind, item, f"{key}[{index}]") for index, item in enumerate(value))
         if typing.get_origin(kind) is dict and isinstance(value, Mapping):
             (_, item_kind) = typing.get_args(kind)
+            if item_kind is Any:
+                return self._any_values(value, key)
             return {name: self.value(item_kind, item, f"{key}.{name}") for name, item in _flat(value, "").items()}
         if kind is float:
             value = _as_float(value)
@@ -426,6 +428,15 @@ class _Reader:
         if not fits or not all(_within(value, bound) for bound in bounds):
             raise self._error(key, f"expected {describe(hint)}, found {_found(value)}")
         return value
+
+    def _any_values(self, values: Mapping[Any, Any], key: str) -> dict[str, Any]:
+        for name, value in values.items():
+            try:
+                json.dumps({typing.cast(str, name): value}, allow_nan=False)
+            except (TypeError, ValueError):
+                found = _found(value)
+                raise self._error(f"{key}.{name}", f"expected a value that JSON can have, found {found}") from None
+        return {str(name): _copy_mappings(value) for name, value in values.items()}
 
     def _unknown(self, name: str, siblings: list[str], prefix: str) -> ConfigError:
         elsewhere = [key for key in resume_rules(self.root) if key.split(".")[-1] == name]
@@ -486,6 +497,8 @@ def describe(hint: Any) -> str:
     if typing.get_origin(hint) is tuple:
         (item, _) = typing.get_args(hint)
         return "a list of " + (_PLURALS[item] if item in _PLURALS else describe(item).replace("a section", "sections"))
+    if hint == dict[str, Any]:
+        return "a mapping of names to values"
     if typing.get_origin(hint) is dict:
         return f"a mapping of names to {describe(typing.get_args(hint)[1])}"
     if dataclasses.is_dataclass(hint):

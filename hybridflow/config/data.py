@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from hybridflow.config.types import Server, Variable
 from hybridflow.errors import ConfigError
@@ -126,6 +126,8 @@ class DataConfig:
         wanted_field: Field that says whether that response is wanted, for ``kto``: true or false. A row without it may
             have ``label``.
         chat_template: File of the Jinja template that turns messages into text. None means the tokenizer's own.
+        chat_template_kwargs: Variables of the chat template, such as ``{enable_thinking: false}`` for Qwen3. A row may
+            have others in its field ``chat_template_kwargs``.
         prompt_as_message: Whether a text prompt goes through the chat template too, as a user message.
         max_prompt_tokens: Longest prompt, in tokens. Rows with a longer prompt are left out. None leaves out no row,
             and a prompt that is too long makes a bad row.
@@ -154,6 +156,7 @@ class DataConfig:
     completion_field: str = "completion"
     wanted_field: str = "wanted"
     chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     prompt_as_message: bool = False
     max_prompt_tokens: Count | None = None
     on_bad_row: Literal["error", "skip"] = field(default="error", metadata=MAY_CHANGE)
@@ -196,6 +199,10 @@ class TokenizerConfig:
 _PLACES = ("train", "mixture", "spool", "kafka")
 
 
+SET_BY_US = frozenset({"messages", "tools", "add_generation_prompt"})
+"""Variables of a chat template that are no choice."""
+
+
 _OWN_OPTIONS = re.compile(
     r"bootstrap\.servers|metadata\.broker\.list|group\..*|partition\.assignment\.strategy|auto\.offset\.reset|"
     r"(enable\.)?auto\.(commit|offset\.store).*|enable\.auto\..*|enable\.partition\.eof|offset\.store\..*|.*_cb"
@@ -222,6 +229,8 @@ def check_data(data: DataConfig) -> None:
         raise ConfigError("data.mixture: some sources have a weight and some have none; give one to all, or to none")
     if data.arithmetic is not None and data.train is None:
         raise ConfigError("data.arithmetic: is written to data.train, which is missing; give it, or remove the section")
+    if taken := sorted(SET_BY_US & {*data.chat_template_kwargs}):
+        raise ConfigError(f"data.chat_template_kwargs: {taken[0]} is set by hybridflow; remove it")
     if data.kafka is not None:
         _check_kafka(data.kafka)
 

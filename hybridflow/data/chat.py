@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridflow.config.data import SET_BY_US
 from hybridflow.data.limited import LimitedProcess
 from hybridflow.data.pieces import PieceTokenizer
 from hybridflow.data.tokenizer import Tokenizer, read_object, tokenizer_settings
@@ -59,7 +60,11 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def render_chat(
-    template: str, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+    template: str,
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> str:
     """Render a conversation as the text that the assistant's answer continues; see ``Chat.render``.
 
@@ -68,12 +73,13 @@ def render_chat(
         tokenizer: The tokenizer whose special tokens the template may name.
         messages: With ``role`` and ``content`` each.
         tools: What the assistant may call.
+        kwargs: Other variables of the template.
 
     Raises:
         DataError: As for ``Chat.render`` and ``check_special``.
     """
-    text = _shared(os.getpid(), template, json.dumps(special_tokens(tokenizer))).render(messages, tools)
-    check_special(text, [messages, tools], tokenizer)
+    text = _shared(os.getpid(), template, json.dumps(special_tokens(tokenizer))).render(messages, tools, kwargs)
+    check_special(text, [messages, tools, kwargs], tokenizer)
     return text
 
 
@@ -82,7 +88,7 @@ def check_special(text: str, rendered: object, tokenizer: Tokenizer) -> None:
 
     Args:
         text: The conversation, rendered.
-        rendered: Messages and tools, as JSON can have them. What they say of such tokens themselves are letters.
+        rendered: Messages, tools and variables, as JSON. What they say of such tokens themselves are letters.
         tokenizer: What will encode the text.
 
     Raises:
@@ -126,12 +132,18 @@ class Chat(LimitedProcess):
         super().__init__("hybridflow.data.chat_process", limits, max_answer_bytes=_MOST_ANSWER_BYTES)
         self._first = json.dumps({"template": template, "special": dict(special), "most": _MOST_CHARACTERS}).encode()
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
         """Render a conversation as the text that the assistant's answer continues.
 
         Args:
             messages: With ``role`` and ``content`` each.
             tools: What the assistant may call, as the template wants it.
+            kwargs: Other variables of the template, by which it may do without thinking, say.
 
         Raises:
             DataError: jinja2 is not installed, or the template refuses the conversation, fails, reaches for what is
@@ -139,7 +151,8 @@ class Chat(LimitedProcess):
         """
         with self._lock:
             try:
-                answer = self._ask(json.dumps({"messages": list(messages), "tools": tools}).encode())
+                conversation = {"messages": list(messages), "tools": tools, "kwargs": dict(kwargs or {})}
+                answer = self._ask(json.dumps(conversation).encode())
             except (OSError, EOFError, TimeoutError) as error:
                 self.close()
                 raise DataError(
@@ -173,6 +186,19 @@ def read_messages(value: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: found {value!r:.60}, expected a list of messages, at least one")
     return [_message(each, f"{where}[{index}]") for index, each in enumerate(value)]
+
+
+def read_kwargs(value: Any, where: str) -> dict[str, Any]:
+    """Read the variables of a chat template from JSON.
+
+    Raises:
+        DataError: It is no object, or names a variable that is not the caller's.
+    """
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise DataError(f"{where}: found {value!r:.60}, expected an object, such as {{'enable_thinking': false}}")
+    if taken := sorted(SET_BY_US & {*value}):
+        raise DataError(f"{where}: {taken[0]} is set by hybridflow; remove it")
+    return value
 
 
 def _message(value: Any, where: str) -> dict[str, Any]:

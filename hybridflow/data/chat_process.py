@@ -38,7 +38,8 @@ def main() -> int:
         try:
             if template is None:
                 template = _compiled(first["template"])
-            text = template.render(**conversation, add_generation_prompt=True, **first["special"])
+            chosen = {**first["special"], **conversation.pop("kwargs")}
+            text = template.render(**chosen, **conversation, add_generation_prompt=True)
             answer = {"text": text}
             if len(text) > first["most"]:
                 answer = {"error": f"the chat template made {len(text)} characters, more than {first['most']}"}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from hybridflow.config.data import DataConfig, DataSourceConfig
-from hybridflow.data.chat import Chat, check_special, read_messages, special_tokens
+from hybridflow.data.chat import Chat, check_special, read_kwargs, read_messages, special_tokens
 from hybridflow.data.files import find_files
 from hybridflow.data.preferences import check_imitable, encode_responses, preferences_of
 from hybridflow.data.prompts import (
@@ -29,6 +29,9 @@ from hybridflow.errors import DataError
 
 _TOOLS = "tools"
 """Field of what the assistant may call, for the chat template."""
+
+_KWARGS = "chat_template_kwargs"
+"""Field of further variables for the chat template."""
 
 Kind = Literal["rows", "problems", "pairs", "preferences"]
 
@@ -207,11 +210,11 @@ class Shaper:
                 f"{place}: holds messages, and the tokenizer has no chat template; set data.chat_template to a file "
                 "with one, or give the prompt as text"
             )
-        tools = _tools_of(row, place)
+        tools, kwargs = _tools_of(row, place), {**data.chat_template_kwargs, **_kwargs_of(row, place)}
         try:
-            text = self._chat.render(messages, tools)
+            text = self._chat.render(messages, tools, kwargs)
             if self._tokenizer is not None:
-                check_special(text, [messages, tools], self._tokenizer)
+                check_special(text, [messages, tools, kwargs], self._tokenizer)
         except DataError as error:
             raise DataError(f"{place}: {error}") from error
         names = self._answers_read({**given, **row}, said, messages)
@@ -263,13 +266,23 @@ def _tools_of(row: Row, place: str) -> list[Any] | None:
     if tools is None or tools == "":
         return None
     where = f"{place}: field {_TOOLS!r}"
-    tools = _listed(tools, where)
+    tools = _parsed(tools, where)
     if tools is not None and not isinstance(tools, list):
         raise DataError(
             f"{where}: found {tools!r:.60}, expected a list of tools for the chat template; rename the field if it is "
             "for something else"
         )
     return tools
+
+
+def _kwargs_of(row: Row, place: str) -> dict[str, Any]:
+    """Return the variables of the chat template that a row has; without those that only other rows of a table have."""
+    found = value_of(row, _KWARGS)
+    if found is None or found == "":
+        return {}
+    where = f"{place}: field {_KWARGS!r}"
+    kwargs = read_kwargs(_parsed(found, where), where)
+    return {name: value for name, value in kwargs.items() if value is not None}
 
 
 def _responses_read(shape: Shape) -> tuple[str, ...]:
@@ -299,7 +312,7 @@ def _conversation(row: Row, place: str, data: DataConfig, *, is_said: bool) -> t
     messages = value_of(row, data.messages_field)
     if prompt is None and messages is not None:
         where = f"{place}: field {data.messages_field!r}"
-        return _listed(messages, where), where
+        return _parsed(messages, where), where
     if isinstance(prompt, str) and (data.prompt_as_message or is_said):
         return [{"role": "user", "content": prompt}], f"{place}: prompt"
     return None
@@ -360,13 +373,13 @@ def _texts(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [(each["role"], each["content"]) for each in messages]
 
 
-def _listed(value: Any, where: str) -> Any:
-    """Return a list that may be given as JSON text."""
+def _parsed(value: Any, where: str) -> Any:
+    """Return a value that may be given as JSON text."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not valid JSON: {error}; give a list, or rename the field") from error
+            raise DataError(f"{where}: not valid JSON: {error}; mend it, or rename the field") from error
     return value
 
 

@@ -9,14 +9,15 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from hybridflow.data.chat import read_kwargs
 from hybridflow.data.tokenizer import Tokenizer, split_stop
 from hybridflow.errors import DataError
 from hybridflow.rollout.texts import text_before_stop
 from hybridflow.serving.options import Options, check_ids, check_together, is_int, read_options
-from hybridflow.serving.prompts import encode_chat, encode_text
+from hybridflow.serving.prompts import KWARGS, encode_chat, encode_text
 
 _MOST_SAMPLES = 256
 _FEWEST_TOKENS = 16
@@ -41,7 +42,7 @@ _SAMPLING: dict[str, tuple[str, ...]] = {
 _THEIRS = {name: theirs[0] for name, theirs in _SAMPLING.items()} | {"bad_ids": "bad_words"}
 _COMMON = frozenset({"model", "stream", "stream_options", "logprobs", "ignore_eos"})
 _COMPLETION = frozenset({"prompt", "echo", "best_of", "suffix"})
-_CHAT = frozenset({"messages", "top_logprobs"})
+_CHAT = frozenset({"messages", "top_logprobs", KWARGS, "reasoning_effort"})
 
 
 class ApiError(Exception):
@@ -102,12 +103,14 @@ class Served:
         tokenizer: None: it takes and gives token ids alone.
         vocab_size: True vocabulary.
         max_context: Longest sequence, in the model's context and the key-value cache.
+        chat_template_kwargs: Variables of the chat template where a request has no others.
     """
 
     name: str
     tokenizer: Tokenizer | None
     vocab_size: int
     max_context: int
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_ask(body: bytes, served: Served, *, is_chat: bool) -> Ask:
@@ -227,7 +230,9 @@ def _prompts(fields: Mapping[str, Any], served: Served, *, is_chat: bool) -> lis
             raise ApiError(
                 400, "the model has no tokenizer, so it takes no messages; use /v1/completions with token ids"
             )
-        prompts = [encode_chat(value, served.tokenizer, served.max_context)]
+        effort = {name: fields[name] for name in ("reasoning_effort",) if name in fields}
+        kwargs = {**served.chat_template_kwargs, **effort, **read_kwargs(fields.get(KWARGS, {}), KWARGS)}
+        prompts = [encode_chat(value, served.tokenizer, served.max_context, None, kwargs)]
     else:
         several = value if isinstance(value, list) and not all(map(is_int, value)) else [value]
         if len(several) > _MOST_SAMPLES:

@@ -75,9 +75,7 @@ def dry_run(arguments: argparse.Namespace) -> int:
     prompts, sha256 = read_prompts(arguments.prompts)
     run = identity(arguments, sha256, model.dtype, model.max_context)
     Results(arguments.out).check(run, is_forced=arguments.force)
-    tasks, bad = _tasks(
-        prompts, find_tokenizer(arguments), sampling_of(arguments), model.known_vocab_size, model.max_context
-    )
+    tasks, bad = _tasks(prompts, find_tokenizer(arguments), arguments, model.known_vocab_size, model.max_context)
     if arguments.strict and bad:
         raise _strict(prompts, bad)
     longest = max((len(task.ids) for task in tasks), default=0)
@@ -105,11 +103,10 @@ def generate(arguments: argparse.Namespace, world: World) -> int:
     began_s = time.monotonic()
     with current_activity("reading the prompts"):
         prompts, sha256 = read_prompts(arguments.prompts)
-        options = sampling_of(arguments)
     with current_activity("reading the model"):
         placed = place_model(arguments, world)
     with current_activity("preparing"):
-        tasks, bad = _tasks(prompts, placed.tokenizer, options, placed.vocab_size, placed.model.max_context)
+        tasks, bad = _tasks(prompts, placed.tokenizer, arguments, placed.vocab_size, placed.model.max_context)
         if arguments.strict and bad:
             raise _strict(prompts, bad)
         results = Results(arguments.out)
@@ -172,7 +169,7 @@ def _run(
 def _tasks(
     prompts: Sequence[Prompt],
     tokenizer: Tokenizer | None,
-    options: Options,
+    arguments: argparse.Namespace,
     vocab_size: int,
     max_context: int,
 ) -> tuple[list[Task], dict[int, str]]:
@@ -181,12 +178,13 @@ def _tasks(
     The cache may still have no room for some.
     """
     tasks, bad = [], {}
+    options = sampling_of(arguments)
     for prompt in prompts:
         if prompt.error is not None:
             bad[prompt.prompt_index] = prompt.error
             continue
         try:
-            ids = encode_prompt(prompt, tokenizer, vocab_size, max_context)
+            ids = encode_prompt(prompt, tokenizer, vocab_size, max_context, arguments.chat_template_kwargs)
             tasks.append(_task(prompt, ids, tokenizer, options, max_context))
         except DataError as error:
             bad[prompt.prompt_index] = str(error)

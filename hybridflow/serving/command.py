@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 from collections.abc import Callable
@@ -34,7 +35,8 @@ _GENERATE_EXAMPLES = """examples:
   srun --ntasks 8 hybridflow generate --model models/sums --prompts prompts.jsonl --out answers.jsonl --layout tp2.dp4
 
 a line of the prompts: {"prompt": "1+1=", "id": 7, "sampling": {"temperature": 0.2, "n": 4}}. Instead of prompt, a line
-  may have prompt_ids (token ids) or messages (a conversation). After a kill or a signal the same command continues.
+  may have prompt_ids (token ids) or messages (a conversation, perhaps with chat_template_kwargs). After a kill or a
+  signal the same command continues.
 
 exit status: 0 all samples are generated; 1 some samples failed; 2 the request is wrong; 3 a checkpoint is damaged;
   4 a file cannot be written; 75 stopped, finished samples are kept: run the same command again
@@ -164,8 +166,24 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", type=Path, metavar="PATH", help="tokenizer (default: that of the model's directory)"
     )
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=_kwargs,
+        default={},
+        metavar="JSON",
+        help="variables of the chat template, such as '{\"enable_thinking\": false}' for Qwen3 (default: none)",
+    )
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="number format (default: the model's)")
     _add_options(parser, _MODEL)
+
+
+def _kwargs(text: str) -> dict[str, Any]:
+    from hybridflow.data.chat import read_kwargs
+
+    try:
+        return read_kwargs(json.loads(text), "JSON")
+    except (ValueError, RecursionError, DataError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _add_options(group: argparse._ActionsContainer, options: _Options) -> None:

@@ -46,4 +46,5 @@ def identity(arguments: argparse.Namespace, prompts_sha256: str, dtype: str, max
         "dtype": dtype,
         "max_context": max_context,
         "log_probs": arguments.log_probs,
+        "chat_template_kwargs": arguments.chat_template_kwargs,
     }

@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hybridflow.data.chat import chat_template, read_messages, render_chat
+from hybridflow.data.chat import chat_template, read_kwargs, read_messages, render_chat
 from hybridflow.data.tokenizer import Tokenizer, start_of
 from hybridflow.errors import DataError
 from hybridflow.foreign import open_regular
 from hybridflow.serving.options import Options, check_ids, check_together, is_int, read_options
 
 HDF5_SUFFIXES = (".h5", ".hdf5")
+KWARGS = "chat_template_kwargs"
+"""Field of variables for the chat template."""
+
 _FORMS = ("prompt", "prompt_ids", "messages")
 
 
@@ -69,7 +72,13 @@ def read_prompts(path: Path) -> tuple[list[Prompt], str]:
     return prompts, hashlib.sha256(content).hexdigest()
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int, max_context: int) -> list[int]:
+def encode_prompt(
+    prompt: Prompt,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    max_context: int,
+    kwargs: Mapping[str, Any],
+) -> list[int]:
     """Return a prompt's tokens.
 
     A text follows the beginning of a sequence where the tokenizer has one; tokens stay as they are.
@@ -79,6 +88,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int, 
         tokenizer: Of the model; None: there is none.
         vocab_size: Of the model.
         max_context: Of the model; a text that cannot fit is not encoded.
+        kwargs: Variables of the chat template, of which a prompt may have others.
 
     Raises:
         DataError: It needs a tokenizer and there is none; it has no tokens, or some that the model has not.
@@ -90,7 +100,8 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int, 
     elif tokenizer is None:
         raise DataError("the model's directory has no tokenizer; give prompt_ids, or --tokenizer")
     elif "messages" in fields:
-        ids = encode_chat(fields["messages"], tokenizer, max_context, fields.get("tools"))
+        kwargs = {**kwargs, **read_kwargs(fields.get(KWARGS, {}), KWARGS)}
+        ids = encode_chat(fields["messages"], tokenizer, max_context, fields.get("tools"), kwargs)
     else:
         ids = encode_text(fields["prompt"], tokenizer, max_context)
     if not ids:
@@ -112,7 +123,9 @@ def encode_text(text: str, tokenizer: Tokenizer, max_context: int) -> list[int]:
     return [*start_of(tokenizer), *_encoded(text, tokenizer, max_context)]
 
 
-def encode_chat(messages: Any, tokenizer: Tokenizer, max_context: int, tools: Sequence[Any] | None = None) -> list[int]:
+def encode_chat(
+    messages: Any, tokenizer: Tokenizer, max_context: int, tools: Sequence[Any] | None, kwargs: Mapping[str, Any]
+) -> list[int]:
     """Return a conversation's tokens; its template decides about the beginning of a sequence.
 
     Args:
@@ -120,6 +133,7 @@ def encode_chat(messages: Any, tokenizer: Tokenizer, max_context: int, tools: Se
         tokenizer: With a template.
         max_context: Of the model.
         tools: What the assistant may call, as the template wants it.
+        kwargs: Other variables of the template.
 
     Raises:
         DataError: The tokenizer has no template, the messages are not for it, or too long for the context.
@@ -129,7 +143,7 @@ def encode_chat(messages: Any, tokenizer: Tokenizer, max_context: int, tools: Se
         raise DataError(
             f"the tokenizer {tokenizer.path} has no chat_template, so it takes no messages; give the text as a prompt"
         )
-    text = render_chat(template, tokenizer, read_messages(messages, "messages"), tools)
+    text = render_chat(template, tokenizer, read_messages(messages, "messages"), tools, kwargs)
     return _encoded(text, tokenizer, max_context)
 
 

@@ -158,6 +158,7 @@ class _Front:
             tokenizer=placed.tokenizer,
             vocab_size=placed.vocab_size,
             max_context=most_tokens,
+            chat_template_kwargs=arguments.chat_template_kwargs,
         )
         self._endpoint = Endpoint(
             arguments.host,

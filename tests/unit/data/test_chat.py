@@ -127,6 +127,21 @@ def test_what_a_row_of_messages_asks_and_answers():
     assert [each.text for each in one.responses] == ["x", "y"]
 
 
+def test_a_row_has_variables_of_the_template_beside_those_of_the_settings():
+    template = "{{ messages[0].content }}|{{ enable_thinking }}|{{ effort | tojson }}{{ add_generation_prompt }}"
+    row = {"messages": [{"role": "user", "content": "q"}], "answer": "b"}
+    settings = {"enable_thinking": False, "effort": {"most": 2, "words": ["a"]}}
+    (one,) = shaped(row, template=template, chat_template_kwargs=settings)
+    assert one.prompt == 'q|False|{"most": 2, "words": ["a"]}True'
+    # Rows of a table have each other's columns.
+    for given in ({"enable_thinking": True, "effort": None}, '{"enable_thinking": true}'):
+        (one,) = shaped(row | {"chat_template_kwargs": given}, template=template, chat_template_kwargs=settings)
+        assert one.prompt == 'q|True|{"most": 2, "words": ["a"]}True'
+    for given, says in (({"messages": []}, "messages is set by hybridflow"), (3, "found 3, expected an object")):
+        with pytest.raises(DataError, match=f"f:1: field 'chat_template_kwargs': {says}"):
+            shaped(row | {"chat_template_kwargs": given}, template=template)
+
+
 # As templates of models that call tools are written.
 TOOLS_TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"

@@ -557,6 +557,22 @@ def test_validation_without_held_out_data_is_refused(tmp_path, key):
         load_recipe(path, [f"trainer.{key}"])
 
 
+def test_variables_of_a_chat_template_keep_their_kinds(recipe_file):
+    given = "data.chat_template_kwargs={enable_thinking: false, budget: 3, date: '2026-01-02', of: {a: [x, null]}}"
+    expected = {"enable_thinking": False, "budget": 3, "date": "2026-01-02", "of": {"a": ["x", None]}}
+    recipe = load_recipe(recipe_file, [given, "data.chat_template_kwargs.budget=4"])
+    assert recipe.data.chat_template_kwargs == expected | {"budget": 4}
+    assert recipe_from_dict(yaml.safe_load(yaml.safe_dump(to_dict(recipe)))).data == recipe.data
+    for word, says in (
+        ("date=2026-01-02", "chat_template_kwargs.date: expected a value that JSON can have, found datetime"),
+        ("budget=.inf", "chat_template_kwargs.budget: expected a value that JSON can have, found inf"),
+        ("tools=[]", "data.chat_template_kwargs: tools is set by hybridflow; remove it"),
+    ):
+        complains(
+            lambda word=word: load_recipe(recipe_file, [f"data.chat_template_kwargs.{word}"]), [says], ConfigError
+        )
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [

@@ -18,7 +18,7 @@ from hybridflow.rollout.texts import GrowingText, Texts, Watch, settled_text, te
 from hybridflow.serving import batch, command
 from hybridflow.serving.api import ApiError, Sample, Served, completion, failure, read_ask
 from hybridflow.serving.options import check_together, read_options
-from hybridflow.serving.prompts import deal, encode_text, read_prompts
+from hybridflow.serving.prompts import Prompt, deal, encode_prompt, encode_text, read_prompts
 from hybridflow.serving.results import ResultLog, Results
 
 
@@ -252,6 +252,35 @@ def test_conversations_are_rendered_as_transformers_does(tmp_path, name):
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     expected = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert render_chat(chat_template(tokenizer), tokenizer, MESSAGES) == expected and expected
+
+
+THINKS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if enable_thinking is defined and "
+    "not enable_thinking %}<think></think>{% endif %}{{ reasoning_effort | default('') }}{{ bos_token }}"
+)
+"""As templates of models that think are written."""
+
+
+def test_variables_of_a_template_are_those_of_the_command_and_the_request(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from hybridflow.data.tokenizer import open_tokenizer
+    from tests.support.hf_models import START, write_tokenizer
+
+    write_tokenizer(tmp_path, bos_token=START, chat_template=THINKS)
+    tokenizer = open_tokenizer(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    variables = {"chat_template_kwargs": {"enable_thinking": False}}
+    for served, asked in ((variables, {}), ({}, variables), ({}, {}), (variables, {"reasoning_effort": "low"})):
+        served = Served(name="m", tokenizer=tokenizer, vocab_size=300, max_context=256, **served)
+        made = read_ask(json.dumps({"messages": MESSAGES, **asked}).encode(), served, is_chat=True)
+        chosen = {**served.chat_template_kwargs, **asked.get("chat_template_kwargs", asked)}
+        expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False, **chosen)
+        assert made.prompts == [tokenizer.encode(expected)] and ("<think>" in expected) == ("enable_thinking" in chosen)
+        prompt = Prompt(prompt_index=0, place="p:1", fields={"messages": MESSAGES, "chat_template_kwargs": chosen})
+        assert [encode_prompt(prompt, tokenizer, 300, 256, {"enable_thinking": True})] == made.prompts
+    for wrong, says in (({"tools": []}, "tools is set by hybridflow"), ([1], "expected an object")):
+        with pytest.raises(ApiError, match=says):
+            read_ask(json.dumps({"messages": MESSAGES, "chat_template_kwargs": wrong}).encode(), served, is_chat=True)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,13 @@ def first_line(recipe: Recipe) -> str:
 
 
 def banner(
-    recipe: Recipe, meshes: Mapping[str, DeviceMesh], spec: ModelSpec, *, num_rows: int | None, num_held_out: int
+    recipe: Recipe,
+    meshes: Mapping[str, DeviceMesh],
+    spec: ModelSpec,
+    *,
+    device: str,
+    num_rows: int | None,
+    num_held_out: int,
 ) -> str:
     """Return what is about to be trained, on what, and where.
 
@@ -30,6 +36,7 @@ def banner(
         recipe: The recipe.
         meshes: Name -> mesh.
         spec: Tensors of the actor.
+        device: What the ranks compute with.
         num_rows: Rows to train on; None: it is not known, as of a live queue.
         num_held_out: Held-out rows.
     """
@@ -45,6 +52,7 @@ def banner(
     else:
         saves = f"a checkpoint every {trainer.save_every} steps" if trainer.save_every else "a checkpoint at the end"
     lines = {
+        "device": device,
         "model": f"{model}, {_count(size)} parameters, {recipe.model.dtype}",
         "data": f"{recipe.data.title}, {rows}; {num_held_out:,} held out",
         "layouts": ", ".join(_layouts(recipe, meshes)),

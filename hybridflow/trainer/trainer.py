@@ -51,7 +51,7 @@ from hybridflow.trainer.starting import note_failure, note_start
 from hybridflow.trainer.step_metrics import Share, merge_metrics
 from hybridflow.trainer.stopping import Stopping
 from hybridflow.trainer.validations import Validations
-from hybridflow.trainer.warnings import duration_warning, epochs_warning, recipe_warnings, reward_warning
+from hybridflow.trainer.warnings import cpu_warning, duration_warning, epochs_warning, recipe_warnings, reward_warning
 
 SAVE_AFTER_S = 15 * 60.0
 """A checkpoint is due when the last one is so old, where the recipe names no number of steps."""
@@ -110,6 +110,9 @@ def make_trainer(
     if world.rank == 0:
         for warning in (*transformers_note(recipe), *placement_warnings(plan.meshes), *recipe_warnings(recipe)):
             complain(warning)
+        slow = cpu_warning(recipe) if world.device.type == "cpu" else None
+        if slow is not None:
+            complain(slow)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
     started = note_start(recipe, plan.meshes, world.coordinator(plan.meshes["job"].ranks))
     record, stopping = (
@@ -183,8 +186,9 @@ class Trainer(Role):
         if job.world.rank == 0:
             num_held_out = len(job.held_out) + len(job.held_out_pairs)
             rows, spec = job.train.num_rows, self.roles.actor.spec
-            text = banner(job.recipe, plan.meshes, spec, num_rows=rows, num_held_out=num_held_out)
-            say_event("start", text, num_rows=rows, num_held_out=num_held_out)
+            device = job.world.device_text()
+            text = banner(job.recipe, plan.meshes, spec, device=device, num_rows=rows, num_held_out=num_held_out)
+            say_event("start", text, device=device, num_rows=rows, num_held_out=num_held_out)
         self._checkpoints = checkpoints.Checkpoints(job, self.roles.by_name, start)
         self._everyone = job.world.coordinator(plan.meshes["job"].ranks)
         self._mover = Mover(job.world, plan.meshes, chunk=job.recipe.trainer.samples_per_update)

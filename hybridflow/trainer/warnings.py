@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.config.recipe import MODEL_SECTIONS, Recipe
+from hybridflow.mapping.hardware import hardware
+from hybridflow.recipe.defaults import num_gpus
 
 _MANY_EPOCHS = 100
 _LONG_S = 30 * 86400.0
@@ -45,6 +48,29 @@ def recipe_warnings(recipe: Recipe) -> tuple[str, ...]:
     if recipe.data.held_out is None:
         found.append("data.held_out is missing: there is no validation; name a file of held-out rows to have it")
     return tuple(found)
+
+
+def cpu_warning(recipe: Recipe) -> str | None:
+    """Describe in words that a run on the CPU was meant for GPUs; None: nothing says so.
+
+    Who hides the GPUs has decided.
+    """
+    hide = "or set CUDA_VISIBLE_DEVICES= (empty), which means the CPU"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    if num_gpus() > 0:
+        return (
+            f"the run is on the CPU: torch cannot use the {num_gpus()} GPU(s) of this machine, often since it is built "
+            f"without CUDA; mend what `hybridflow doctor` names, {hide}"
+        )
+    named = recipe.cluster.hardware
+    if named is not None and not hardware(named).is_cpu:
+        asked = f"cluster.hardware={named}"
+    elif recipe.model.dtype != "fp32":
+        asked = f"model.dtype={recipe.model.dtype}"
+    else:
+        return None
+    return f"the run is on the CPU, though {asked} is for GPUs: torch finds none here; use a machine with GPUs, {hide}"
 
 
 def epochs_warning(recipe: Recipe, num_rows: int | None, num_prompts: int) -> str | None:

@@ -6,7 +6,7 @@ import pytest
 
 from hybridflow import cli
 from hybridflow.recipe.load import load_recipe
-from hybridflow.trainer.warnings import duration_warning, epochs_warning, recipe_warnings, reward_warning
+from hybridflow.trainer.warnings import cpu_warning, duration_warning, epochs_warning, recipe_warnings, reward_warning
 from tests.support.recipes import POLICY, SCORER, SMALLEST, write_config
 
 
@@ -95,3 +95,20 @@ def test_rewards_that_are_all_the_same():
     assert "rollout.max_new_tokens" in warning
     assert reward_warning({"reward/min": 0.0, "reward/max": 1.0}, 1, "run") is None
     assert reward_warning({}, 1, "run") is None
+
+
+def test_a_cpu_where_a_gpu_was_meant(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("hybridflow.trainer.warnings.num_gpus", lambda: 0)
+    plain, meant = load_recipe("grpo"), load_recipe("grpo", ["model.dtype=bf16"])
+    named = load_recipe("grpo", ["cluster.hardware=h100-sxm"])
+    assert cpu_warning(plain) is None
+    assert cpu_warning(meant) == (
+        "the run is on the CPU, though model.dtype=bf16 is for GPUs: torch finds none here; use a machine with GPUs, "
+        "or set CUDA_VISIBLE_DEVICES= (empty), which means the CPU"
+    )
+    assert "though cluster.hardware=h100-sxm is for GPUs" in cpu_warning(named)
+    monkeypatch.setattr("hybridflow.trainer.warnings.num_gpus", lambda: 4)
+    assert "torch cannot use the 4 GPU(s) of this machine" in cpu_warning(plain)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert cpu_warning(plain) is cpu_warning(meant) is cpu_warning(named) is None

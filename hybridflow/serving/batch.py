@@ -18,7 +18,7 @@ from hybridflow.errors import DataError
 from hybridflow.exit_status import DONE, FAILURE, REQUEUE
 from hybridflow.families.cut import check_cut
 from hybridflow.observe.activity import current_activity
-from hybridflow.observe.console import print_out
+from hybridflow.observe.console import complain, print_out
 from hybridflow.observe.rank_log import tell
 from hybridflow.parallel.world import World
 from hybridflow.rollout.replica import LOOK_STEPS
@@ -265,17 +265,22 @@ def _finish(
         print(f"hybridflow: {len(found)} of {num_rows} samples are kept in {results.folder}; run the same again")
         sys.stdout.flush()
         return REQUEUE
-    failed = sum(row["finish"] == "failed" for row in results.read(found))
+    failed = [row for row in results.read(found) if row["finish"] == "failed"]
     results.finish({prompt.prompt_index: prompt for prompt in prompts}, found)
     seconds, (num_samples, num_tokens) = time.monotonic() - began_s, counts.totals()
     rate = num_tokens / max(counts.seconds, 1e-9)
     print(
-        f"hybridflow: {results.out}: {num_rows} samples of {len(prompts)} prompts, {failed} failed; now {num_samples} "
-        f"samples, {num_tokens} tokens, {rate:.0f} tokens/s, {seconds:.1f} s in all; {placed.mesh.layout}, "
-        f"{placed.model.dtype}",
+        f"hybridflow: {results.out}: {num_rows} samples of {len(prompts)} prompts, {len(failed)} failed; now "
+        f"{num_samples} samples, {num_tokens} tokens, {rate:.0f} tokens/s, {seconds:.1f} s in all; "
+        f"{placed.mesh.layout}, {placed.model.dtype}",
         flush=True,
     )
-    return FAILURE if failed else DONE
+    if not failed:
+        return DONE
+    first = failed[0]
+    others = f" (the first of {len(failed)} that failed)" if len(failed) > 1 else ""
+    complain(f"{prompts[first['prompt_index']].place}: {first['error']}{others}")
+    return FAILURE
 
 
 class _Counts:

@@ -30,6 +30,7 @@ _GRACE_MARGIN_S = 30.0
 _GENERATE_EXAMPLES = """examples:
   hybridflow generate --model models/sums --prompts prompts.jsonl --out answers.jsonl --max-new-tokens 64
   hybridflow generate --model models/sums --prompts prompts.jsonl --out answers.h5 -n 8 --temperature 0.7 --log-probs
+  hybridflow generate --model runs/quickstart --prompts prompts.jsonl --out answers.jsonl
   hybridflow generate --model models/sums --prompts prompts.jsonl --out answers.jsonl --ranks 4 --layout tp2.dp2
   hybridflow generate --model models/sums --prompts prompts.jsonl --out answers.jsonl --dry-run
   srun --ntasks 8 hybridflow generate --model models/sums --prompts prompts.jsonl --out answers.jsonl --layout tp2.dp4
@@ -161,11 +162,10 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         required=True,
         type=find_model,
         metavar="DIR",
-        help="Hugging Face directory, a name in Hugging Face's cache, or a checkpoint of hybridflow or Megatron",
+        help="Hugging Face directory, a name in Hugging Face's cache, a run (its latest checkpoint), or a checkpoint "
+        "of hybridflow or Megatron",
     )
-    parser.add_argument(
-        "--tokenizer", type=Path, metavar="PATH", help="tokenizer (default: that of the model's directory)"
-    )
+    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help="tokenizer (default: the model's own)")
     parser.add_argument(
         "--chat-template-kwargs",
         type=_kwargs,

@@ -6,11 +6,11 @@ import argparse
 import math
 import secrets
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from hybridflow.checkpoint.formats.registry import open_model
+from hybridflow.checkpoint.formats.sharded import find_model
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.families.cut import check_cut
@@ -101,7 +101,10 @@ def find_tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
     Raises:
         DataError: It cannot be read.
     """
-    path = tokenizer_in(arguments.model) if arguments.tokenizer is None else Path(arguments.tokenizer)
+    path = arguments.tokenizer
+    if path is None:
+        # Of a run or a step, its model's own.
+        path = tokenizer_in(find_model(arguments.model) or arguments.model)
     return None if path is None else open_tokenizer(path)
 
 

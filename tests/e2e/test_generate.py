@@ -164,6 +164,7 @@ def test_bad_lines_are_told_in_their_places_and_strict_stops_at_the_first(folder
     bad = ["--prompts", "bad.jsonl"]
     done = generate(folder, "bad-out.jsonl", *bad)
     assert done.codes == (FAILURE,) and "24 samples of 14 prompts, 2 failed" in done.out, done.err
+    done.complains_once("bad.jsonl:3", "not JSON", "the first of 2 that failed")
     found = rows(folder, "bad-out.jsonl")
     failed = [row for row in found if row["finish"] == "failed"]
     assert "not JSON" in failed[0]["error"] and failed[0]["place"] == "bad.jsonl:3" and "context" in failed[1]["error"]

@@ -18,8 +18,10 @@ from hybridflow.rollout.texts import GrowingText, Texts, Watch, settled_text, te
 from hybridflow.serving import batch, command
 from hybridflow.serving.api import ApiError, Sample, Served, completion, failure, read_ask
 from hybridflow.serving.options import check_together, read_options
+from hybridflow.serving.placed import find_tokenizer
 from hybridflow.serving.prompts import Prompt, deal, encode_prompt, encode_text, read_prompts
 from hybridflow.serving.results import ResultLog, Results
+from tests.support.hf_models import write_tokenizer
 
 
 class Letters:
@@ -464,3 +466,14 @@ def test_an_answer_with_echo_and_log_probs_has_a_number_for_each_token_but_the_f
         assert "not finite" in str(failure(each)) and failure(each).status == status
     forbidden = replace(failed, is_refused=True, error=f"token 0: {FAILURES[NOTHING_LEFT]}")
     assert "bad_words" in str(failure(forbidden)) and "min_tokens" in str(failure(forbidden))
+
+
+@pytest.mark.parametrize("given", ["run", "run/checkpoints/step_000003", "run/checkpoints/step_000003/actor"])
+def test_a_run_brings_the_tokenizer_of_its_latest_checkpoint(given, tmp_path, monkeypatch):
+    for step in ("step_000002", "step_000003"):
+        folder = tmp_path / "run/checkpoints" / step
+        write_tokenizer(folder / "actor/assets")
+        (folder / "job.json").touch()
+        (folder / "actor/manifest.json").touch()
+    found = find_tokenizer(argparse.Namespace(model=tmp_path / given, tokenizer=None))
+    assert found is not None and found.path == tmp_path / "run/checkpoints/step_000003/actor/assets/tokenizer.json"

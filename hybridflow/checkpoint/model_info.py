@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hybridflow.checkpoint import manifest
+from hybridflow.checkpoint.job_file import complete_steps, step_path
 from hybridflow.errors import ConfigError
 from hybridflow.families.assets import CONFIG, FOLDER, read_json
 from hybridflow.families.config_json import read_config
@@ -30,7 +31,7 @@ def read_model_info(folder: Path) -> ModelInfo:
         found = "a directory without either" if folder.is_dir() else "a file" if folder.exists() else "nothing there"
         raise ConfigError(
             f"expected a directory of Hugging Face, with {CONFIG}, or a model directory, with {manifest.NAME}; found "
-            f"{found}; name the directory itself, downloaded to this machine"
+            f"{found}; {_remedy(folder)}"
         )
     values = read_json(path)
     if has_no_table(values):
@@ -38,3 +39,10 @@ def read_model_info(folder: Path) -> ModelInfo:
     described = read_config(values, where=str(path))
     is_coded = values.get("quantization_config") is not None
     return ModelInfo(described.model, described.has_value_head, described.family.name, folder, is_coded=is_coded)
+
+
+def _remedy(folder: Path) -> str:
+    if not folder.exists():
+        return "name a directory that is there"
+    steps = complete_steps(folder)
+    return f"of a run name a model: {step_path(folder, max(steps)) / 'actor'}" if steps else "name the directory itself"

@@ -10,6 +10,9 @@ from hybridflow.families.assets import CONFIG
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _REVISION = re.compile(r"[0-9a-f]{40}")
+_LOCAL = ("checkpoints", "models", "out", "runs")
+"""Directories of models: what stands below them is a path, not a name of the hub."""
+
 _FOLDER, _SNAPSHOTS = "models--", "snapshots"
 
 
@@ -48,7 +51,10 @@ def cache_folder() -> Path:
 
 def download_hint(path: str) -> str:
     """Return how to get a model that is not there, if the path may be a name of the hub; else empty."""
-    return f"; `hf download {path}` puts a model of that name into the cache" if _NAME.fullmatch(path) else ""
+    owner = path.partition("/")[0]
+    if not _NAME.fullmatch(path) or owner in _LOCAL or os.path.isdir(owner):
+        return ""
+    return f"; `hf download {path}` puts a model of that name into the cache"
 
 
 def _cached(name: str) -> Path | None:

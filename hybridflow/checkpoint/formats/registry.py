@@ -19,6 +19,7 @@ from hybridflow.checkpoint.manifest import NAME
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import ADAPTER_CONFIG, CONFIG, read_json
 from hybridflow.families.config_json import Described, read_config
+from hybridflow.families.hub_cache import download_hint
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.reshard.spec import DType
 
@@ -80,6 +81,9 @@ def open_source(path: Path, *, base: Path | None = None) -> Source:
     for readable in READABLE.values():
         if readable.is_at(path):
             return readable.open(path)
+    if not path.exists():
+        hint = download_hint(str(path))
+        raise CheckpointError(f"{path}: found nothing, expected a checkpoint; name one that is there{hint}")
     if path.is_dir():
         names = sorted(file.name for file in path.iterdir())
         found = (
@@ -88,7 +92,7 @@ def open_source(path: Path, *, base: Path | None = None) -> Source:
             else "an empty directory"
         )
     else:
-        found = "a file" if path.exists() else "nothing"
+        found = "a file"
     looks_like = {name: readable.looks_like for name, readable in READABLE.items()} | {"peft": ADAPTER_CONFIG}
     formats = "; ".join(f"{name}: {each}" for name, each in looks_like.items())
     raise CheckpointError(f"{path}: found {found}, expected a checkpoint ({formats}); give the path of one")

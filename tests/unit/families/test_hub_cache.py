@@ -65,6 +65,12 @@ def test_other_paths_are_no_names(snapshot):
         assert str(find_model(path)) in (path, ".", "Model") and download_hint(path) == ""
 
 
+def test_a_path_of_this_machine_is_not_to_be_downloaded(snapshot, tmp_path):
+    assert "hf download Org/Other" in download_hint("Org/Other")
+    (tmp_path / "here/Org").mkdir()
+    assert download_hint("Org/Other") == download_hint("models/llama") == ""
+
+
 def test_a_recipe_takes_the_name(snapshot):
     recipe = load_recipe("grpo", [f"model={NAME}", "data=rows.jsonl", "reward=exact_match"])
     assert recipe.model.path == str(snapshot)

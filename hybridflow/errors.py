@@ -3,6 +3,17 @@
 A message names what was given, what is allowed, and what to change. A bug of ours is an ``AssertionError``.
 """
 
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a question for the middle of a message, such as ``"did you mean grpo? "``; empty if no word is near."""
+    # Comparing long words takes long.
+    names = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word[:200].lower(), names, n=1)
+    return f"did you mean {names[near[0]]}? " if near else ""
+
 
 class HybridflowError(Exception):
     """Base of all errors below; the command line prints its message without a traceback."""

@@ -11,10 +11,11 @@ from hybridflow.api.flow import FlowNode, RoleFlow
 from hybridflow.api.parts import Part
 from hybridflow.api.roles import Critic
 from hybridflow.dataflow.graph import Flow, Step
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, did_you_mean
 from hybridflow.flows import nodes
 from hybridflow.flows.registry import ALGORITHMS
 
+_OVERRIDABLE = ("advantages", "loss")
 _SAMPLING_ONCE = [name for name, each in ALGORITHMS.items() if each.step.sample.elements == (nodes.SAMPLE,)]
 
 
@@ -29,7 +30,8 @@ class BaseAlgorithm(Part, FlowNode):
         name: The algorithm whose graph and settings it has, but for what it overrides.
 
     Raises:
-        ConfigError: The algorithm called ``name`` does not sample once in a step, as flows do.
+        ConfigError: The algorithm called ``name`` does not sample once in a step, as flows do; or a subclass overrides
+            nothing, or has a public method whose name is nearly that of one to override.
     """
 
     name = "grpo"
@@ -41,6 +43,7 @@ class BaseAlgorithm(Part, FlowNode):
                 f"not; set name to one of {', '.join(_SAMPLING_ONCE)}, or train with GRPOTrainer(algorithm=…) or a "
                 "recipe"
             )
+        self._check_overrides()
         super().__init__(settings, {"algorithm": self} if self.is_user_class else {})
         self.critic = critic
         if critic is None and "critic" in ALGORITHMS[self.name].traits.needs:
@@ -75,6 +78,22 @@ class BaseAlgorithm(Part, FlowNode):
     def has_user_method(self, method: str) -> bool:
         """Return whether a subclass overrides a method."""
         return getattr(type(self), method) is not getattr(BaseAlgorithm, method)
+
+    def _check_overrides(self) -> None:
+        """Refuse a user's subclass that would train the plain algorithm in its place."""
+        own: dict[str, Any] = {}
+        for each in type(self).__mro__:
+            own |= {} if issubclass(BaseAlgorithm, each) else vars(each)
+        where = type(self).__name__
+        for name in own:
+            hint = did_you_mean(name, _OVERRIDABLE)
+            if hint and callable(own[name]) and not (name.startswith("_") or hasattr(BaseAlgorithm, name)):
+                raise ConfigError(f"{where}.{name}: is never called; {hint}let the name of a helper begin with _")
+        if own and not {*_OVERRIDABLE, "name", "update", "as_flow", "__init__"} & {*own}:
+            raise ConfigError(
+                f"{where}: overrides nothing, and would train plain {self.name}; define "
+                f"{' or '.join(_OVERRIDABLE)}, or use {self.name} itself"
+            )
 
     def update(self, scores: str = "scores") -> RoleFlow:
         """Return the flow after the scores: log-probabilities, values, advantages, updates.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridflow.errors import DataError
+from hybridflow.errors import DataError, did_you_mean
 from hybridflow.families.assets import Ends
 from hybridflow.rollout.request import SamplingParams
 
@@ -69,9 +68,7 @@ def generation_of(given: Mapping[str, Any], ends: Ends, *, longest_prompt: int) 
         if name in _INSTEAD:
             raise DataError(f"generate: {name}: {_INSTEAD[name]}")
         if name not in _KNOWN:
-            near = difflib.get_close_matches(name, _KNOWN, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(_KNOWN)}"
-            raise DataError(f"generate: {name}: unknown; {hint}")
+            raise DataError(f"generate: {name}: unknown; {did_you_mean(name, _KNOWN)}it takes {', '.join(_KNOWN)}")
     is_greedy = not given.get("do_sample", False)
     num_samples = given.get("num_return_sequences", 1)
     if type(num_samples) is not int or num_samples < 1:

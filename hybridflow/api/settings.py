@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from hybridflow.api.switches import in_our_words, shard_by_fsdp
 from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.trainer import OPEN_END
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, did_you_mean
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.flows.registry import ALGORITHMS, CHOSEN
 from hybridflow.recipe.checks import VALIDATION_KEYS
@@ -129,8 +129,8 @@ def recipe_values(config: Any, *, algorithm: str, num_ranks: int) -> dict[str, A
         ConfigError: A key is none of these, or says what another one says.
     """
     if algorithm not in ALGORITHMS:
-        hint = _did_you_mean(algorithm, ALGORITHMS)
-        raise ConfigError(f"algorithm={algorithm!r}: unknown{hint} there are {', '.join(ALGORITHMS)}")
+        hint = did_you_mean(algorithm, ALGORITHMS)
+        raise ConfigError(f"algorithm={algorithm!r}: unknown; {hint}there are {', '.join(ALGORITHMS)}")
     given = in_our_words(read_config(config))
     values: dict[str, Any] = {"algorithm": algorithm, "cluster": {"ranks": num_ranks}}
     values["data"] = {"train": "given by the program", "held_out": "given by the program"}
@@ -280,11 +280,6 @@ def _layout(given: dict[str, Any], num_ranks: int, prefix: str = "") -> dict[str
     return {"dp": max(1, num_ranks // others), **sizes} if sizes else {}
 
 
-def _did_you_mean(key: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(key, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ";"
-
-
 def _role(values: dict[str, Any], role: str, section: dict[str, Any], num_ranks: int) -> dict[str, Any]:
     """Return a role's section as a recipe has it, and move its model's name to the model's section."""
     name = section.pop("model_name", None)
@@ -365,8 +360,8 @@ def _hybrid_engine(values: dict[str, Any], engine: Any, num_ranks: int) -> None:
         raise ConfigError(f"hybrid_engine: found {engine!r:.60}; expected a section with {', '.join(sorted(known))}")
     for key in engine:
         if key not in known:
-            hint = _did_you_mean(str(key), sorted(known))
-            raise ConfigError(f"hybrid_engine.{key}: unknown key{hint} keys: {', '.join(sorted(known))}")
+            hint = did_you_mean(str(key), sorted(known))
+            raise ConfigError(f"hybrid_engine.{key}: unknown key; {hint}keys: {', '.join(sorted(known))}")
     count = len(values.get("actor", {}).get("ranks", ())) or num_ranks
     sizes = _layout(dict(engine), count, "rollout_")
     if engine.get("enable_resharding", True) is False:
@@ -394,5 +389,5 @@ def _unknown(key: str, algorithm: str, top: set[str]) -> str:
     other = find_other_name(key)
     if other is not None:
         return f"config: {key}: unknown key; {other}, in its section of config"
-    hint = _did_you_mean(key, [*SHORT, *top])
-    return f"config: {key}: unknown key{hint} short names: {', '.join(SHORT)}; sections: {', '.join(sorted(top))}"
+    hint = did_you_mean(key, [*SHORT, *top])
+    return f"config: {key}: unknown key; {hint}short names: {', '.join(SHORT)}; sections: {', '.join(sorted(top))}"

@@ -14,7 +14,7 @@ from typing import Any
 
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.chat import template_in
-from hybridflow.errors import ConfigError, DataError, WriteError
+from hybridflow.errors import ConfigError, DataError, WriteError, did_you_mean
 from hybridflow.exit_status import DONE
 from hybridflow.families.hub_cache import download_hint, find_model
 from hybridflow.flows.registry import ALGORITHMS
@@ -174,7 +174,8 @@ def _ask(question: str, check: Callable[[str], None]) -> str:
 
 def _known_algorithm(text: str) -> None:
     if text not in ALGORITHMS:
-        raise ConfigError(f"--algorithm {text!r}: expected one of {', '.join(ALGORITHMS)}")
+        hint = did_you_mean(text, ALGORITHMS)
+        raise ConfigError(f"--algorithm {text!r}: {hint}expected one of {', '.join(ALGORITHMS)}")
 
 
 def _there(option: str) -> Callable[[str], None]:

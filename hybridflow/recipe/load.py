@@ -13,7 +13,7 @@ from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.config.algorithm import AlgorithmTraits
 from hybridflow.config.cluster import FallbackConfig
 from hybridflow.config.recipe import CRITICS, FROZEN, MODEL_SECTIONS, Recipe
-from hybridflow.errors import ConfigError, HybridflowError, LayoutError, MissingFileError
+from hybridflow.errors import ConfigError, HybridflowError, LayoutError, MissingFileError, did_you_mean
 from hybridflow.families.hub_cache import download_hint
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.flows.registry import ALGORITHMS
@@ -51,7 +51,9 @@ def find_recipe(name: str | Path) -> Path:
     if stem in found:
         return found[stem]
     shown = ", ".join(sorted(found))
-    raise MissingFileError(f"recipe {name}: no such file; give a YAML file or a shipped recipe: {shown}")
+    here = [str(path) for path in Path(name).parent.glob("*.yaml")]
+    hint = did_you_mean(str(name), here) or did_you_mean(Path(name).stem, found)
+    raise MissingFileError(f"recipe {name}: no such file; {hint}give a YAML file or a shipped recipe: {shown}")
 
 
 def load_recipe(name: str | Path, overrides: Sequence[str] = (), *, num_ranks: int | None = None) -> Recipe:
@@ -189,7 +191,8 @@ def recipe_from_dict(
     if recipe.algorithm not in ALGORITHMS:
         where = origins.get("algorithm", source)
         raise ConfigError(
-            f"{where}: algorithm: expected one of {', '.join(ALGORITHMS)}, found {recipe.algorithm!r} (text)"
+            f"{where}: algorithm: {did_you_mean(recipe.algorithm, ALGORITHMS)}expected one of {', '.join(ALGORITHMS)}, "
+            f"found {recipe.algorithm!r} (text)"
         )
     recipe = with_layers(
         replace(recipe, traits=ALGORITHMS[recipe.algorithm].traits, defaults=defaults, dropped=dropped)

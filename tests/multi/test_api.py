@@ -582,6 +582,22 @@ def test_an_own_algorithm_samples_once_in_a_step(name: str) -> None:
         kind()
 
 
+def test_an_own_algorithm_overrides_something() -> None:
+    def method(*_: object) -> None: ...
+
+    for members, words in [
+        ({}, "Mine: overrides nothing, and would train plain grpo; define advantages or loss"),
+        ({"compute": method}, "Mine: overrides nothing"),
+        ({"advantage": method}, r"Mine\.advantage: is never called; did you mean advantages\?"),
+        ({"loss": method, "advantages_": method}, r"Mine\.advantages_: is never called; did you mean advantages\?"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            type("Mine", (BaseAlgorithm,), members)()
+    for members in ({"loss": method, "scaled": method, "_losses": method}, {"name": "rloo"}):
+        type("Mine", (BaseAlgorithm,), members)()
+    type("Tuned", (type("Mine", (PPO,), {"loss": method}),), {"epsilon": 0.1})()
+
+
 def test_a_reward_may_be_a_function_in_a_file() -> None:
     assert as_reward("rewards/mine.py:score").settings["reward"] == {"function": "rewards/mine.py:score"}
 

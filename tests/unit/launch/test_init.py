@@ -114,7 +114,7 @@ def test_nothing_is_written_over(folder, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--algorithm", "gropo", *GIVEN], "--algorithm 'gropo': expected one of cispo, dapo"),
+        (["--algorithm", "gropo", *GIVEN], "--algorithm 'gropo': did you mean grpo? expected one of cispo, dapo"),
         (["--algorithm", "grpo"], "init: --model, --data: missing; give them, or start on a terminal"),
         (["--algorithm", "distill", *GIVEN], "init: --teacher: missing"),
         (["--algorithm", "grpo", *GIVEN, "--data", "none.jsonl"], "--data 'none.jsonl': no such file"),

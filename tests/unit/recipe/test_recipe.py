@@ -367,6 +367,16 @@ def test_unknown_recipe_lists_the_shipped_ones():
         find_recipe("nonsense")
 
 
+def test_an_unknown_recipe_or_algorithm_gets_the_nearest_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").touch()
+    for name, near in [("grpp", "grpo"), ("grpp.yaml", "grpo"), ("GRPO", "grpo"), ("mien.yaml", "mine.yaml")]:
+        with pytest.raises(ConfigError, match=rf"recipe {name}: no such file; did you mean {near}\?"):
+            find_recipe(name)
+    with pytest.raises(ConfigError, match=r"algorithm: did you mean grpo\? expected one of .*, found 'grop'"):
+        load_recipe("grpo", ["algorithm=grop"])
+
+
 def test_the_recipe_of_distillation_is_valid_with_a_teacher(tmp_path):
     with pytest.raises(ConfigError, match=r"teacher\.model\.path: missing; .* runs/NAME/checkpoints/STEP/actor"):
         load_recipe("distill", ["teacher.model.path=null"])

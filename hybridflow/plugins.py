@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import sysconfig
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, did_you_mean
+
+PACKAGE = os.path.dirname(os.path.abspath(__file__))
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -45,10 +49,41 @@ def find_plugin(name: str, built_in: Mapping[str, Any], *, key: str, kind: str) 
     if not attribute:
         raise ConfigError(f"{key}={name!r}: names no {kind} of the module; {expected}")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        found = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        where = f", in {os.getcwd()} or on PYTHONPATH" if error.name == module.partition(".")[0] else ""
-        raise ConfigError(f"{key}={name!r}: {type(error).__name__}: {error}{where}; {expected}") from error
+        is_module = error.name == module.partition(".")[0]
+        where = f", in {os.getcwd()} or on PYTHONPATH" if is_module else place_of(error)
+        remedy = expected if is_module else f"install {error.name}, or mend the import"
+        raise ConfigError(f"{key}={name!r}: {type(error).__name__}: {error}{where}; {remedy}") from error
     # A user's module may raise anything while it is imported.
     except Exception as error:
-        raise ConfigError(f"{key}={name!r}: {type(error).__name__}: {error}; {expected}") from error
+        raise ConfigError(f"{key}={name!r}: {type(error).__name__}: {error}{place_of(error)}; mend it") from error
+    if not hasattr(found, attribute):
+        hint = did_you_mean(attribute, [each for each in vars(found) if not each.startswith("_")])
+        where = getattr(found, "__file__", None) or "a package"
+        raise ConfigError(f"{key}={name!r}: {shown(where)} has no attribute {attribute!r}; {hint}{expected}")
+    return getattr(found, attribute)
+
+
+def place_of(error: BaseException) -> str:
+    """Return file and line of the user's code that raised an error: `` at rewards.py:5``; empty where there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if not (is_library(each.filename) or is_ours(each.filename))]
+    return f" at {shown(own[-1].filename)}:{own[-1].lineno}" if own else ""
+
+
+def shown(path: str) -> str:
+    """Return a path for a message: from the working directory on, if it is in there."""
+    near = os.path.relpath(path)
+    return path if near.startswith(os.pardir) else near
+
+
+def is_ours(path: str) -> bool:
+    """Return whether a file is hybridflow's."""
+    return path.startswith(PACKAGE + os.sep)
+
+
+def is_library(path: str) -> bool:
+    """Return whether a file of code is Python's, or that of an installed package."""
+    folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return path.startswith(("<", *(folder + os.sep for folder in folders)))

@@ -32,6 +32,7 @@ _MOST_EARLY_NOTES = 200
 
 _console_fds = (1, 2)
 _log_fd: int | None = None
+_log_path: Path | None = None
 _early_notes: list[str] = []
 _console_lock = threading.Lock()
 _has_live_line = False
@@ -45,8 +46,8 @@ def open_rank_log(run_dir: Path, start_number: int, rank: int) -> Path:
     Raises:
         WriteError: It cannot be made.
     """
-    global _console_fds, _log_fd
-    path = run_dir / LOGS_DIR / f"{start_number:04d}" / f"rank-{rank:05d}.log"
+    global _console_fds, _log_fd, _log_path
+    path = _log_path = run_dir / LOGS_DIR / f"{start_number:04d}" / f"rank-{rank:05d}.log"
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _log_fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -65,6 +66,11 @@ def open_rank_log(run_dir: Path, start_number: int, rank: int) -> Path:
         os.dup2(_log_fd, 1)
         os.dup2(_log_fd, 2)
     return path
+
+
+def own_log() -> Path | None:
+    """Return the path of this rank's log; None before it is open."""
+    return _log_path
 
 
 def say(text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from hybridflow.errors import DeadlineError, HybridflowError
 from hybridflow.exit_status import FAILURE, exit_status, system_status
 from hybridflow.layout.mesh import format_ranks
 from hybridflow.observe.activity import activity_at, now
+from hybridflow.plugins import is_library, is_ours
 
 _MOST_PLACES = 32
 """Groups of ranks in a report; the logs have them all."""
@@ -156,10 +156,7 @@ def _lines(frame: FrameType | None) -> str:
 
 def _is_own(path: str) -> bool:
     """Return whether a file belongs to hybridflow or its user."""
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    is_library = path.startswith("<") or any(path.startswith(folder + os.sep) for folder in libraries)
-    return path.startswith(here + os.sep) or not is_library
+    return is_ours(path) or not is_library(path)
 
 
 def all_stacks() -> str:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.errors import ConfigError
+from hybridflow.plugins import shown
 from hybridflow.rewards.sample import Sample, Unscored
 
 SIGNATURES = (
@@ -168,5 +168,4 @@ def source_of(function: Any) -> str:
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return ""
-    path = os.path.relpath(code.co_filename)
-    return f"{code.co_filename if path.startswith(os.pardir) else path}:{code.co_firstlineno}"
+    return f"{shown(code.co_filename)}:{code.co_firstlineno}"

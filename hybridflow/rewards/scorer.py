@@ -21,6 +21,8 @@ from typing import Any
 
 from hybridflow.config.rewards import RewardConfig
 from hybridflow.errors import RewardError
+from hybridflow.observe.rank_log import own_log
+from hybridflow.plugins import place_of
 from hybridflow.rewards.arguments import SIGNATURES
 from hybridflow.rewards.runners import Runner
 from hybridflow.rewards.sample import Outcome, Sample, Unscored, as_scores
@@ -182,9 +184,10 @@ class Scorer:
         )
         if self.settings.on_failure == "error":
             forms = f"; a reward function is one of {SIGNATURES}" if self.kind.source else ""
+            log = "" if outcome.__cause__ is None or own_log() is None else f"; traceback in {own_log()}"
             raise RewardError(
-                f"{where}; mend the function or the sample, or set {self.role}.on_failure to score or drop{forms}"
-            )
+                f"{where}{log}; mend the function or the sample, or set {self.role}.on_failure to score or drop{forms}"
+            ) from outcome.__cause__
         self.counts.failed += count
         self.counts.first_failure = self.counts.first_failure or where
         return self.settings.failure_score if self.settings.on_failure == "score" else math.nan
@@ -282,4 +285,8 @@ async def _timed_async(call: Callable[[Sequence[Sample]], Any], samples: Sequenc
 
 def _unscored(error: BaseException) -> Unscored:
     """Return an error with its kind: a user's function may raise anything, or call sys.exit."""
-    return error if isinstance(error, Unscored) else Unscored(f"{type(error).__name__}: {error}"[:500])
+    if isinstance(error, Unscored):
+        return error
+    found = Unscored(f"{f'{type(error).__name__}: {error}':.500}{place_of(error)}")
+    found.__cause__ = error
+    return found

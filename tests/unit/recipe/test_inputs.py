@@ -182,7 +182,10 @@ FAILS = {
         ["rollout.engine.kind=vllm", "rollout.stop=[x]"],
         "rollout.stop=['x']: rollout.engine.kind",
     ),
-    "what it raises": (["reward.function={module}:wrong"], "ZeroDivisionError: division by zero; mend the function"),
+    "what it raises": (
+        ["reward.function={module}:wrong"],
+        "ZeroDivisionError: division by zero at {module}.py:7; mend the",
+    ),
 }
 WRONG = """
 \ndef two(level): return 1.0

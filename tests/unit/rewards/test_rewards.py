@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import sys
 import threading
@@ -379,6 +380,26 @@ def test_names_that_are_not_there():
         if says is None:
             assert make_kind(RewardConfig(function=name), "reward").name == name
             continue
+        with pytest.raises(ConfigError, match=says):
+            make_kind(RewardConfig(function=name), "reward")
+
+
+def test_an_error_names_the_line_of_the_users_code(tmp_path, monkeypatch):
+    code = "import json\n\ndef score(response):\n    return parse(response)\n\ndef parse(text):\n    json.loads(text)\n"
+    (tmp_path / "of_parts.py").write_text(code)
+    (tmp_path / "of_nothing.py").write_text("import json\nimport no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RewardError, match=r"JSONDecodeError: .* at of_parts\.py:7; mend the function") as raised:
+        scorer(function="of_parts:score").scores([Sample(prompt="", response="{", answer="", place="")])
+    assert isinstance(raised.value.__cause__, json.JSONDecodeError), "the log has its traceback"
+    for name, says in [
+        ("of_parts:sccore", r"of_parts\.py has no attribute 'sccore'; did you mean score\? give one of"),
+        (
+            "of_nothing:score",
+            r"No module named 'no_such_package' at of_nothing\.py:2; install no_such_package",
+        ),
+    ]:
         with pytest.raises(ConfigError, match=says):
             make_kind(RewardConfig(function=name), "reward")
 

@@ -83,6 +83,11 @@ def add_reshard(plans: Any) -> None:
 def _plan_reshard(arguments: argparse.Namespace) -> int:
     bandwidth, sizes = _bandwidth(arguments.bandwidth), _model(arguments.model)
     source, target = _reshard_meshes(arguments, sizes)
+    if arguments.draw is not None and source.layout.fsdp > 1 and target.layout.tp > 1:
+        raise ConfigError(
+            f"--draw with --from {source.layout} --to {target.layout}: fsdp cuts every matrix by rows and tp some by "
+            "columns, which one picture cannot show; leave --draw out"
+        )
     model = model_spec(sizes)
     held, needed = weight_holdings(model, source), weight_holdings(model, target)
     found = report(model, held, needed, bandwidth)

@@ -97,7 +97,9 @@ def held_regions(model: ModelSpec, mesh: DeviceMesh, rank: int) -> list[Region]:
     if rank not in mesh:
         return []
     place, layout = mesh.coordinate(rank), mesh.layout
-    left, right = place.tp / layout.tp, (place.tp + 1) / layout.tp
+    # A layout has tp or fsdp.
+    index, parts = place.tp + place.dp % layout.fsdp, layout.tp * layout.fsdp
+    left, right = index / parts, (index + 1) / parts
     mine = [
         layer for layer in range(model.num_layers) if stage_of(layer, layout, model.num_layers, mesh.name) == place.pp
     ]

@@ -318,7 +318,7 @@ def _place(mesh: DeviceMesh, rank: int) -> object:
     if rank not in mesh:
         return None
     place = mesh.coordinate(rank)
-    return place.pp, place.tp, expert_place(mesh.layout, place)
+    return place.pp, place.tp, expert_place(mesh.layout, place), place.dp % mesh.layout.fsdp
 
 
 def _spread(numbers: Iterable[int]) -> Spread:

@@ -12,8 +12,10 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import known_models, model_spec
 from hybridflow.reshard.fsdp import FsdpHoldings, weight_holdings
-from hybridflow.reshard.plan import plan, received_limit
+from hybridflow.reshard.plan import held_bytes, plan, received_limit
+from hybridflow.reshard.report import Bandwidth, Spread, report
 from hybridflow.reshard.spec import ITEM_BYTES, TensorSpec, num_elements
+from tests.support.reshard_cases import make_model
 
 TENSORS = [
     TensorSpec(name="plain", shape=(10, 3), dtype="fp32", tp_dim=0, place=0),
@@ -66,3 +68,14 @@ def test_a_plan_receives_what_it_lacks_and_no_more(pair):
         copies = [copy for wave in plan(model, held, needed, rank).waves for copy in wave.receives]
         received = sum(num_elements(copy.box) * sizes[copy.tensor] for copy in copies)
         assert received == received_limit(model, held, needed, rank) > 0
+
+
+@pytest.mark.parametrize("pair", [("fsdp4", "tp2.dp2"), ("fsdp2.dp4", "tp4"), ("tp2.dp2", "fsdp4")])
+def test_report_counts_the_shares_of_each_rank(pair):
+    model = make_model(padded_to=2)
+    held, needed = (weight_holdings(model, mesh_of(text)) for text in pair)
+    found = report(model, held, needed, Bandwidth())
+    assert found.received.total == found.received_limit == sum(received_limit(model, held, needed, r) for r in range(4))
+    for spread, holdings in ((found.before, held), (found.after, needed)):
+        sizes = sorted(held_bytes(model, holdings, rank) for rank in range(4))
+        assert spread == Spread(sizes[0], sizes[1], sizes[3], sum(sizes))

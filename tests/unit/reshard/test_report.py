@@ -177,6 +177,18 @@ def test_regions_of_the_picture_are_the_shares_and_their_origins():
     assert held_regions(model, source.mesh, 7) == []
 
 
+def test_shards_of_fsdp_are_parts_of_the_picture():
+    """Two groups of two ranks on two nodes: of the whole model a rank has its half and the other is in its node."""
+    model = make_model()
+    source, target = make_mesh("fsdp2.dp4", None, 2), make_mesh("dp4", None, 2)
+    for rank in range(4):
+        regions = Nearby(model, source).regions(held_regions(model, target, rank), rank)
+        assert {each.origin: (each.left, each.right) for each in regions} == {
+            "own": (rank % 2 / 2, (rank % 2 + 1) / 2),
+            "node": (1 / 2 - rank % 2 / 2, 1 - rank % 2 / 2),
+        }
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [("tp4.dp2", "tp2.dp4"), pytest.param("tp2.pp2.vpp2.dp16", "tp4.dp16", marks=pytest.mark.slow)],
@@ -255,6 +267,7 @@ def test_examples_run(line, capsys):
         ("--from tp2 --to dp2 --first-rank -1", "ranks [-1, 0]: expected distinct ranks from 0 up"),
         ("--from tp2 --to dp2 --bandwidth bus=3", "--bandwidth 'bus=3': expected GB/s above 0"),
         ("--from tp2 --to dp2 --bandwidth node=0", "expected GB/s above 0"),
+        ("--from fsdp2 --to tp2 --draw plan.png", "--draw with --from tp1.pp1.dp2.fsdp2 --to tp2.pp1.dp1: fsdp cuts"),
         ("--from tp2 --to dp2 --draw /nowhere/plan.png", "--draw /nowhere/plan.png: cannot be written"),
     ],
 )

@@ -316,22 +316,19 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
     """Return the ``config.json`` to write beside a model's tensors; the inverse of ``read_config``.
 
     Rotary positions are written in both spellings: ``rope_parameters`` of transformers 5, and the flat keys that went
-    before. With YaRN and LongRoPE ``max_position_embeddings`` is the stretched context, also of a model with a shorter
+    before. With YaRN and LongRoPE ``max_position_embeddings`` is the stretched context, also of a model with another
     one: transformers 4 takes its ratio to the original context for the factor, whatever factor is written.
 
     Args:
-        original: The one that traveled along; kept where it describes the model, with the model's longest sequence and
-            the spellings that older readers need. None: there is none.
+        original: The one that traveled along; kept where it describes the model, with the spellings that older readers
+            need. Its longest sequence grows with the model's, and stays where the model was trained with a shorter one.
+            None: there is none.
         described: The model, as ``describe`` or ``read_config`` gave it.
         dtype: Number format of the tensors, as Hugging Face calls it.
     """
     config = _written(described)
     if original is not None:
-        scaling = described.model.rotary_scaling
-        # The stretched context of YaRN stays: of a factor that is no ratio of whole numbers it cannot be computed.
-        updated = ("init_std",) if scaling is not None and scaling.kind == "yarn" else ("max_context", "init_std")
-        keys = (key for key, setting in described.family.keys.items() if setting in updated)
-        original = {**original, **{key: config[key] for key in keys if key in original}}
+        original = _with_longest(original, described)
     if original is not None and _describes(original, described):
         head = {key: value for key, value in config.items() if key in ("architectures", "id2label", "label2id")}
         # Code and labels do not travel along, and what is written lies in no codes.
@@ -348,6 +345,14 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
         if key in config:
             config[key] = dtype
     return config if "dtype" in config or "torch_dtype" in config else {**config, "dtype": dtype}
+
+
+def _with_longest(original: Mapping[str, Any], described: Described) -> dict[str, Any]:
+    """Return a ``config.json`` for sequences as long as the model's; YaRN and LongRoPE say how long they are."""
+    key, model = "max_position_embeddings", described.model
+    longest = original.get(key, described.family.defaults[key])
+    is_longer = not _is_stretched(model) and type(longest) is int and model.max_context > longest
+    return {**original, key: model.max_context} if is_longer else {**original}
 
 
 def spelled_out(model: ModelConfig) -> ModelConfig:
@@ -398,24 +403,25 @@ def _unsaid(described: Described) -> list[str]:
         return [key for key in ("rotary_scaling",) if described.model.rotary_scaling is not None] or [
             *to_dict(described.model)
         ]
-    expected, read = to_dict(spelled_out(described.model)), to_dict(spelled_out(_cut(found, described.model)))
+    if _is_stretched(described.model):
+        found = replace(found, max_context=described.model.max_context)
+    expected, read = to_dict(spelled_out(described.model)), to_dict(spelled_out(found))
     return [key for key in expected if expected[key] != read[key]]
 
 
 def _describes(original: Mapping[str, Any], described: Described) -> bool:
-    """Return whether a ``config.json`` describes the model, apart from number format and head."""
+    """Return whether a ``config.json`` describes the model, apart from the head and what changes no weight."""
     try:
         found = read_config(original, where="config.json")
     except ConfigError:
         return False
-    model = replace(_cut(found.model, described.model), dtype=described.model.dtype)
+    free = {key: getattr(described.model, key) for key in ("max_context", "init_std", "dtype")}
+    model = replace(found.model, **free)
     return found.family is described.family and spelled_out(model) == spelled_out(described.model)
 
 
-def _cut(found: ModelConfig, model: ModelConfig) -> ModelConfig:
-    """Return a model that was read, with the context of ``model`` where its file has the stretched one instead."""
-    is_stretched = model.rotary_scaling is not None and model.rotary_scaling.kind in _STRETCHED
-    return replace(found, max_context=model.max_context) if is_stretched else found
+def _is_stretched(model: ModelConfig) -> bool:
+    return model.rotary_scaling is not None and model.rotary_scaling.kind in _STRETCHED
 
 
 def _written(described: Described) -> dict[str, Any]:

@@ -525,6 +525,8 @@ def test_the_original_is_kept_and_brought_up_to_date():
     written = update_config(values, longer, dtype="float32")
     assert (written["max_position_embeddings"], written["eos_token_id"]) == (8192, 32000)
     assert written["something_new"] == [1] and written["torch_dtype"] == "float32"
+    shorter = replace(described, model=replace(described.model, max_context=512, init_std=0.5))
+    assert update_config(values, shorter, dtype="bfloat16") == {**kept, "torch_dtype": "bfloat16"}
     other = replace(described, model=replace(described.model, norm_eps=0.5))
     written = update_config(values, other, dtype="float32")
     assert (written["rms_norm_eps"], written["eos_token_id"]) == (0.5, 32000)

@@ -74,6 +74,8 @@ def transformer_config(
             # Shares of all experts, or of those that were chosen.
             moe_router_pre_softmax=not model.normalized_experts,
             moe_router_load_balancing_type="none",
+            # As the models that have them were trained; those of softmax have the activations' own format.
+            moe_router_dtype="fp32" if model.router_score == "sigmoid" else None,
             moe_shared_expert_intermediate_size=model.shared_ffn_hidden_size,
         )
     config = TransformerConfig(

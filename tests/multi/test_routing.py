@@ -7,6 +7,8 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from hybridflow.config.roles import MoEConfig
 from hybridflow.dataflow.batch import Batch, Ragged
@@ -117,6 +119,33 @@ def test_losses_and_biases_are_those_of_the_formulas(config, recompute):
     ((worst, found, wanted),) = run_ranks(losses_of_routers, 1, replace(config, num_layers=2), recompute)
     assert worst < 1e-6
     assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def choices_in_bf16(world, config):
+    """How many choices for hidden states in bf16 differ from those of transformers, and how far weights differ."""
+    model, *_ = make_model(world, ParallelLayout(), model=config)
+    router = model.decoder.layers[-1].mlp.router
+    router.expert_bias.copy_(torch.linspace(-0.2, 0.2, config.num_experts))
+    theirs = DeepseekV3TopkRouter(
+        DeepseekV3Config(
+            **{"n_routed_experts": config.num_experts, "num_experts_per_tok": config.experts_per_token},
+            **{"n_group": config.router_groups, "topk_group": config.router_groups_per_token},
+            **{"hidden_size": config.hidden_size, "routed_scaling_factor": config.routed_scaling},
+            norm_topk_prob=config.normalized_experts,
+        )
+    )
+    theirs.load_state_dict({"weight": router.weight, "e_score_correction_bias": router.expert_bias})
+    hidden = torch.randn(500, 1, config.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch.no_grad():
+        _, shares, experts = theirs(hidden)
+        expected, order = experts.sort(1)
+        weights, chosen = router(hidden)
+    return int((chosen != expected).sum()), float((weights / shares.gather(1, order) - 1).abs().max())
+
+
+def test_scores_of_sigmoid_are_computed_in_fp32_as_in_transformers():
+    ((num_others, distance),) = run_ranks(choices_in_bf16, 1, replace(SHARED, dtype="bf16"))
+    assert num_others == 0 and distance < 1e-5
 
 
 def noisy(router, scores, choose=ExpertRouter.choose):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ JSON = "tokenizer.json"
 PIECES = "tokenizer.model"
 SPECIAL = "special_tokens_map.json"
 _MAX_IDS = 1 << 31
+_RESERVED = re.compile(r"[<\[].*(reserved|unused|place.?holder|dummy|extra|control).*\d.*[>\]]", re.IGNORECASE)
+"""Names of tokens that a model was never taught, such as ``<|reserved_special_token_7|>`` and ``<unused7>``."""
 
 
 class Tokenizer(Protocol):
@@ -111,11 +114,12 @@ def check_same_pieces(one: Tokenizer, other: Tokenizer, *, whose: str) -> None:
         whose: Name of the owner of ``other``, for the message.
 
     Raises:
-        DataError: An id that both have stands for different texts.
+        DataError: An id that both have stands for different texts; one that either keeps in reserve may have any name.
     """
     mine, theirs = one.pieces(), other.pieces()
     for index in sorted(mine.keys() & theirs.keys()):
-        if mine[index] != theirs[index]:
+        is_reserved = _RESERVED.fullmatch(mine[index]) or _RESERVED.fullmatch(theirs[index])
+        if mine[index] != theirs[index] and not is_reserved:
             raise DataError(
                 f"{whose}: token {index} is {theirs[index]!r} in {other.path}, and {mine[index]!r} in {one.path}, "
                 "which writes the tokens; choose models of one tokenizer"

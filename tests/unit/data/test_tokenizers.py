@@ -89,6 +89,19 @@ def test_models_of_another_tokenizer_are_refused(tmp_path):
         check_same_pieces(one, other, whose="reward.model")
 
 
+@pytest.mark.parametrize("name", ["<|reserved_special_token_7|>", "<unused7>", "[control_7]", "<|placeholder7|>"])
+def test_a_token_in_reserve_may_be_renamed(tmp_path, name):
+    for folder, added in (("base", name), ("renamed", "<think>")):
+        write_tokenizer(tmp_path / folder)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / folder)
+        tokenizer.add_tokens([added], special_tokens=True)
+        tokenizer.save_pretrained(tmp_path / folder)
+    base, renamed = (open_tokenizer(tmp_path / each) for each in ("base", "renamed"))
+    assert base.vocab_size == renamed.vocab_size and base.pieces() != renamed.pieces()
+    check_same_pieces(renamed, base, whose="x")
+    check_same_pieces(base, renamed, whose="x")
+
+
 @pytest.mark.parametrize(
     ("file", "content", "says"),
     [

@@ -21,7 +21,7 @@ from hybridflow.recipe.resume import check_resume
 from hybridflow.sections import Bounds, put_over, read_section, to_dict
 from tests.support.recipes import POLICY, SCORER, SMALLEST, write_config
 
-NUM_LEAF_KEYS = 761
+NUM_LEAF_KEYS = 762
 
 
 class Key(NamedTuple):
@@ -224,6 +224,8 @@ def other_values(hint: Any, old: Any) -> Iterator[Any]:
         found = [not old]
     elif kind is str:
         found = ["other"]
+    elif typing.get_origin(kind) is dict:
+        found = [{"other": "1"}]
     else:
         numbers = [*([] if old is None else [old / 2, old * 2, old + 1]), 1, 2, 4, 0.25]
         found = [kind(number) for number in numbers if number in bounds and kind(number) == number]
@@ -265,7 +267,8 @@ def hold(key: Key, saved: Recipe, now: Recipe) -> None:
         return
     with pytest.raises(CheckpointError) as caught:
         check_resume(now, kept)
-    shown = ["a section" if isinstance(value, dict) else str(value) for value in (before, after)]
+    is_section = typing.get_origin(key.hint) is not dict
+    shown = ["a section" if isinstance(value, dict) and is_section else str(value) for value in (before, after)]
     assert f"written with {key.name}={shown[0]}, the recipe now has {shown[1]}; resume with" in str(caught.value)
 
 

@@ -70,7 +70,7 @@ class Adam:
 
     def step(self, *, is_followed: bool = False) -> float:
         """Clip the gradients, update the weights, and return the gradient norm before clipping."""
-        norm = finite(self._norm())
+        norm = finite(self._norm(), self.learning_rate())
         if self._clip > 0 and norm > self._clip:
             self._gradients.mul_(self._clip / (norm + _CLIP_EPS))
         self._optimizer.step()

@@ -47,16 +47,21 @@ batch.
 """
 
 
-def finite(norm: float) -> float:
+def finite(norm: float, rate: float | None) -> float:
     """Return the norm of a gradient.
+
+    Args:
+        norm: The norm.
+        rate: The learning rate, for the message; None: this rank does not know it.
 
     Raises:
         DivergedError: It is not finite.
     """
     if not math.isfinite(norm):
+        this = "" if rate is None else f" (here {rate:g})"
         raise DivergedError(
             f"the norm of the gradient is {norm:g}, expected a finite number; nothing is saved after this update. Look "
-            "at the loss and the rewards before it, lower the learning rate, and go on from the last checkpoint"
+            f"at the loss and the rewards before it, lower the learning rate{this}, and go on from the last checkpoint"
         )
     return norm
 
@@ -182,7 +187,7 @@ class Trainable:
         """
         succeeded, grad_norm, _ = self._optimizer.step()
         assert succeeded, "without loss scaling no step is ever skipped"
-        norm = finite(float(grad_norm))
+        norm = finite(float(grad_norm), self.learning_rate())
         if self._overlap is not None:
             self._overlap.start_gathering()
         if not is_followed:

@@ -29,7 +29,7 @@ from hybridflow.rollout.request import PURPOSES, SamplingParams
 
 NOT_FINITE, NOTHING_LEFT, BAD_TEXT = -1, -2, -3
 FAILURES = {
-    NOT_FINITE: "its logits are not finite; look for damaged weights",
+    NOT_FINITE: "its logits are not finite; the weights are damaged, or their training has diverged",
     NOTHING_LEFT: "every token is forbidden; look at its bad_ids and min_new_tokens",
     BAD_TEXT: "every candidate that was tried completes one of its bad texts; forbid less, or lower the temperature",
 }

@@ -30,6 +30,7 @@ from hybridflow.rollout.engines.http_engine import HttpEngine
 from hybridflow.rollout.environment import Conversation, Environments
 from hybridflow.rollout.log_file import LogWriter
 from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped, SampleKey, SamplingParams, expand
+from hybridflow.rollout.sampling import FAILURES, NOT_FINITE
 from hybridflow.rollout.texts import with_stop_tokens
 from hybridflow.sampling.partial_rollouts import PartialRollouts
 from hybridflow.sampling.replay import Replay
@@ -310,6 +311,14 @@ class Rollouts:
                 "them all, such as vLLM's"
             )
 
+    def _remedy(self) -> str:
+        """Return what to do about weights that give no finite logits, for the end of a message."""
+        recipe = self._job.recipe
+        rates = [f"actor.optimizer.lr={recipe.actor.optimizer.lr:g}"]
+        if recipe.warm_start is not None:
+            rates.append(f"warm_start.lr={recipe.warm_start.lr:g}")
+        return f": lower {' or '.join(rates)}, and go on from an earlier checkpoint"
+
     def _id_of(self, request: Request) -> int:
         return request.prompt_index * self._job.recipe.rollout.group_size + request.index
 
@@ -321,7 +330,8 @@ class Rollouts:
             return None
         for ask, got in pairs:
             if got.finish == "failed":
-                raise EngineError(f"response {ask.index} to prompt {ask.prompt_index} failed: {got.error}")
+                remedy = self._remedy() if str(got.error).endswith(FAILURES[NOT_FINITE]) else ""
+                raise EngineError(f"response {ask.index} to prompt {ask.prompt_index} failed: {got.error}{remedy}")
         responses = [got for _, got in pairs]
         batch = Batch(
             torch.tensor([id_of(ask) for ask, _ in pairs], dtype=torch.int64),

@@ -161,6 +161,11 @@ def test_bad_reward_names_the_sample(rewards, function, says):
     assert set(done.codes) == {2} and done.seconds < 30
 
 
+def test_weights_that_an_update_has_made_useless_are_not_called_damaged(folder):
+    done = fork_ranks(["train", "tiny.yaml", "actor.optimizer.lr=1e30", "trainer.mini_batch_size=null"], folder)
+    done.complains_once("in actor.sample (train step 2)", "logits are not finite", "lower actor.optimizer.lr=1e+30 or ")
+
+
 @pytest.mark.slow
 def test_rank_that_never_comes_is_named_once(folder):
     argv = ["train", "tiny.yaml", "cluster.ranks=4", "actor.update={dp: 4}", "actor.rollout={dp: 4}"]

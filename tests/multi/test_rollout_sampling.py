@@ -20,6 +20,7 @@ from hybridflow.rollout import session as session_module
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.paged import block_bytes
 from hybridflow.rollout.request import Request, Response, SamplingParams
+from hybridflow.rollout.sampling import FAILURES, NOT_FINITE
 from hybridflow.rollout.texts import text_before_stop
 from tests.multi.models import VOCAB, layouts_of, make_model
 from tests.support.ranks import run_ranks
@@ -305,7 +306,7 @@ def test_a_damaged_embedding_fails_those_that_have_the_token_and_no_other(layout
                 if got.finish == "failed":
                     num_failed += 1
                     place = len(ask.prompt) + len(expected)
-                    assert got.error == f"token {place}: its logits are not finite; look for damaged weights"
+                    assert got.error == f"token {place}: {FAILURES[NOT_FINITE]}"
                 else:
                     assert expected == tokens and np.abs(got.log_probs - whole.log_probs).max() <= 1e-5
             assert 3 <= num_failed <= 11

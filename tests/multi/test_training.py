@@ -126,6 +126,7 @@ def diverged(world) -> list[str]:
 def test_a_gradient_that_is_not_finite_ends_the_job_on_all_ranks():
     for told in run_ranks(diverged, 2):
         assert len(told) == 2 and all("norm of the gradient is nan" in each for each in told), told
+        assert all("lower the learning rate (here 0.001)" in each for each in told), told
 
 
 BIASED = replace(MIXTURE, linear_bias=True)

@@ -16,7 +16,7 @@ _API = {
     "api.device_mesh": ("DeviceMesh",),
     "api.flow": ("RoleFlow", "node"),
     "api.hybrid_actor": ("HybridActor", "HybridOutput", "SwitchCost", "TrainingStep"),
-    "api.names": (
+    "api.other_frameworks": (
         *("DataLoader", "DataParallelTrainer", "LoraConfig", "ReplayBuffer", "RolloutManager"),
         *("SwitchOverhead", "measure_switch_overhead", "vLLMActor"),
     ),

@@ -9,9 +9,8 @@ from hybridflow.checkpoint import manifest
 from hybridflow.checkpoint.job_file import complete_steps, step_path
 from hybridflow.errors import ConfigError
 from hybridflow.families.assets import CONFIG, FOLDER, read_json
-from hybridflow.families.config_json import read_config
 from hybridflow.families.model_info import ModelInfo
-from hybridflow.families.other_config import has_no_table, read_other_config
+from hybridflow.families.other_config import read_info
 
 
 def read_model_info(folder: Path) -> ModelInfo:
@@ -33,12 +32,7 @@ def read_model_info(folder: Path) -> ModelInfo:
             f"expected a directory of Hugging Face, with {CONFIG}, or a model directory, with {manifest.NAME}; found "
             f"{found}; {_remedy(folder)}"
         )
-    values = read_json(path)
-    if has_no_table(values):
-        return read_other_config(values, where=str(path), assets=folder)
-    described = read_config(values, where=str(path))
-    is_coded = values.get("quantization_config") is not None
-    return ModelInfo(described.model, described.has_value_head, described.family.name, folder, is_coded=is_coded)
+    return read_info(read_json(path), where=str(path), assets=folder)
 
 
 def _remedy(folder: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from hybridflow.errors import ConfigError
@@ -110,7 +111,7 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
     return Described(
         family=family,
         model=settings,
-        has_value_head=_has_value_head(family, values, where),
+        has_value_head=has_value_head(values, where, causal=(family.causal,), scorer=family.scorer),
     )
 
 
@@ -170,17 +171,29 @@ def _with_aliases(family: Family, values: Mapping[str, Any], where: str) -> dict
     return known
 
 
-def _has_value_head(family: Family, values: Mapping[str, Any], where: str) -> bool:
-    architectures = values.get("architectures") or [family.causal]
-    if architectures == [family.causal]:
-        return False
+def has_value_head(values: Mapping[str, Any], where: str, *, causal: tuple[str, ...], scorer: str) -> bool:
+    """Return whether a parsed ``config.json`` is of a model that gives a number instead of logits.
+
+    Args:
+        values: The parsed file.
+        where: What messages call it.
+        causal: Architectures of language models; an asterisk stands for anything.
+        scorer: Architecture of models with labels, likewise.
+
+    Raises:
+        ConfigError: Its architecture is neither, or it has several labels.
+    """
+    architectures = values.get("architectures") or [causal[0]]
     labels = values.get("num_labels", len(values.get("id2label") or {0: "", 1: ""}))
-    if architectures != [family.scorer] or labels != 1:
-        raise ConfigError(
-            f"{where}: architectures={architectures} with {labels} labels; expected [{family.causal!r}], or "
-            f"[{family.scorer!r}] with one label"
-        )
-    return True
+    name = str(architectures[0]) if isinstance(architectures, list) and len(architectures) == 1 else ""
+    if any(fnmatchcase(name, each) for each in causal):
+        return False
+    if fnmatchcase(name, scorer) and labels == 1:
+        return True
+    raise ConfigError(
+        f"{where}: architectures={architectures} with {labels} labels: expected one language model "
+        f"({', '.join(causal)}), or a {scorer} with one label; choose another model"
+    )
 
 
 def _rotary(family: Family, given: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import ConfigError
-from hybridflow.families.config_json import NotComputedError, dtype_of, read_config
+from hybridflow.families.config_json import Described, NotComputedError, dtype_of, has_value_head, read_config
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.families.tables import FAMILIES
@@ -38,8 +38,8 @@ _SPELLINGS = {
 _NEEDED = ("num_layers", "hidden_size", "vocab_size", "max_context")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
-_CAUSAL, _WITH_TEXT = ("ForCausalLM", "LMHeadModel"), ("ForConditionalGeneration",)
-_SCORER = "ForSequenceClassification"
+_CAUSAL, _WITH_TEXT = ("*ForCausalLM", "*LMHeadModel"), ("*ForConditionalGeneration",)
+_SCORER = "*ForSequenceClassification"
 
 
 def longest_sequence(values: Mapping[str, Any]) -> int | None:
@@ -49,21 +49,43 @@ def longest_sequence(values: Mapping[str, Any]) -> int | None:
 
 def has_no_table(values: Mapping[str, Any]) -> bool:
     """Return whether no table describes the model of a parsed ``config.json``: its type, or what it computes."""
-    name = values.get("model_type")
-    if not isinstance(name, str) or not name.isprintable():
-        return False
-    return name not in FAMILIES or _asks_for_more(values)
-
-
-def _asks_for_more(values: Mapping[str, Any]) -> bool:
-    """Return whether a model of a family with a table computes what the table has not."""
     try:
-        read_config(values, where=str(values["model_type"]))
-    except NotComputedError:
-        return True
+        return _read_by_table(values, str(values.get("model_type"))) is None
     except ConfigError:
         return False
-    return False
+
+
+def read_info(values: Mapping[str, Any], *, where: str, assets: Path | None = None) -> ModelInfo:
+    """Read what a parsed ``config.json`` says of its model, by a table where one describes it.
+
+    Args:
+        values: The parsed file.
+        where: What messages call it.
+        assets: Where the small files are that travel along.
+
+    Raises:
+        ConfigError: It is malformed, or neither a causal language model nor a scorer.
+    """
+    described = _read_by_table(values, where)
+    if described is None:
+        return read_other_config(values, where=where, assets=assets)
+    is_coded = values.get("quantization_config") is not None
+    return ModelInfo(described.model, described.has_value_head, described.family.name, assets, is_coded=is_coded)
+
+
+def _read_by_table(values: Mapping[str, Any], where: str) -> Described | None:
+    """Return the settings by the table of the family; None: there is none, or it does not compute the model.
+
+    Raises:
+        ConfigError: It is malformed.
+    """
+    name = values.get("model_type")
+    if isinstance(name, str) and name.isprintable() and name not in FAMILIES:
+        return None
+    try:
+        return read_config(values, where=where)
+    except NotComputedError:
+        return None
 
 
 def read_other_config(values: Mapping[str, Any], *, where: str, assets: Path | None = None) -> ModelInfo:
@@ -108,6 +130,7 @@ def _read(values: Mapping[str, Any], where: str, assets: Path | None) -> ModelIn
     sizes.setdefault("num_attention_heads", 1)
     sizes.setdefault("ffn_hidden_size", 4 * sizes["hidden_size"])
     sizes |= _mixture(values, sizes)
+    causal = _CAUSAL if text is None else (*_CAUSAL, *_WITH_TEXT)
     return ModelInfo(
         model=read_section(
             ModelConfig,
@@ -119,7 +142,7 @@ def _read(values: Mapping[str, Any], where: str, assets: Path | None) -> ModelIn
             },
             source=where,
         ),
-        has_value_head=_has_value_head(values, where, _CAUSAL if text is None else (*_CAUSAL, *_WITH_TEXT)),
+        has_value_head=has_value_head(values, where, causal=causal, scorer=_SCORER),
         family=name,
         assets=assets,
     )
@@ -151,17 +174,3 @@ def _mixture(values: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, A
 def _size(values: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
     """Return the first of some keys that is an integer above 0."""
     return next((value for name in names if type(value := values.get(name)) is int and value > 0), None)
-
-
-def _has_value_head(values: Mapping[str, Any], where: str, causal: tuple[str, ...]) -> bool:
-    architectures = values.get("architectures") or ["ForCausalLM"]
-    labels = values.get("num_labels", len(values.get("id2label") or {0: "", 1: ""}))
-    (name,) = architectures if isinstance(architectures, list) and len(architectures) == 1 else ("",)
-    if str(name).endswith(causal):
-        return False
-    if str(name).endswith(_SCORER) and labels == 1:
-        return True
-    raise ConfigError(
-        f"{where}: architectures={architectures}: expected one causal language model (*{', *'.join(causal)}), or a "
-        f"*{_SCORER} with one label; choose another model"
-    )

@@ -15,8 +15,8 @@ import torch
 import transformers
 from torch.nn.functional import logsigmoid
 
-from hybridflow.api.names import LoraConfig
 from hybridflow.api.offline import DPOTrainer, KTOTrainer, OfflineTrainer, RewardTrainer, SFTTrainer
+from hybridflow.api.other_frameworks import LoraConfig
 from hybridflow.data.provider import DataProvider
 from hybridflow.errors import CheckpointError, ConfigError, DataError
 from tests.support.complaints import complains, complaint

@@ -23,7 +23,7 @@ from hybridflow.families.assets import CONFIG, GENERATION
 from hybridflow.families.config_json import Described, read_config
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.model_info import ModelInfo
-from hybridflow.families.other_config import has_no_table, read_other_config
+from hybridflow.families.other_config import has_no_table, read_info
 from hybridflow.families.quantization import plain_assets
 from hybridflow.models.hf_model import names_as_saved
 from hybridflow.models.user_model import user_model_info
@@ -101,11 +101,7 @@ def _settings(given: Any) -> ModelInfo | None:
         return ModelInfo(read_megatron(given), False, None, None)
     if not is_model(given):
         return user_model_info(given)
-    values, where = _config(given), f"{type(given).__name__}.config"
-    if has_no_table(values):
-        return read_other_config(values, where=where)
-    described = read_config(values, where=where)
-    return ModelInfo(described.model, described.has_value_head, described.family.name, None)
+    return read_info(_config(given), where=f"{type(given).__name__}.config")
 
 
 def library_assets(model: Any) -> tuple[str, dict[str, bytes]]:

@@ -23,6 +23,7 @@ COPIES_S = 2.0
 AT_INTERRUPT = "Ctrl-C: the job saves and stops; press Ctrl-C again to end it at once"
 
 _listeners: list[Callable[[str], None]] = []
+_caught: list[CaughtSignals] = []
 
 
 def listen(tell: Callable[[str], None]) -> None:
@@ -66,6 +67,8 @@ def _end_forked() -> None:
     """Let the stop signals end a forked process, such as a worker that loads data, for which nobody listens."""
     _listeners.clear()
     _give_back()
+    for each in _caught:
+        each.leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_end_forked)
@@ -104,6 +107,7 @@ class CaughtSignals:
             signal.siginterrupt(each, False)
         if asks_at_interrupt:
             signal.signal(signal.SIGINT, self._interrupt)
+        _caught.append(self)
 
     def fileno(self) -> int:
         """Return the file number for a selector, which finds it ready when ``wait`` has something to tell."""
@@ -140,6 +144,17 @@ class CaughtSignals:
         """
         for each in (*STOP_SIGNALS, signal.SIGINT) if self.asks_at_interrupt else STOP_SIGNALS:
             signal.signal(each, signal.SIG_IGN)
+
+    def leave_to_parent(self) -> None:
+        """Let the stop signals end this process, which was forked: the pipe is that of its parent.
+
+        A first Ctrl-C, which the terminal sends to both, still leaves it to work while the parent saves.
+        """
+        signal.set_wakeup_fd(-1)
+        self._speaks = False
+        for each in STOP_SIGNALS:
+            if signal.getsignal(each) == self._stop:
+                signal.signal(each, signal.SIG_DFL)
 
     def _is_second(self, number: int, first_s: float | None) -> bool:
         """Return whether a signal is a second Ctrl-C, and not a copy of the first, which came at ``first_s``."""

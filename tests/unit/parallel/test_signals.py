@@ -65,6 +65,37 @@ def test_a_program_alone_is_asked_once_and_keeps_its_own_handlers():
     assert done.stdout.splitlines() == ["my own", "received SIGUSR1", "received SIGTERM"]
 
 
+FORKING = """
+import os, signal, threading, time
+from hybridflow.parallel.signals import CaughtSignals
+signals = CaughtSignals(asks_at_interrupt=True)
+reading, writing = os.pipe()
+children = []
+def begin():
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.write(writing, b"here")
+        time.sleep(30)
+        os._exit(1)
+    children.append(child)
+for start in (begin, lambda: threading.Thread(target=begin).start()):
+    start()
+    assert os.read(reading, 4) == b"here"
+    os.kill(children[-1], signal.SIGTERM)
+    assert os.WTERMSIG(os.waitpid(children[-1], 0)[1]) == signal.SIGTERM
+assert signals.wait(0.0) == ()
+os.kill(os.getpid(), signal.SIGTERM)
+assert signals.wait(5.0) == (signal.SIGTERM,)
+"""
+
+
+def test_a_forked_process_ends_by_sigterm_and_what_it_gets_does_not_stop_the_rank():
+    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=60, check=False)
+    # At Ctrl-C the rank speaks; a worker of its goes on while it saves.
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 INTERRUPTED = """
 import os, signal, time
 from hybridflow.parallel.signals import CaughtSignals

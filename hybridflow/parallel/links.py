@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import weakref
 from typing import Any
 
 from hybridflow.parallel.handshake import SealedChannel
@@ -33,6 +35,7 @@ class Link:
         self.heard_s = now_s
         self._connection, self._channel = connection, channel
         self._outgoing = b""
+        _links.add(self)
 
     def fileno(self) -> int:
         """Return the file number, for a selector."""
@@ -84,3 +87,15 @@ class Link:
         """Close the connection; what was sent still arrives."""
         self.is_open = False
         self._connection.close()
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _close_forked() -> None:
+    """Close the connections in a forked process: where it outlives its rank, the rank's end is still seen at once."""
+    for link in _links:
+        link.close()
+
+
+os.register_at_fork(after_in_child=_close_forked)

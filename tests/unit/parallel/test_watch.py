@@ -329,6 +329,21 @@ def test_link_carries_messages_in_parts_and_tells_of_the_end():
     assert link.receive(5.0) == [{"b": 2}] and not link.is_open
 
 
+def test_a_process_that_a_rank_has_forked_does_not_keep_its_link_open_when_the_rank_is_dead():
+    link, other, _ = pair()
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    try:
+        link.close()
+        other.settimeout(10)
+        assert other.recv(1) == b""
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def test_link_never_waits_for_a_peer_that_takes_nothing():
     link, other, channel = pair()
     message = {"text": "x" * 1000}

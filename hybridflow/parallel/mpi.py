@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hybridflow.errors import DeadlineError, LayoutError
+from hybridflow.layout.mesh import format_ranks
 from hybridflow.parallel.secret import new_secret
 
 _POLL_S = 0.0002
@@ -136,10 +137,7 @@ class MpiMessenger:
     """Byte messages among some ranks over MPI; every wait has a deadline."""
 
     def __init__(self, ranks: tuple[int, ...], deadline_s: float) -> None:
-        from mpi4py import MPI
-
-        group = MPI.COMM_WORLD.Get_group().Incl(list(ranks))
-        self._comm: Any = MPI.COMM_WORLD.Create_group(group)
+        self._comm = _meet(ranks, 0, deadline_s)
         self._ranks = ranks
         self._deadline_s = deadline_s
 
@@ -178,10 +176,7 @@ class MpiLink:
     """
 
     def __init__(self, ranks: tuple[int, ...], deadline_s: float) -> None:
-        from mpi4py import MPI
-
-        group = MPI.COMM_WORLD.Get_group().Incl(list(ranks))
-        self._comm: Any = MPI.COMM_WORLD.Create_group(group, tag=1)
+        self._comm = _meet(ranks, 1, deadline_s)
         self._places = {rank: place for place, rank in enumerate(ranks)}
         self._deadline_s = deadline_s
 
@@ -219,6 +214,36 @@ def reads_gpu_memory() -> bool:
         return "cuda" in kinds
     ask = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
     return ask is not None and bool(ask())
+
+
+def _meet(ranks: tuple[int, ...], tag: int, deadline_s: float) -> Any:
+    """Return a communicator of some ranks, once all of them have come: MPI itself would wait for one for ever.
+
+    Args:
+        ranks: Global ranks, this one among them.
+        tag: Tells the meetings of the same ranks apart.
+        deadline_s: Longest wait, in seconds.
+
+    Raises:
+        DeadlineError: Names the ranks that did not come.
+    """
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    others = [rank for rank in ranks if rank != world.rank]
+    sent = [world.Isend(np.zeros(1, np.uint8), dest=rank, tag=tag) for rank in others]
+    heard = {rank: world.Irecv(np.empty(1, np.uint8), source=rank, tag=tag) for rank in others}
+    try:
+        _wait([*sent, *heard.values()], "their meeting over MPI", ranks, deadline_s)
+    except DeadlineError as error:
+        if isinstance(error.__cause__, MPI.Exception):
+            raise
+        missing = format_ranks([rank for rank, request in heard.items() if not request.Test()])
+        raise DeadlineError(
+            f"ranks {missing} of {format_ranks(sorted(ranks))} did not come to their meeting over MPI within "
+            f"{deadline_s:g} s; look for a rank that failed earlier, or raise cluster.deadline_s if one is only slow"
+        ) from None
+    return world.Create_group(world.Get_group().Incl(list(ranks)), tag=tag)
 
 
 def _wait(requests: list[Any], name: str, ranks: tuple[int, ...], deadline_s: float) -> None:

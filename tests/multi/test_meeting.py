@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import socket
@@ -262,3 +263,33 @@ def test_a_rank_that_never_comes_to_mpis_own_start_is_not_waited_for():
     )
     assert done.returncode != 0 and "Timeout (0:00:02" in done.stderr and "in find_place" in done.stderr, done.stderr
     assert time.monotonic() - begun < 50
+
+
+FOR_A_MESSENGER = """
+import os, time
+from mpi4py import MPI
+from hybridflow.errors import DeadlineError
+from hybridflow.parallel.mpi import MpiLink, MpiMessenger
+rank = MPI.COMM_WORLD.rank
+made = [kind((2, 0, 1), 20.0) for kind in (MpiMessenger, MpiLink)] if rank < 3 else []
+if made:
+    assert made[0].gather(b"%d" % rank, "numbers") == [b"2", b"0", b"1"]
+if rank in (0, 1):
+    for kind in (MpiMessenger, MpiLink):
+        try:
+            kind((0, 1, 2, 3), 1.0)
+        except DeadlineError as error:
+            os.write(1, f"rank {rank}: {error}\\n".encode())
+# mpirun ends the others once one has left.
+MPI.COMM_WORLD.Barrier()
+time.sleep(1.0)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun beside python or in PATH")
+def test_a_rank_that_never_comes_to_a_first_message_over_mpi_is_not_waited_for_and_is_named():
+    program = [MPIRUN, "-n", "4", sys.executable, "-c", FOR_A_MESSENGER]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    told = r"rank (\d): ranks 2-3 of 0-3 did not come to their meeting over MPI within 1 s; look for a rank that failed"
+    assert sorted(re.findall(told, done.stdout)) == ["0", "0", "1", "1"], done.stdout + done.stderr

@@ -60,10 +60,12 @@ class Tgi:
             "decoder_input_details": params.with_prompt_log_probs,
             "return_full_text": False,
         }
-        if not params.greedy:
-            asked["temperature"] = params.temperature
         # It refuses the values that cut nothing.
-        neutral = {"top_k": 0, "top_p": 1, "repetition_penalty": 1}
+        neutral: dict[str, float] = {"repetition_penalty": 1}
+        if not params.greedy:
+            # With any of these it samples, whatever do_sample says.
+            asked["temperature"] = params.temperature
+            neutral |= {"top_k": 0, "top_p": 1}
         asked |= {name: getattr(params, name) for name, none in neutral.items() if getattr(params, name) != none}
         return {"inputs": self._text(request), "parameters": asked}
 

@@ -487,14 +487,13 @@ def test_tgi(serve):
     cuts = dict(greedy=True, top_k=3, top_p=0.5, repetition_penalty=1.5)
     # It reads special tokens as their names, and of what it ends at without being told says nothing.
     made.generate(requests(2, **cuts, stop=("zz",), stop_ids=(STOP, 8, 12, 49)))
-    cut = server.asked[-1]["parameters"]
-    assert (cut["do_sample"], cut["top_k"], cut["top_p"], cut["repetition_penalty"], cut["stop"]) == (
-        False,
-        3,
-        0.5,
-        1.5,
-        ["zz", "<turn>"],
-    )
+    asked = server.asked[-1]["parameters"]
+    assert (asked["do_sample"], asked["repetition_penalty"], asked["stop"]) == (False, 1.5, ["zz", "<turn>"])
+    # With one of these TGI samples, although do_sample is false.
+    assert not asked.keys() & {"temperature", "top_k", "top_p"}
+    made.generate(requests(2, **{**cuts, "greedy": False}))
+    asked = server.asked[-1]["parameters"]
+    assert (asked["do_sample"], asked["top_k"], asked["top_p"], asked["repetition_penalty"]) == (True, 3, 0.5, 1.5)
     sent = len(server.asked)
     for params, words in [
         ({"min_p": 0.1}, "min_p"),

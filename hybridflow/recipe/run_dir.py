@@ -84,9 +84,12 @@ def check_new(run_dir: Path) -> None:
 
     Raises:
         ConfigError: There is a checkpoint, or another run.
+        StopError: As ``check_alone``, where there is a checkpoint.
     """
     step = latest_step(run_dir)
     if step is not None:
+        # Nobody is to remove the checkpoints of a run that lives.
+        check_alone(run_dir, read_starts(run_dir))
         raise ConfigError(
             f"{run_dir}: holds a run with a checkpoint of step {step}; add --resume (resume=True in Python) to go on "
             f"from it, set run_dir to another directory, or remove {run_dir / 'checkpoints'} to begin anew"

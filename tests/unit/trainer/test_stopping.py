@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from hybridflow.api.world import _note_failures
+from hybridflow.checkpoint.store import complete_step
 from hybridflow.errors import ConfigError, HybridflowError, StopError
 from hybridflow.exit_status import REQUEST, REQUEUE, SOURCE, TARGET, exit_status
 from hybridflow.observe import starts, status_file
@@ -19,6 +20,7 @@ from hybridflow.observe.starts import StartRecord, add_end, add_start, idle_star
 from hybridflow.parallel.cause import cause_of
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.recipe.load import load_recipe
+from hybridflow.recipe.run_dir import check_new
 from hybridflow.trainer import stopping
 from hybridflow.trainer.starting import note_failure, note_start
 from hybridflow.trainer.stopping import Stopping
@@ -238,6 +240,10 @@ def test_a_run_that_another_job_writes_is_left_to_it(is_told, tmp_path, monkeypa
         wait_until((run_dir / ("status.json" if is_told else "starts.jsonl")).is_file)
         with pytest.raises(ConfigError, match=f"start 1 .*process {writer.pid} on .* of Slurm's job 12; .*scancel"):
             note_start(recipe, {}, alone)
+        complete_step(run_dir, 3, {}, {}, keep_last=1)
+        # Nobody is advised to remove the checkpoints of a run that lives.
+        with pytest.raises(ConfigError, match=f"start 1 .*process {writer.pid} on .*; wait for its end or end it"):
+            check_new(run_dir)
         monkeypatch.setenv("SLURM_JOB_ID", "12")
         with pytest.raises(StopError, match=f"process {writer.pid} on .*, which is this job; .* end it, or") as caught:
             note_start(recipe, {}, alone)
@@ -246,6 +252,8 @@ def test_a_run_that_another_job_writes_is_left_to_it(is_told, tmp_path, monkeypa
         writer.kill()
         writer.wait()
     assert len(read_starts(run_dir)) == 1
+    with pytest.raises(ConfigError, match="remove .*checkpoints to begin anew"):
+        check_new(run_dir)
 
     began_s = time.monotonic()
     kept = json.loads((run_dir / "status.json").read_text())

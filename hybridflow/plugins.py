@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import os
 import sysconfig
 import traceback
@@ -87,3 +89,15 @@ def is_library(path: str) -> bool:
     """Return whether a file of code is Python's, or that of an installed package."""
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return path.startswith(("<", *(folder + os.sep for folder in folders)))
+
+
+def source_of(function: Any) -> str:
+    """Return file and line of a function's code; empty: it has none."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not hasattr(function, "__code__") and not hasattr(function, "__func__"):
+        function = type(function).__call__
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return ""
+    return f"{shown(code.co_filename)}:{code.co_firstlineno}"

@@ -18,7 +18,7 @@ class EnvironmentConfig:
         max_turns: Most responses of a sample.
         step_deadline_s: Longest time that the environment may take to answer, in seconds.
         failure_reward: Reward of a turn in which the environment raises, misses the deadline or gives an invalid
-            answer. The sample ends there and stays in the batch.
+            answer. The sample ends there and stays in the batch. Refused where ``reward`` names what scores.
     """
 
     EXAMPLE: ClassVar[str] = "{name: calculator}"

@@ -158,15 +158,15 @@ def with_router_choices(flow: Flow) -> Flow:
 def with_environment(flow: Flow) -> Flow:
     """Return the flow in which an environment answers the responses.
 
-    Its rewards go from the sampling nodes to the scoring ones.
+    Its rewards, and how long the last turns are, go from the sampling nodes to the scoring ones.
     """
 
     def change(node: Node) -> Node:
         if node.source and node.role == "actor":
-            return replace(node, writes=(*node.writes, "environment_rewards"))
+            return replace(node, writes=(*node.writes, "environment_rewards", "last_turn_lengths"))
         if node.role in ("reward", "cost"):
             rewards = ("environment_rewards",) if node.role == "reward" else ()
-            return replace(node, reads=(*node.reads, "response_mask", *rewards))
+            return replace(node, reads=(*node.reads, "last_turn_lengths", *rewards))
         return node
 
     return each_node(flow, change)

@@ -24,10 +24,26 @@ def check_environment(recipe: Recipe) -> None:
             f"rollout.engine.kind={recipe.rollout.engine.kind}: rollout.environment needs our own engine; "
             "set it to megatron, or remove the environment"
         )
+    check_failure_reward(recipe, None if recipe.reward.kind is None else f"reward.{recipe.reward.kind}")
     if recipe.rollout.environment is not None and recipe.rollout.archive:
         raise ConfigError(
             "rollout.archive=true: the archive has no place for what an environment said; set it to false, or remove "
             "rollout.environment"
+        )
+
+
+def check_failure_reward(recipe: Recipe, scorer: str | None) -> None:
+    """Refuse a reward of the environment's failures where other rewards score. Raises ConfigError.
+
+    Args:
+        recipe: What is run.
+        scorer: What scores in the environment's place; None: nothing.
+    """
+    environment = recipe.rollout.environment
+    if scorer is not None and environment is not None and changed_keys(environment, ("failure_reward",)):
+        raise ConfigError(
+            f"rollout.environment.failure_reward={environment.failure_reward:g}: {scorer} scores, and the "
+            "environment's rewards are not read; remove one of the two"
         )
 
 

@@ -5,14 +5,13 @@ A parameter gets what its name says. No torch.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.errors import ConfigError
-from hybridflow.plugins import shown
+from hybridflow.plugins import source_of
 from hybridflow.rewards.sample import Sample, Unscored
 
 SIGNATURES = (
@@ -157,15 +156,3 @@ def function_name(function: Any) -> str:
     name = getattr(function, "__name__", type(function).__name__)
     place = source_of(function)
     return f"{place} {name}" if place else name
-
-
-def source_of(function: Any) -> str:
-    """Return file and line of a function's code; empty: it has none."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    if not hasattr(function, "__code__") and not hasattr(function, "__func__"):
-        function = type(function).__call__
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None:
-        return ""
-    return f"{shown(code.co_filename)}:{code.co_firstlineno}"

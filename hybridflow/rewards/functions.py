@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hybridflow.errors import ConfigError
-from hybridflow.plugins import find_plugin
-from hybridflow.rewards.arguments import SIGNATURES, Arguments, arguments_of, source_of
+from hybridflow.plugins import find_plugin, source_of
+from hybridflow.rewards.arguments import SIGNATURES, Arguments, arguments_of
 from hybridflow.rewards.sample import Sample
 
 RewardFunction = Callable[[str, str, str], float]

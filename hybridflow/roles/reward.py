@@ -16,6 +16,7 @@ from hybridflow.dataflow.role import Role
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.observe.rank_log import say
 from hybridflow.placement.job import Job
+from hybridflow.recipe.check_sampling import check_failure_reward
 from hybridflow.rewards.kinds import make_kind
 from hybridflow.rewards.runners import InPlace
 from hybridflow.rewards.sample import Sample
@@ -52,6 +53,8 @@ class Reward(Role):
         settings: Settings = getattr(job.recipe, role)
         user_reward = job.objects.get(role)
         self._scorer: Scorer | None = None
+        if role == "reward" and user_reward is not None:
+            check_failure_reward(job.recipe, "the reward of the program")
         if user_reward is None and settings.kind is None and job.recipe.rollout.environment is not None:
             for name in changed_keys(settings, REWARD_POLICY):
                 raise ConfigError(f"{role}.{name}: the environment's rewards are sums of its own; remove the key")
@@ -103,9 +106,9 @@ class Reward(Role):
         prompt_lengths = batch.dense("prompt_lengths").tolist()
         sequences = batch.ragged("tokens").to_list()
         responses = [sequence[length:] for sequence, length in zip(sequences, prompt_lengths, strict=True)]
-        if "response_mask" in batch.columns:
-            masks = batch.ragged("response_mask").to_list()
-            responses = [_last_turn(*each) for each in zip(responses, masks, strict=True)]
+        if "last_turn_lengths" in batch.columns:
+            lengths = batch.dense("last_turn_lengths").tolist()
+            responses = [tokens[len(tokens) - last :] for tokens, last in zip(responses, lengths, strict=True)]
         samples = [
             self._sample(example_of(prompt_index), response.tolist())
             for response, prompt_index in zip(responses, prompt_indices, strict=True)
@@ -146,9 +149,3 @@ class Reward(Role):
             float(totals.idle_stops),
         )
         self.metrics |= zip(names, values, strict=True)
-
-
-def _last_turn(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the policy's tokens after the last observation, ``[turn]``, from ``[response]`` each."""
-    observed = (mask == 0).nonzero()
-    return tokens[int(observed[-1]) + 1 :] if len(observed) else tokens

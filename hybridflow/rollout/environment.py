@@ -8,6 +8,7 @@ values by content, and noise goes by position, so that no turn repeats another's
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 import time
@@ -23,7 +24,7 @@ from hybridflow.data.prompts import Example
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.coordinator import Coordinator
-from hybridflow.plugins import find_plugin
+from hybridflow.plugins import find_plugin, source_of
 from hybridflow.rollout.calculator import Calculator
 from hybridflow.rollout.calls import CallFailed, Calls
 from hybridflow.rollout.engine import MegatronEngine
@@ -54,7 +55,7 @@ class Environment(Protocol):
         """
 
     def step(self, response: str) -> tuple[str, float, bool]:
-        """Answer a response of the policy, without the token that ended it.
+        """Answer a response of the policy, without the token that ended it; other special tokens are their names.
 
         Returns:
             What the policy observes next, the reward of this turn, and whether the conversation is at its end, where
@@ -96,13 +97,15 @@ class Conversation:
         mask: 1 on what was sampled, 0 on what was observed, ``[response]`` fp32.
         reward: The sum over turns.
         num_turns: How many responses were sampled.
-        error: How the environment failed; None: it did not.
+        last_turn: Tokens of the last of them.
+        error: How the environment failed, and on what; None: it did not.
     """
 
     response: Response
     mask: Tensor
     reward: float
     num_turns: int
+    last_turn: int
     error: str | None
 
 
@@ -123,6 +126,8 @@ class Environments:
         self._replica = replica
         self._make = find_environment(settings.name)
         self._tokenizer = tokenizer
+        pieces = tokenizer.pieces().items()
+        self._names = {token: name for token, name in pieces if tokenizer.special_id(name) == token}
         self._calls = Calls(settings.step_deadline_s) if replica.is_lead else None
 
     @torch.inference_mode()
@@ -149,11 +154,11 @@ class Environments:
             DataError: A prompt leaves no room for a response, in the model's context or in the cache.
             RolloutStopped: ``is_stopping`` said so, on all ranks; conversations that had begun are dropped.
         """
-        talks = [_Talk(request, engine.version) for request in requests]
+        talks = [_Talk(*each, engine.version) for each in zip(requests, examples, strict=True)]
         session = engine.open(requests, purpose)
         check_requests(requests, engine.refusal)
-        for number, example in enumerate(examples):
-            self._begin(number, talks[number], example)
+        for number, talk in enumerate(talks):
+            self._begin(number, talk)
         # Of the conversations that are going on, some wait for their environment; others, by request, for the policy.
         waiting, asked = set(range(len(talks))), dict[int, int]()
         try:
@@ -182,13 +187,13 @@ class Environments:
                 self._calls.drop()
         return [talk.ended() for talk in talks]
 
-    def _begin(self, number: int, talk: _Talk, example: Example) -> None:
+    def _begin(self, number: int, talk: _Talk) -> None:
         if self._calls is None:
             return
 
         def begin() -> _Answer:
             talk.environment = self._make()
-            first = talk.environment.reset(example.prompt, example.answer)
+            first = talk.environment.reset(talk.example.prompt, talk.example.answer)
             return self._checked("" if first is None else first, 0.0, False, talk.room)
 
         self._calls.submit(number, begin)
@@ -197,15 +202,15 @@ class Environments:
         """Take in a sampled turn; return whether the environment is to answer."""
         talk.add(response)
         if response.finish == "failed":
-            talk.end(response.error)
+            talk.end()
             return False
         if self._calls is None:
             return True
-        tokens, environment = response.tokens.tolist(), talk.environment
+        text, environment = self._said(response), talk.environment
         assert environment is not None, "a response before the environment was made"
 
         def step() -> _Answer:
-            answer = environment.step(text_of(self._tokenizer, tokens))
+            answer = environment.step(text)
             if not isinstance(answer, tuple) or len(answer) != 3:
                 raise TypeError(f"step gave {answer!r:.100}; expected (observation, reward, done)")
             return self._checked(*answer, talk.room)
@@ -229,14 +234,38 @@ class Environments:
         """Take in the environment's answer; return the request of the next turn, or None if there is none."""
         if isinstance(answer, str):
             talk.reward += self._settings.failure_reward
-            talk.end(answer)
+            talk.end(self._failure(talk, answer))
             return None
         observed, reward, is_done = answer
         talk.reward += reward
         if is_done or observed is None or talk.num_turns == self._settings.max_turns:
-            talk.end()
+            talk.end(is_full=not is_done and observed is None)
             return None
         return talk.observe(observed)
+
+    def _failure(self, talk: _Talk, error: str) -> str:
+        """Return what is told of a failed call, as of a reward's: what was called, where it is, and on what."""
+        last = talk.last
+        source = source_of(getattr(self._make, "reset" if last is None else "step"))
+        said = "" if last is None else f" with response {self._said(last)[:200]!r}"
+        of = f" ({source})" if source else ""
+        return f"environment {self._settings.name!r}{of} on {talk.example.place}{said}: {error}"
+
+    def _said(self, response: Response) -> str:
+        """Return the text of a response without the token that ended it, other special tokens as their names."""
+        tokens = response.tokens.tolist()
+        if tokens[-1:] and tokens[-1] in self._tokenizer.stop_ids:
+            tokens.pop()
+        text, before = "", list[int]()
+        for name, group in itertools.groupby(tokens, self._names.get):
+            part = list(group)
+            if name is None:
+                # The first token of a text may lose its leading space.
+                text += self._tokenizer.decode([*before, *part])[len(self._tokenizer.decode(before)) :]
+                before = part
+            else:
+                text += name * len(part)
+        return text
 
     def _checked(self, observation: object, reward: object, is_done: object, room: int) -> _Answer:
         """Check an environment's answer, and return it as it is sent to the ranks. Runs in a thread.
@@ -272,16 +301,21 @@ class _Talk:
     """A conversation that is going on.
 
     Attributes:
+        example: Its problem.
         environment: On the first rank of the replica.
+        last: The last response that was sampled; None: there was none.
         reward: The sum up to now.
         num_turns: Responses that were sampled up to now.
         error: Text of an error; None: there was none.
     """
 
-    def __init__(self, request: Request, version: int) -> None:
+    def __init__(self, request: Request, example: Example, version: int) -> None:
+        self.example = example
         self.environment: Environment | None = None
+        self.last: Response | None = None
         self.reward, self.num_turns = 0.0, 0
         self.error: str | None = None
+        self._is_full = False
         self._began_s, self._latency_s = time.perf_counter(), math.nan
         self._asked, self._version = request, version
         self._parts: list[Response] = []
@@ -296,6 +330,7 @@ class _Talk:
         """Add a response of the policy."""
         self._parts.append(response)
         self._masks.append(torch.ones(len(response.tokens)))
+        self.last = response
         self.num_turns += 1
 
     def observe(self, tokens: list[int]) -> Request:
@@ -322,26 +357,27 @@ class _Talk:
             params=replace(params, max_new_tokens=self.room, min_new_tokens=min(params.min_new_tokens, self.room)),
         )
 
-    def end(self, error: str | None = None) -> None:
-        """End the conversation."""
-        self.error = error
+    def end(self, error: str | None = None, *, is_full: bool = False) -> None:
+        """End the conversation, since it is over, failed, or has no room for what comes next."""
+        self.error, self._is_full = error, is_full
         self._latency_s = time.perf_counter() - self._began_s
 
     def ended(self) -> Conversation:
         """Return the whole conversation."""
-        parts, last = self._parts, self._parts[-1] if self._parts else None
+        parts, last = self._parts, self.last
         return Conversation(
             response=Response(
                 tokens=torch.cat([torch.zeros(0, dtype=torch.int64), *(part.tokens for part in parts)]),
                 log_probs=torch.cat([torch.zeros(0), *(part.log_probs for part in parts)]),
                 sampled_log_probs=torch.cat([torch.zeros(0), *(part.sampled_log_probs for part in parts)]),
                 versions=torch.cat([torch.zeros(0, dtype=torch.int32), *(part.versions for part in parts)]),
-                finish="length" if last is None else last.finish,
+                finish="length" if last is None or self._is_full else last.finish,
                 error=None if last is None else last.error,
                 latency_s=self._latency_s,
             ),
             mask=torch.cat([torch.zeros(0), *self._masks]),
             reward=self.reward,
             num_turns=self.num_turns,
+            last_turn=0 if last is None else len(last.tokens),
             error=self.error,
         )

@@ -83,9 +83,13 @@ class Session:
         return sum(lane.scheduler.num_preempted for lane in self._lanes)
 
     def metrics(self) -> dict[str, float]:
-        """Return ``preempted``, and ``prefill_share``: computed prompt tokens over requested ones."""
+        """Return ``preempted``, and of the prompts' tokens ``prompt_computed`` and ``prompt_tokens``, all of them."""
         num_computed = sum(lane.scheduler.num_prompt_computed for lane in self._lanes)
-        return {"preempted": self.num_preempted, "prefill_share": num_computed / max(self._num_prompt, 1)}
+        return {
+            "preempted": self.num_preempted,
+            "prompt_computed": num_computed,
+            "prompt_tokens": self._num_prompt,
+        }
 
     def looks_up(self) -> bool:
         """Return whether to ask about stopping: at the start, and ``LOOK_STEPS`` steps after the last time."""

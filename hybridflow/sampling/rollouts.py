@@ -16,7 +16,7 @@ from hybridflow.data.prompts import Example
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.schedule import Move
-from hybridflow.errors import EngineError
+from hybridflow.errors import EngineError, RewardError
 from hybridflow.models.flops import model_flops, sampling_flops
 from hybridflow.models.routing import choice_dtype, unknown_choice
 from hybridflow.observe.rank_log import say
@@ -138,6 +138,7 @@ class Rollouts:
         self._carry_over = PartialRollouts()
         replayed = job.recipe.rollout.replay
         self._replay = None if replayed is None else Replay(Path(replayed))
+        self._counts: dict[str, tuple[float, ...]] = {}
         self._conversations: Environments | None = None
         if job.recipe.rollout.environment is not None:
             replica = job.world.coordinator(self._mesh.group_of(job.world.rank, "tp", "pp"))
@@ -374,9 +375,14 @@ class Rollouts:
     ) -> Batch | None:
         """Sample from conversations with the environment; a rollout may be left, and is measured.
 
-        ``response_mask`` is 1 on sampled tokens, ``environment_rewards`` are sums over turns.
+        ``response_mask`` is 1 on sampled tokens, ``environment_rewards`` are sums over turns, ``last_turn_lengths``
+        numbers of tokens.
+
+        Raises:
+            RewardError: The environment failed in all samples of a rollout; names the first failure.
         """
         requests, is_rollout = self._share(groups), purpose == "rollout"
+        num_asked = len(requests)
         examples = [example_of(ask.prompt_index) for ask in requests]
         assert isinstance(self.engine, MegatronEngine), "refused by the recipe"
         try:
@@ -385,16 +391,20 @@ class Rollouts:
             requests, found = [], []
         pairs = [(ask, each.response) for ask, each in zip(requests, found, strict=True)]
         self._count(pairs)
+        self._tell_failures(found)
         if is_rollout:
             self._measure_engine()
-            self._measure(found)
+            self._measure(found, num_asked)
             self._tell(pairs)
         batch = self._columns(pairs, id_of)
         if batch is None:
             return None
         rewards = torch.tensor([each.reward for each in found], dtype=torch.float32)
         mask = Ragged.from_list([each.mask for each in found], torch.float32)
-        return batch.with_columns({"response_mask": mask, "environment_rewards": rewards})
+        last_turns = torch.tensor([each.last_turn for each in found], dtype=torch.int64)
+        return batch.with_columns(
+            {"response_mask": mask, "environment_rewards": rewards, "last_turn_lengths": last_turns}
+        )
 
     def _count(self, pairs: Pairs) -> None:
         """Add this rank's share of what sampling has taken; not of servers, nor of a model that nobody described."""
@@ -418,22 +428,45 @@ class Rollouts:
 
     def _measure_engine(self) -> None:
         if isinstance(self.engine, MegatronEngine):
-            self.metrics["rollout/preempted"] = self.engine.metrics["preempted"]
-            self.metrics["rollout/prefill_share"] = self.engine.metrics["prefill_share"]
+            measured = self.engine.metrics
+            prefill = measured["prompt_computed"], measured["prompt_tokens"]
+            num_computed, num_prompt = self._add_up("rollout/prefill_share", *prefill)
+            self.metrics["rollout/prefill_share"] = num_computed / max(num_prompt, 1)
+            self.metrics["rollout/preempted"] = self._add_up("rollout/preempted", measured["preempted"])[0]
 
-    def _measure(self, found: list[Conversation]) -> None:
-        """Measure how long conversations were, and how many failed. Collective: the rollout mesh."""
-        mesh, errors = self._mesh, [each.error for each in found if each.error is not None]
+    def _add_up(self, metric: str, *counts: float) -> tuple[float, ...]:
+        """Return the counts behind a metric, summed over the step's rollouts: the metric of those before is there."""
+        before = self._counts[metric] if metric in self.metrics else (0.0,) * len(counts)
+        self._counts[metric] = tuple(map(sum, zip(before, counts, strict=True)))
+        return self._counts[metric]
+
+    def _tell_failures(self, found: list[Conversation]) -> None:
+        errors = [each.error for each in found if each.error is not None]
         if errors and self._place.tp == self._place.pp == 0:
             say(f"environment: failed in {len(errors)} of {len(found)} samples; one: {errors[0]}")
-        share = [len(found), sum(each.num_turns for each in found), len(errors)]
+
+    def _measure(self, found: list[Conversation], num_asked: int) -> None:
+        """Measure how long conversations were, and how many failed. Collective: the rollout mesh.
+
+        Raises:
+            RewardError: All of them failed.
+        """
+        mesh, errors = self._mesh, [each.error for each in found if each.error is not None]
+        share = [num_asked, len(found), sum(each.num_turns for each in found), len(errors), errors[:1]]
         # Each replica has its own samples, and its first rank tells of them.
         shares = self._job.world.coordinator(mesh.ranks).gather(share, "conversations")
         firsts = [mesh.group_of(each, "tp", "pp")[0] for each in mesh.group_of(self._job.world.rank, "dp")]
         sample_stats: list[list[Any]] = [shares[mesh.ranks.index(each)] for each in firsts]
-        num_samples, num_turns, num_failed = (sum(each) for each in zip(*sample_stats, strict=True))
-        self.metrics["environment/turns_mean"] = num_turns / max(num_samples, 1)
-        self.metrics["environment/failed"] = float(num_failed)
+        *counts, failures = zip(*sample_stats, strict=True)
+        num_asked, num_samples, num_turns, num_failed = (sum(each) for each in counts)
+        if num_failed and num_failed == num_asked:
+            first = next(error for each in failures for error in each)
+            raise RewardError(
+                f"the environment failed in all {num_failed} samples: {first}; mend it, there is nothing to learn from"
+            )
+        turns, samples = self._add_up("environment/turns_mean", num_turns, num_samples)
+        self.metrics["environment/turns_mean"] = turns / max(samples, 1)
+        self.metrics["environment/failed"] = self._add_up("environment/failed", num_failed)[0]
 
 
 def _expected(deal: Deal, groups: list[list[Request]]) -> list[Request]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 from hybridflow.config.rewards import RewardConfig
 from hybridflow.config.rollout import EnvironmentConfig
 from hybridflow.data.prompts import Example
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, RewardError
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import pack
@@ -23,7 +24,7 @@ from hybridflow.roles.reward import Reward
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.environment import Conversation, Environments, find_environment
-from hybridflow.rollout.request import Request, RolloutStopped, SamplingParams
+from hybridflow.rollout.request import Request, Response, RolloutStopped, SamplingParams
 from hybridflow.rollout.sampling import gumbel_noise, row_keys, sequence_key
 from tests.multi.jobs import make_job, tiny_recipe
 from tests.multi.models import VOCAB, layouts_of, make_model
@@ -37,6 +38,7 @@ CHARACTERS = SimpleNamespace(
     encode=lambda text: [LETTERS.index(each) for each in text],
     decode=lambda ids: "".join(LETTERS[each] for each in ids),
     pieces=lambda: dict(enumerate(LETTERS)),
+    special_id=lambda name: None,
 )
 """A token for each letter."""
 PARAMS = SamplingParams(max_new_tokens=30, temperature=TEMPERATURE, stop_ids=STOPS)
@@ -171,7 +173,13 @@ def plain(talk: Conversation) -> SimpleNamespace:
     names = ("tokens", "log_probs", "sampled_log_probs", "versions")
     numbers = {name: getattr(talk.response, name).tolist() for name in names}
     return SimpleNamespace(
-        **numbers, mask=talk.mask.tolist(), reward=talk.reward, num_turns=talk.num_turns, error=talk.error
+        **numbers,
+        mask=talk.mask.tolist(),
+        reward=talk.reward,
+        num_turns=talk.num_turns,
+        last_turn=talk.last_turn,
+        finish=talk.response.finish,
+        error=talk.error,
     )
 
 
@@ -200,6 +208,7 @@ def test_conversations_are_what_was_said_and_heard_in_turn(reference):
     numbers = {talk.num_turns for talk in reference.values()}
     assert {1, 2, 3, 4} <= numbers, "some must end early, some by the most turns"
     assert any(len(talk.mask) == 30 for talk in reference.values()), "some must use all tokens"
+    assert any(talk.finish == "length" and talk.tokens[-1] in STOPS for talk in reference.values()), "and some be full"
     _, examples = problems()
     for talk, example in zip(reference.values(), examples, strict=True):
         turns = turns_of(talk)
@@ -210,8 +219,10 @@ def test_conversations_are_what_was_said_and_heard_in_turn(reference):
         assert len(said) == talk.num_turns == len(observed) + 1
         assert [CHARACTERS.decode(each) for each in observed] == [heard(spoken(each)) for each in said[:-1]]
         assert talk.reward == sum(len(spoken(each)) / 4 for each in said)
-        is_at_end = "x" in spoken(said[-1]) or talk.num_turns == 4
-        assert is_at_end or len(talk.mask) + len(heard(spoken(said[-1]))) >= 30
+        is_over, is_full = "x" in spoken(said[-1]), len(talk.mask) + len(heard(spoken(said[-1]))) >= 30
+        assert is_over or talk.num_turns == 4 or is_full
+        is_cut = said[-1][-1] not in STOPS or (is_full and not is_over)
+        assert (talk.finish, talk.last_turn) == ("length" if is_cut else "stop", len(said[-1]))
         assert not any("x" in spoken(each) for each in said[:-1]) and talk.error is None
         # Of what was observed too: a sample's age is that of its oldest token.
         assert set(talk.versions) == {7}
@@ -291,6 +302,10 @@ def with_failures(world, layout: ParallelLayout):
     return texts, ends, [talk.error for talk in both[: len(well)]], len(well)
 
 
+def line_of(method) -> int:
+    return method.__code__.co_firstlineno
+
+
 @pytest.mark.slow
 def test_an_environment_that_fails_ends_its_own_sample_alone():
     one, two = run_ranks(with_failures, 2, ParallelLayout(tp=2))
@@ -298,7 +313,10 @@ def test_an_environment_that_fails_ends_its_own_sample_alone():
     (well, both), ends, errors, num_well = one
     assert both[:num_well] == well and errors == [None] * num_well
     for (way, message), (error, reward, num_turns, mask) in zip(WAYS_TO_FAIL.items(), ends, strict=False):
-        assert error is not None and error.startswith(message), (way, error)
+        method = Faulty.reset if "reset" in way else Faulty.step
+        where = rf"environment '{__name__}:Faulty' \(tests/multi/test_environment.py:{line_of(method)}\) on f:100"
+        said = "" if "reset" in way else " with response '[^']*'"
+        assert error is not None and re.match(f"{where}{said}: {re.escape(message)}", error), (way, error)
         assert reward == -0.5, way
         assert num_turns == ("reset" not in way) and all(mask) and bool(mask) == ("reset" not in way)
     # There is no room for what these say, which is no fault of theirs.
@@ -355,9 +373,23 @@ def last_letters(prompt: str, response: str, answer: str) -> float:
     return len(response) + 10 * len(answer)
 
 
-def training(world, function: str | None):
-    """The roles of a step on conversations, called as the schedule calls them."""
-    recipe = tiny_recipe(ParallelLayout(dp=2), "grpo", group_size=3, mini_batch_size=12)
+class Silent(Paid):
+    """As that, but there is nothing to observe."""
+
+    def step(self, response):
+        return "", *super().step(response)[1:]
+
+
+class Broken(Paid):
+    """Fails in its first call, in a way of its own for each problem."""
+
+    def reset(self, prompt, answer):
+        raise KeyError(prompt)
+
+
+def job_with(world, name: str, function: str | None):
+    """A job whose samples are conversations."""
+    recipe = tiny_recipe(ParallelLayout(dp=world.size), "grpo", group_size=3, mini_batch_size=12)
     recipe = replace(
         recipe,
         seed=SEED,
@@ -365,7 +397,7 @@ def training(world, function: str | None):
         rollout=replace(
             recipe.rollout,
             max_new_tokens=30,
-            environment=EnvironmentConfig(name=f"{__name__}:Paid", step_deadline_s=60.0),
+            environment=EnvironmentConfig(name=f"{__name__}:{name}", step_deadline_s=60.0),
         ),
     )
     job, _ = make_job(world, recipe)
@@ -376,8 +408,13 @@ def training(world, function: str | None):
     )
     tokenizer = SimpleNamespace(**{**vars(job.tokenizer), **vars(CHARACTERS)})
     held_out = tuple(zip(examples[::3], prompts, strict=True))
-    job = replace(job, train=train, tokenizer=tokenizer, held_out=held_out)
-    coefficient = KLCoefficient(recipe)
+    return replace(job, train=train, tokenizer=tokenizer, held_out=held_out)
+
+
+def training(world, function: str | None):
+    """The roles of a step on conversations, called as the schedule calls them."""
+    job = job_with(world, "Paid", function)
+    coefficient = KLCoefficient(job.recipe)
     actor, reward, advantage = Actor(job, coefficient), Reward(job), Advantage(job, coefficient)
     batch = actor.sample(None, {"train_step": {"step": 1, "first_prompt_index": 0, "num_prompts": 4}})
     batch = batch.with_columns(reward.score(batch, {}).columns)
@@ -433,6 +470,81 @@ def test_a_step_learns_from_what_was_said_alone(function):
         assert metrics["rollout/logprob_abs_diff"] == pytest.approx(difference, abs=1e-9) and difference < 1e-5
         assert metrics["reward/mean"] == pytest.approx(sum(row["scores"] for _, row in rows) / 12)
         assert metrics["validation/score"] >= (0 if function is None else 30)
+
+
+def rollouts_of_a_step(world, name: str):
+    """Responses, their masks, last turns and scores of a step's two rollouts, and what was measured after each."""
+    job = job_with(world, name, f"{__name__}:last_letters")
+    actor, reward = Actor(job, KLCoefficient(job.recipe)), Reward(job)
+    found = []
+    for first in (0, 2):
+        batch = actor.sample(None, {"train_step": {"step": 1, "first_prompt_index": first, "num_prompts": 2}})
+        sequences = zip(batch.ragged("tokens").to_list(), batch.dense("prompt_lengths").tolist(), strict=True)
+        columns = [
+            [tokens[length:].tolist() for tokens, length in sequences],
+            [mask.tolist() for mask in batch.ragged("response_mask").to_list()],
+            batch.dense("last_turn_lengths").tolist(),
+            reward.score(batch, {}).dense("scores").tolist(),
+        ]
+        found.append((list(zip(*columns, strict=True)), dict(actor.metrics)))
+    return found
+
+
+def test_a_step_counts_the_conversations_of_all_its_rollouts():
+    shares = run_ranks(rollouts_of_a_step, 2, "Paid")
+    for (_, one), (_, both) in shares:
+        assert one["rollout/prefill_share"] != both["rollout/prefill_share"]
+    for number in (1, 2):
+        rows = [row for share in shares for samples, _ in share[:number] for row in samples]
+        num_turns = [1 + (0 in mask) for _, mask, _, _ in rows]
+        failed = [
+            count == 1 and spoken(tokens).startswith("a") for (tokens, *_), count in zip(rows, num_turns, strict=True)
+        ]
+        assert len(rows) == 6 * number and 1 < sum(num_turns) < 2 * len(rows)
+        for _, metrics in (share[number - 1] for share in shares):
+            assert metrics["environment/turns_mean"] == pytest.approx(sum(num_turns) / len(rows))
+            assert metrics["environment/failed"] == sum(failed)
+
+
+def test_what_says_nothing_still_ends_a_turn():
+    rows = [row for samples, _ in run_ranks(rollouts_of_a_step, 1, "Silent")[0] for row in samples]
+    for tokens, mask, last_turn, score in rows:
+        assert all(mask) and score == len(spoken(tokens[-last_turn:])) + 30
+    assert sum(last_turn < len(tokens) for tokens, _, last_turn, _ in rows) > 6, "some must have two turns"
+
+
+def all_fail(world):
+    with pytest.raises(RewardError) as failure:
+        rollouts_of_a_step(world, "Broken")
+    return str(failure.value)
+
+
+def test_an_environment_that_fails_in_all_samples_ends_the_run():
+    _, examples = problems()
+    for said in run_ranks(all_fail, 2):
+        assert said.startswith(
+            "the environment failed in all 6 samples: environment 'tests.multi.test_environment:Broken'"
+        )
+        place = f"(tests/multi/test_environment.py:{line_of(Broken.reset)}) on f:100"
+        assert f"{place}: KeyError: {examples[0].prompt!r}; mend it, there is nothing to learn from" in said
+
+
+def test_an_environment_hears_special_tokens_but_the_one_at_the_end():
+    names = {"m": "[CALL]", "q": "</s>", "s": "<pad>"}
+    special = {LETTERS.index(letter): name for letter, name in names.items()}
+    tokenizer = SimpleNamespace(
+        stop_ids=(LETTERS.index("q"),),
+        decode=lambda ids: "".join(LETTERS[each] for each in ids if each not in special),
+        pieces=lambda: {**dict(enumerate(LETTERS)), **special},
+        special_id={name: token for token, name in special.items()}.get,
+    )
+    led, heard_of = Environments(EnvironmentConfig(name="calculator"), tokenizer, SimpleNamespace(is_lead=False)), []
+    for said in ("abmmcq", "mqb", "q", "ads"):
+        tokens = torch.tensor([LETTERS.index(each) for each in said])
+        none = torch.zeros(len(tokens))
+        response = Response(tokens=tokens, log_probs=none, sampled_log_probs=none, versions=none.int(), finish="stop")
+        heard_of.append(led._said(response))
+    assert heard_of == ["ab[CALL][CALL]c", "[CALL]</s>b", "", "ad<pad>"]
 
 
 def test_an_environment_that_is_not_there_is_named():

@@ -85,7 +85,7 @@ def decoded(
                         known = *parts, got.versions.tolist(), got.finish, got.error
                         responses[ask.prompt_index, ask.index] = known
             counts = num_calls, session.num_steps, session.num_preempted, session.num_computed
-            found.append((*counts, session.metrics()["prefill_share"], responses))
+            found.append((*counts, session.metrics()["prompt_computed"], responses))
     finally:
         torch.set_num_threads(num_threads)
         dist.destroy_process_group()

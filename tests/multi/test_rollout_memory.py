@@ -115,7 +115,7 @@ def shared_prompts(world):
     for num_prompt in (512, 32, 9):
         requests = make_requests(2, 8, num_prompt, SamplingParams(max_new_tokens=6))
         together = texts(requests, engine.generate(requests))
-        share = engine.metrics["prefill_share"]
+        share = engine.metrics["prompt_computed"] / engine.metrics["prompt_tokens"]
         alone = {}
         for each in requests[::5]:
             alone |= texts([each], engine.generate([each]))

@@ -145,6 +145,10 @@ def test_an_override_of_a_text_may_look_like_a_number_or_a_date(recipe_file):
             ["rollout.environment={name: calculator}", "rollout.archive=true"],
             "rollout.archive=true: the archive has no",
         ),
+        (
+            ["rollout.environment={name: calculator, failure_reward: -1}", "reward.function=length"],
+            "rollout.environment.failure_reward=-1: reward.function scores, and the environment's rewards are not",
+        ),
         (["loss={kind: gspo, aggregation: token-mean}"], "loss.aggregation=token-mean: loss.kind=gspo weighs each"),
         (["loss={kind: cispo, dual_clip: 3.0}"], "loss.dual_clip=3: loss.kind=cispo has none; leave the key out"),
         (["loss.norm_tokens=5"], "loss.norm_tokens=5: loss.aggregation=token-mean does not divide by it"),

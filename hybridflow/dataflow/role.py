@@ -12,6 +12,38 @@ NodeCall = Callable[[Batch, Mapping[str, Any]], Batch | None]
 Returns the columns that the node writes on the output ranks of its mesh."""
 
 
+class Metrics(dict[str, float]):
+    """Measurements of a step by name; a metric of the updates is the mean over the step's mini-batches so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sums: dict[str, tuple[float, int]] = {}
+
+    def add_update(self, role: str, grad_norm: float, told: Mapping[str, float]) -> None:
+        """Take what an optimizer step tells of its mini-batch, in which each metric is a mean or a share already.
+
+        Args:
+            role: Whose step; ``<role>/grad_norm`` is the mean of its norms, ``<role>/grad_norm_max`` the largest.
+            grad_norm: Norm of the gradient before clipping.
+            told: Metric -> value.
+        """
+        norm, largest = f"{role}/grad_norm", f"{role}/grad_norm_max"
+        self.average({**told, norm: grad_norm})
+        self[largest] = max(grad_norm, self.get(largest, grad_norm))
+
+    def average(self, told: Mapping[str, float]) -> None:
+        """Take what a mini-batch tells: each metric becomes the mean over the mini-batches that told it."""
+        for name, value in told.items():
+            total, count = self._sums.get(name, (0.0, 0))
+            self._sums[name] = total, count = total + value, count + 1
+            self[name] = total / count
+
+    def clear(self) -> None:
+        """Forget a step."""
+        super().clear()
+        self._sums.clear()
+
+
 class Role:
     """One participant of a flow, on this rank.
 
@@ -26,7 +58,7 @@ class Role:
     call_names: tuple[str, ...] = ()
 
     def __init__(self) -> None:
-        self.metrics: dict[str, float] = {}
+        self.metrics = Metrics()
         self.sample_stats: dict[str, list[float]] = {}
         self.shown: list[dict[str, Any]] = []
 

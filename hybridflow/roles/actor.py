@@ -269,7 +269,8 @@ class Actor(Role):
             (loss,) = self._placed.add_up(results, 1)
             self._distilled += torch.tensor([loss * totals.num_tokens, totals.num_tokens])
             kl_sum, num_tokens = self._distilled.tolist()
-            self.metrics |= {"actor/loss": loss, "actor/grad_norm": grad_norm, "distill/kl": kl_sum / num_tokens}
+            self.metrics["distill/kl"] = kl_sum / num_tokens
+            self.metrics.add_update("actor", grad_norm, {"actor/loss": loss})
 
     def _distance(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
         """Return the micro-batch's share of the KL to the teacher, and the same value for the report."""
@@ -370,8 +371,9 @@ class Actor(Role):
         if not model.is_output_rank:
             return
         # Weights are those of the rollout in the first mini-batch alone.
-        first = self.metrics.get("rollout/router_agreement", found.get("rollout/router_agreement"))
-        self.metrics |= found if first is None else {**found, "rollout/router_agreement": first}
+        if "rollout/router_agreement" in found:
+            self.metrics.setdefault("rollout/router_agreement", found.pop("rollout/router_agreement"))
+        self.metrics.average(found)
         if model.groups.dp.rank() == 0:
             self.sample_stats |= as_statistics(loads)
 
@@ -454,17 +456,17 @@ class Actor(Role):
 
     def _report(self, results: list[Tensor], grad_norm: float) -> None:
         found = dict(zip(LOSS_SUMS, self._placed.add_up(results, len(LOSS_SUMS)), strict=True))
-        self.metrics |= {
+        told = {
             "actor/policy_loss": found["policy_loss"],
             "actor/loss": found["loss"],
             "actor/clip_share": found["num_clipped"],
             "actor/clip_low_share": found["num_clipped_low"],
             "actor/entropy": found["entropy"],
             "actor/kl_to_old": found["kl_to_old"],
-            "actor/grad_norm": grad_norm,
         }
         if self._job.recipe.loss.dual_clip is not None:
-            self.metrics["actor/dual_clip_share"] = found["num_dual_clipped"]
+            told["actor/dual_clip_share"] = found["num_dual_clipped"]
+        self.metrics.add_update("actor", grad_norm, told)
 
     def _report_distance(self, results: list[Any]) -> None:
         """Report how the policy differs from the sampler and the reference, over the mini-batches so far."""

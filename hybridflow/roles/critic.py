@@ -25,9 +25,6 @@ from hybridflow.reshard.memory import HostOffload
 COLUMNS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cost_returns")}
 """Role -> the columns of its values, and of what it learns."""
 
-METRICS = ("loss", "clip_share", "grad_norm")
-"""What is told of an update, as ``critic/loss`` or ``cost_critic/loss``."""
-
 
 class Critic(Role):
     """The value model. The value of a response token is that of the state before it.
@@ -97,8 +94,8 @@ class Critic(Role):
         grad_norm = self.trainable.step(is_followed=is_followed)
         if self.model.is_output_rank:
             loss, clipped = self.model.add_up(results, 2)
-            names = [f"{self._role}/{name}" for name in METRICS]
-            self.metrics |= zip(names, (loss, clipped, grad_norm), strict=True)
+            told = {f"{self._role}/loss": loss, f"{self._role}/clip_share": clipped}
+            self.metrics.add_update(self._role, grad_norm, told)
 
     def _loss(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:
         assert self.model is not None, "called outside its mesh"

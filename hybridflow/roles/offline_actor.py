@@ -74,7 +74,7 @@ class OfflineActor(Actor):
         kept, grad_norm = self._imitate(sequences, prompt_lengths, masks, totals.num_tokens, is_followed=is_followed)
         if model.is_output_rank:
             (loss,) = model.add_up(kept, 1)
-            self.metrics |= {"actor/loss": loss, "actor/grad_norm": grad_norm}
+            self.metrics.add_update("actor", grad_norm, {"actor/loss": loss})
 
     def _update_pairs(self, part: Batch, *, is_followed: bool) -> None:
         """Update on pairs: mean over the mini-batch's pairs."""
@@ -97,12 +97,8 @@ class OfflineActor(Actor):
         kept, grad_norm = self._step(self._micro_batches(part), loss, is_followed=is_followed)
         if self._placed.is_output_rank:
             share, accuracy, margin, count = self._placed.add_up(kept, 4)
-            self.metrics |= {
-                "actor/loss": share,
-                "actor/grad_norm": grad_norm,
-                "preference/accuracy": accuracy / count,
-                "preference/margin": margin / count,
-            }
+            told = {"actor/loss": share, "preference/accuracy": accuracy / count, "preference/margin": margin / count}
+            self.metrics.add_update("actor", grad_norm, told)
 
     def _update_completions(self, part: Batch, *, is_followed: bool) -> None:
         """Update on completions: mean over the mini-batch, each against the KL of mismatched responses."""
@@ -130,9 +126,10 @@ class OfflineActor(Actor):
         if not self._placed.is_output_rank:
             return
         share, of_wanted, num_wanted, of_others = self._placed.add_up(kept, 4)
-        self.metrics |= {"actor/loss": share, "actor/grad_norm": grad_norm, "preference/z_ref": float(z_ref)}
+        told = {"actor/loss": share, "preference/z_ref": float(z_ref)}
         if 0 < num_wanted < size:
-            self.metrics["preference/margin"] = of_wanted / num_wanted - of_others / (size - num_wanted)
+            told["preference/margin"] = of_wanted / num_wanted - of_others / (size - num_wanted)
+        self.metrics.add_update("actor", grad_norm, told)
 
     def _z_ref(self, part: Batch) -> Tensor:
         """Return the KL to the reference: the mean log-ratio of completions to other prompts, at least 0.

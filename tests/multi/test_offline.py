@@ -328,19 +328,26 @@ def truth() -> dict[str, Any]:
 def test_a_step_is_that_of_plain_torch_in_every_layout(size, truth):
     cases = cases_of(size)
     every = run_ranks(steps, size, cases)
+
+    def so_far(values: list[float], index: int) -> float:
+        """What a metric is after a mini-batch: the mean of them."""
+        return sum(values[: index + 1]) / (index + 1)
+
     for number, case in enumerate(cases):
         expected = truth[case.name]
         shares = [each[number] for each in every]
         output_ranks = [each for each in shares if "actor/loss" in each["metrics"][-1]]
         assert len(output_ranks) == size // case.layout.pp
+        norms = [math.sqrt(sum(float(each.square().sum()) for each in of.values())) for of in expected["gradients"]]
         for index in range(2):
             for share in output_ranks:
                 told = share["metrics"][index]
-                assert told["actor/loss"] == pytest.approx(expected["losses"][index], rel=2e-6, abs=4e-6), (case, index)
+                assert told["actor/loss"] == pytest.approx(so_far(expected["losses"], index), rel=2e-6, abs=4e-6), case
                 if expected["z_ref"]:
-                    assert told["preference/z_ref"] == pytest.approx(expected["z_ref"][index], rel=1e-5, abs=4e-6), case
-                norm = math.sqrt(sum(float(each.square().sum()) for each in expected["gradients"][index].values()))
-                assert told["actor/grad_norm"] == pytest.approx(norm, rel=1e-5), case
+                    z_ref = so_far(expected["z_ref"], index)
+                    assert told["preference/z_ref"] == pytest.approx(z_ref, rel=1e-5, abs=4e-6), case
+                assert told["actor/grad_norm"] == pytest.approx(so_far(norms, index), rel=1e-5), case
+                assert told["actor/grad_norm_max"] == pytest.approx(max(norms[: index + 1]), rel=1e-5), case
             check_gradients(case, [share["gradients"][index] for share in shares], expected["gradients"][index])
         for share in output_ranks:
             for name, value in expected["validation"].items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -426,9 +427,11 @@ def differences(world: World, algorithm: str, weights: Any, ranks: list[dict[str
         for index, update in enumerate((first, second)):
             metrics = [found["metrics"][role][index] for found in ranks if found["metrics"][role][index]]
             assert len(metrics) == 4, "the last stage of each replica reports"
+            # The second tells the mean of both.
+            loss, norm = (fmean(each[what] for each in (first, second)[: index + 1]) for what in ("loss", "norm"))
             for each in metrics:
-                note(f"loss {index}", abs(each[f"{role}/loss"] - update["loss"]) / max(1.0, abs(update["loss"])))
-                note(f"grad_norm {index}", abs(each[f"{role}/grad_norm"] / update["norm"] - 1))
+                note(f"loss {index}", abs(each[f"{role}/loss"] - loss) / max(1.0, abs(loss)))
+                note(f"grad_norm {index}", abs(each[f"{role}/grad_norm"] / norm - 1))
             for name, gradient in update["gradients"].items():
                 pieces = [found["gradients"][role][index].get(name) for found in ranks]
                 pairs = [(torch.tensor(piece), gradient[outer_of(part)]) for piece, part in filter(None, pieces)]

@@ -64,6 +64,8 @@ def banner(
 def farewell(recipe: Recipe, summary: Mapping[str, Any], *, saved_step: int | None, seconds: float) -> str:
     """Return what a finished job leaves: its result, its checkpoint, how to export it, and where to look.
 
+    With ``trainer.keep_best`` the best checkpoint is named too, and is the one to export.
+
     Args:
         recipe: The recipe.
         summary: Summary of the run.
@@ -73,16 +75,22 @@ def farewell(recipe: Recipe, summary: Mapping[str, Any], *, saved_step: int | No
     run_dir = Path(recipe.run_dir)
     steps = summary["steps"]
     parts = [f"done: {steps:,} step{'' if steps == 1 else 's'} in {duration(seconds)}"]
+    best = ""
     for name, text in (("accuracy", "{:.1%}"), ("score", "{:.3f}")):
         if f"{name}_after_rl" in summary:
             before, after = summary.get(f"{name}_before_rl"), text.format(summary[f"{name}_after_rl"])
             parts.append(f"held-out {name} {after if before is None else f'{text.format(before)} → {after}'}")
+            if recipe.trainer.keep_best and "best_step" in summary:
+                best = f"; best {text.format(summary['best_score'])} after step {summary['best_step']:,}"
             break
-    lines = ["; ".join(parts)]
+    lines = ["; ".join(parts) + best]
     if saved_step is not None:
-        checkpoint = run_dir / "checkpoints" / f"step_{saved_step:06d}"
+        exported = checkpoint = run_dir / "checkpoints" / f"step_{saved_step:06d}"
         lines.append(f"  checkpoint  {checkpoint}")
-        lines.append(f"  export      hybridflow convert {checkpoint / 'actor'} {Path('out') / run_dir.name} --to hf")
+        if best:
+            exported = checkpoint.with_name(f"step_{summary['best_step']:06d}")
+            lines.append(f"  best        {exported}")
+        lines.append(f"  export      hybridflow convert {exported / 'actor'} {Path('out') / run_dir.name} --to hf")
     if summary["steps"]:
         lines.append(f"  look        {run_dir / REPORT_FILE}")
     return "\n".join(lines)

@@ -68,6 +68,7 @@ def test_training_ends_when_validations_do_not_become_better_and_the_best_stays(
     assert (summary["steps"], summary["best_step"], summary["best_score"]) == (3, 1, 0.5)
     assert (summary["score_before_rl"], summary["score_after_rl"]) == (0.125, 0.5)
     assert "trainer.patience=2" in summary["ended"]
+    assert "; best 0.500 after step 1\n" in done.out and "convert run/checkpoints/step_000001/actor" in done.out
     assert (latest_step(run_dir), best_step(run_dir)) == (3, 1) and steps_of(run_dir) == ["step_000001", "step_000003"]
     status = read_status(run_dir)
     assert (status.state, status.step, status.saved_step, status.best_step) == ("finished", 3, 3, 1)

@@ -10,3 +10,15 @@ from hybridflow.trainer.banner import farewell
 def test_the_end_counts_steps(steps, words):
     recipe = load_recipe("quickstart", ["run_dir=runs/x"])
     assert farewell(recipe, {"steps": steps}, saved_step=None, seconds=2.0).splitlines()[0] == words
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_end_names_the_best_checkpoint_where_one_is_kept_and_exports_it(keeps):
+    recipe = load_recipe("quickstart", ["run_dir=runs/x", f"trainer.keep_best={keeps}", "trainer.patience=3"])
+    summary = {"steps": 9, "accuracy_before_rl": 0.25, "accuracy_after_rl": 0.5, "best_step": 6, "best_score": 0.75}
+    head, *lines = farewell(recipe, summary, saved_step=9, seconds=2.0).splitlines()
+    assert head.startswith("done: 9 steps in 2 s; held-out accuracy 25.0% → 50.0%")
+    assert head.endswith("; best 75.0% after step 6") is keeps
+    last, best = "runs/x/checkpoints/step_000009", "runs/x/checkpoints/step_000006"
+    assert lines[0] == f"  checkpoint  {last}" and (f"  best        {best}" in lines) is keeps
+    assert f"  export      hybridflow convert {best if keeps else last}/actor out/x --to hf" in lines

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 _PHASES = {
     "rollout": ("actor.sample", "groups.keep", "groups.take"),
-    "data": ("given.solutions", "given.pairs", "given.completions"),
+    "data": ("offline.solutions", "offline.pairs", "offline.completions"),
     "validation": (
-        *("given.held_out_pairs", "reference.validation_log_probs", "actor.validate_pairs"),
+        *("offline.held_out_pairs", "reference.validation_log_probs", "actor.validate_pairs"),
         *("actor.sample_validation", "reward.score_validation"),
     ),
     "reward": ("reward.score", "cost.score"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -159,13 +160,19 @@ def kill_when_logged(part: str) -> None:
     LogWriter.add = add_or_die  # type: ignore[method-assign]
 
 
+_METRICS_PAGE = Path(__file__).parents[2] / "docs/metrics.md"
 _OF_A_ROLLOUT = [f"rollout/{name}" for name in ("reused", "continued", "claimed", "prefill_share", "preempted")]
 """What depends on which replica was quicker, and on what was there before."""
 
 
 def lasting_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl without what depends on the clock, on when a checkpoint was written, or on a kill."""
+    """The lines of metrics.jsonl without what depends on the clock, on when a checkpoint was written, or on a kill.
+
+    Every number of a run has a row in docs/metrics.md.
+    """
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    told = re.findall(r"^\| `([a-z_]+/[a-z_0-9]+)` \|", _METRICS_PAGE.read_text(encoding="utf-8"), flags=re.M)
+    assert {name for row in rows for name in row} <= {"step", *told}
     return [
         {
             name: value

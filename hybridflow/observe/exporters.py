@@ -25,6 +25,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.observe.files import replace_file, writing
 from hybridflow.observe.rank_log import tell
 from hybridflow.plugins import find_plugin
+from hybridflow.sections import to_dict
 
 MOST_WAITING = 256
 """Steps that wait for an exporter; of more the oldest are left out."""
@@ -120,6 +121,7 @@ class WandbExporter:
         settings: Section of the recipe.
         run: Name of the run.
         run_dir: Gets ``wandb/``.
+        config: Settings of the run. A recipe names the variables of its secrets, and does not hold these.
         is_resumed: Whether the run has been there before.
 
     Raises:
@@ -127,7 +129,15 @@ class WandbExporter:
         WriteError: The file system refuses.
     """
 
-    def __init__(self, settings: WandbConfig, run: str, run_dir: Path, *, is_resumed: bool = False) -> None:
+    def __init__(
+        self,
+        settings: WandbConfig,
+        run: str,
+        run_dir: Path,
+        *,
+        config: Mapping[str, Any] | None = None,
+        is_resumed: bool = False,
+    ) -> None:
         self._wandb = _import("wandb", extra="wandb")
         if "prompt" not in inspect.signature(self._wandb.login).parameters:
             raise ConfigError("metrics.wandb: needs wandb 0.30 or newer; pip install -U wandb")
@@ -144,6 +154,9 @@ class WandbExporter:
             "dir": str(run_dir),
             "id": named.read_text(encoding="utf-8"),
             "resume": "allow",
+            "config": None if config is None else dict(config),
+            # A resumed run may have other settings.
+            "allow_val_change": True,
             "mode": "offline" if settings.offline else os.environ.get("WANDB_MODE") or "online",
         }
         self._run: Any = None
@@ -271,7 +284,8 @@ def open_outlets(recipe: Recipe, run_dir: Path, *, is_resumed: bool) -> list[Out
         )
         exporters.append(("Prometheus", exporter))
     if (wandb := asked.wandb) is not None:
-        exporters.append(("Weights & Biases", WandbExporter(wandb, recipe.title, run_dir, is_resumed=is_resumed)))
+        wandb_exporter = WandbExporter(wandb, recipe.title, run_dir, config=to_dict(recipe), is_resumed=is_resumed)
+        exporters.append(("Weights & Biases", wandb_exporter))
     exporters += [(name, Callback(find_callback(name))) for name in asked.callbacks]
     return [Outlet(name, exporter) for name, exporter in exporters]
 

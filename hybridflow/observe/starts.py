@@ -139,8 +139,14 @@ def keep_recipe(run_dir: Path, number: int, recipe: Mapping[str, Any]) -> Path:
     path = run_dir / LOGS_DIR / f"{number:04d}" / RECIPE_FILE
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True).encode())
+        replace_file(path, recipe_text(recipe).encode())
     return path
+
+
+def recipe_text(recipe: Mapping[str, Any]) -> str:
+    """Return a recipe as YAML, its keys in their order."""
+    text: str = yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True)
+    return text
 
 
 def kept_recipe(run_dir: Path) -> Path | None:

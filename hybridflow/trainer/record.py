@@ -16,7 +16,7 @@ from hybridflow.observe.metrics import MetricsLog, held_out_text
 from hybridflow.observe.rank_log import say_event
 from hybridflow.observe.report import drop_summary, try_learning_curve, write_summary
 from hybridflow.observe.samples_text import samples_markdown, samples_text
-from hybridflow.observe.starts import add_end, keep_recipe
+from hybridflow.observe.starts import add_end, keep_recipe, recipe_text
 from hybridflow.observe.status_file import StatusFile
 from hybridflow.observe.timeline import Timeline
 from hybridflow.observe.timeline_file import TimelineFile
@@ -76,6 +76,7 @@ class Record:
                 prefix=self._prefix,
                 resumed_step=resumed_step,
             )
+            self._log.write_texts(resumed_step or 0, {"recipe": f"```yaml\n{recipe_text(to_dict(self._recipe))}```"})
             if resumed_step is None:
                 drop_summary(self._run_dir)
             self._expert_loads = ExpertLoadsFile(self._run_dir, resumed_step)

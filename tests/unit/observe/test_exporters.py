@@ -16,7 +16,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hybridflow.config.metrics import WandbConfig
 from hybridflow.errors import ConfigError
@@ -33,6 +35,7 @@ from hybridflow.observe.metrics import read_metrics
 from hybridflow.observe.report import write_summary
 from hybridflow.parallel.world import World
 from hybridflow.recipe.load import load_recipe
+from hybridflow.sections import to_dict
 from hybridflow.trainer.record import Record
 from hybridflow.trainer.step_metrics import Share
 from tests.e2e.commands import free_port
@@ -117,6 +120,22 @@ def test_weights_and_biases_has_the_steps_offline_and_knows_a_run_again(tmp_path
     number = (tmp_path / "wandb/run_id").read_text()
     kept = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert [each.name for each in kept] == [f"run-{number}.wandb"] * 2 and all(each.stat().st_size for each in kept)
+
+
+def test_weights_and_biases_has_the_settings_and_no_secret(tmp_path, monkeypatch):
+    began = []
+    run = SimpleNamespace(log=lambda metrics, step: None, finish=lambda: None)
+    fake = SimpleNamespace(login=lambda prompt: True, init=lambda **settings: began.append(settings) or run)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("MY_TOKEN", "hunter2")
+    reward = "reward={service: {urls: ['http://rewards:8000'], auth_env: MY_TOKEN}}"
+    recipe = load_recipe("grpo", ["metrics.wandb={project: a}", reward, "actor.optimizer.lr=0.003"])
+    (outlet,) = open_outlets(recipe, tmp_path, is_resumed=True)
+    outlet.send(1, METRICS)
+    close_outlets([outlet], 20.0)
+    (settings,) = began
+    assert settings["config"]["actor"]["optimizer"]["lr"] == 0.003 and settings["allow_val_change"]
+    assert settings["config"]["reward"]["service"]["auth_env"] == "MY_TOKEN" and "hunter2" not in str(settings)
 
 
 def test_without_a_key_nobody_is_asked_for_one(tmp_path, monkeypatch):
@@ -229,6 +248,9 @@ def test_a_run_sends_its_steps_with_the_names_of_its_namespace(tmp_path):
     # A function that reads metrics of each step gets steps alone.
     ((step, metrics),) = TAKEN
     assert step == 1 and metrics["search-rl/reward/mean"] == 0.25
+    (text,) = EventAccumulator(f"{recipe.run_dir}/tensorboard").Reload().Tensors("search-rl/recipe")
+    told = text.tensor_proto.string_val[0].decode()
+    assert yaml.safe_load(told.removeprefix("```yaml\n").removesuffix("```")) == to_dict(recipe)
     # The run's own file is in its own folder.
     assert read_metrics(Path(recipe.run_dir))[0]["reward/mean"] == 0.25
 

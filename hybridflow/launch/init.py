@@ -18,6 +18,7 @@ from hybridflow.errors import ConfigError, DataError, WriteError, did_you_mean
 from hybridflow.exit_status import DONE
 from hybridflow.families.hub_cache import download_hint, find_model
 from hybridflow.flows.registry import ALGORITHMS
+from hybridflow.launch.init_fields import fields_in, first_row
 from hybridflow.observe.console import complain
 from hybridflow.observe.files import replace_file, writing
 from hybridflow.plugins import split_name
@@ -211,7 +212,7 @@ def _is_scored(algorithm: str) -> bool:
 
 def _values(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the recipe's keys, in the order of the file."""
-    data: dict[str, Any] = {"train": arguments.data}
+    data: dict[str, Any] = {"train": arguments.data, **_fields(arguments)}
     if arguments.held_out is not None:
         data["held_out"] = arguments.held_out
     if _has_chat_template(find_model(arguments.model)):
@@ -238,6 +239,20 @@ def _values(arguments: argparse.Namespace) -> dict[str, Any]:
                 )
             values["cluster"]["ranks_per_node"] = arguments.ranks // arguments.nodes
     return values
+
+
+def _fields(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the keys that name fields of the data; warn of those that it lacks."""
+    row = first_row(arguments.data)
+    if row is None:
+        return {}
+    named, lacking = fields_in(row, ALGORITHMS[arguments.algorithm].traits)
+    if lacking:
+        complain(
+            f"{arguments.data}: its first row has {', '.join(map(repr, sorted(row)))}; set "
+            f"{' and '.join(f'data.{key}' for key in lacking)} in the recipe to the names of yours"
+        )
+    return named
 
 
 def _has_chat_template(model: Path) -> bool:
@@ -329,7 +344,9 @@ def _comments(values: Mapping[str, Any]) -> dict[str, str]:
     elif traits.imitates:
         rows = "prompt, solution"
     _, colon, name = values.get("reward", "").partition(":")
-    is_chat = isinstance(values["data"], dict) and values["data"].get("prompt_as_message")
+    data = values["data"] if isinstance(values["data"], dict) else {}
+    rows = ", ".join(data.get(f"{field}_field", field) for field in rows.split(", "))
+    is_chat = data.get("prompt_as_message")
     return {
         "model": "a directory" if os.path.exists(values["model"]) else "in Hugging Face's cache",
         "data": f"rows with {rows}" + ("; prompts go through the model's chat template" if is_chat else ""),

@@ -136,6 +136,7 @@ LIGHT = [
         "mapping.step_command",
         "launch",
         "launch.init",
+        "launch.init_fields",
         "launch.local",
         "launch.site",
         "launch.batch",

@@ -12,6 +12,8 @@ from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.recipe.load import load_recipe
 from tests.support.recipes import write_config
 
+USER = {"role": "user", "content": "1+2="}
+VERL = {"answer_field": "reward_model.ground_truth"}
 GIVEN = ["--model", "model", "--data", "train.jsonl", "--held-out", "held_out.jsonl"]
 
 
@@ -68,6 +70,43 @@ UNSCORED = ("distill", "dpo", "ipo", "kto", "reward-model", "sft")
 
 def is_function(node):
     return isinstance(node, ast.FunctionDef)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "row", "keys", "lacking"),
+    [
+        ("grpo", {"question": "1+2=", "answer": "3"}, {"prompt_field": "question"}, None),
+        ("grpo", {"prompt": "1+2=", "solution": "3"}, {"answer_field": "solution"}, None),
+        ("grpo", {"prompt": [USER], "reward_model": {"ground_truth": "3"}}, VERL, None),
+        ("grpo", {"prompt": "1+2="}, {}, None),
+        ("grpo", {"text": "1+2=3"}, {}, "data.prompt_field"),
+        (
+            "sft",
+            {"instruction": "1+2=", "output": "3"},
+            {"prompt_field": "instruction", "solution_field": "output"},
+            None,
+        ),
+        ("sft", {"question": "1+2=", "answer": "3"}, {"prompt_field": "question"}, None),
+        ("sft", {"messages": [USER, {"role": "assistant", "content": "3"}]}, {}, None),
+        ("dpo", {"question": "1+2=", "chosen": "3"}, {"prompt_field": "question"}, "data.rejected_field"),
+        ("kto", {"prompt": "1+2=", "completion": "3", "label": True}, {"wanted_field": "label"}, None),
+        ("kto", {"prompt": "1+2=", "chosen": "3", "rejected": "4"}, {}, None),
+    ],
+)
+def test_the_fields_of_the_first_row_are_named(algorithm, row, keys, lacking, folder, capsys):
+    (folder / "train.jsonl").write_text(json.dumps(row) + "\n")
+    assert init("--algorithm", algorithm) == 0
+    data = {"train": "train.jsonl", **keys, "held_out": "held_out.jsonl"}
+    assert yaml.safe_load((folder / "recipe.yaml").read_text())["data"] == data
+    told = capsys.readouterr().err
+    assert (f"; set {lacking} in the recipe" in told) if lacking else told == "", told
+
+
+def test_data_that_cannot_be_read_here_keep_the_usual_names(folder, capsys):
+    for text in ("", "no JSON\n", "[]\n"):
+        (folder / "train.jsonl").write_text(text)
+        assert init("--algorithm", "grpo", "--force") == 0
+        assert capsys.readouterr().err == ""
 
 
 def test_the_reward_that_is_written_scores_what_is_right_highest(folder):

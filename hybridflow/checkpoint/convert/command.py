@@ -265,6 +265,7 @@ def _as_json(arguments: argparse.Namespace, source: Source, target: Target, summ
             "format": source.format,
             "family": source.family,
             "layout": source.layout,
+            "adapter": _adapter(source),
         },
         "target": {
             "path": str(arguments.out),
@@ -294,9 +295,12 @@ def _as_json(arguments: argparse.Namespace, source: Source, target: Target, summ
 
 
 def _table(arguments: argparse.Namespace, source: Source, summary: Summary) -> str:
+    adapter = _adapter(source)
+    alone = "; --to peft writes it alone" if arguments.merge_lora is None else ""
     rows = {
         "from": f"{source.format} {source.path}" + (f", {source.layout}" if source.layout else ""),
         "to": f"{arguments.to} {arguments.out}" + (f", {arguments.layout}" if arguments.layout else ""),
+        **({} if adapter is None else {"adapter": f"{adapter}, added to the weights{alone}"}),
         "tensors": f"{summary.num_tensors}, of which {summary.num_cast} cast to another dtype",
         "written": f"{format_bytes(summary.total_bytes)} in {len(summary.hashes)} file(s)",
     }
@@ -306,6 +310,13 @@ def _table(arguments: argparse.Namespace, source: Source, summary: Summary) -> s
     rows["time"] = f"{format_seconds(summary.seconds)}, {summary.mb_per_s:.0f} MB/s"
     rows["memory"] = f"{format_bytes(summary.peak_rss_anon_bytes)} at the peak of RssAnon"
     return "\n".join(f"{name:<11} {text}" for name, text in rows.items())
+
+
+def _adapter(source: Source) -> str | None:
+    """Return the path of the adapter that is merged into the source's weights; None: there is none."""
+    from hybridflow.checkpoint.formats.lora import MergedSource
+
+    return str(source.adapter_path) if isinstance(source, MergedSource) else None
 
 
 def _small_files(source: Source) -> str:
@@ -330,7 +341,8 @@ def _mapping(source: Source, target: Target) -> str:
         lines.append(name + (f"  <- {', '.join(names)}" if names != [name] else ""))
         lines += [f"    {at['file']}  {at['key']}  {at['dtype']} {at['shape']}  {at['bytes']} B" for at in places]
     told = f"{len(source.tensors)} tensors, {format_bytes(num_bytes)} in {len(target.files)} file(s)"
-    lines.append(f"{told}; nothing was written")
+    merged = "" if _adapter(source) is None else f", with the adapter {_adapter(source)} added"
+    lines.append(f"{told}{merged}; nothing was written")
     return "\n".join(lines)
 
 

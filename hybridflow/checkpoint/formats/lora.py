@@ -385,7 +385,7 @@ def check_factors(
 class MergedSource(Source):
     """A checkpoint with an adapter's updates in its weights: W + scale * B A in fp32, rounded to the weight's dtype.
 
-    One tensor at a time, computed when it is read. The attributes are the base's, see ``Source``.
+    One tensor at a time, computed when it is read. The attributes are the base's, see ``Source``, and ``adapter_path``.
 
     Args:
         base: The weights.
@@ -404,6 +404,7 @@ class MergedSource(Source):
         self.has_value_head = base.has_value_head
         self.layout = base.layout
         self.tensors = base.tensors
+        self.adapter_path = adapter.path
         self._base, self._adapter = base, adapter
         self._settings = settings_of(adapter)
         modules = modules_of(base)

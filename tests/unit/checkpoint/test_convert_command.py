@@ -129,6 +129,7 @@ def test_dtype_is_cast_on_the_way(here, capsys):
 def test_adapter_is_merged_and_converted(here, capsys):
     added = write_adapter(here / "adapters/math")
     assert convert("models/llama", "out/merged", "--to", "hf", "--merge-lora", "adapters/math") == 0
+    assert f"adapter     {here / 'adapters/math'}, added to the weights\n" in capsys.readouterr().out
     original, merged = weights(here / "models/llama"), weights(here / "out/merged")
     for name, value in original.items():
         assert torch.allclose(merged[name], value + added.get(name, 0), rtol=1e-6, atol=1e-6), name

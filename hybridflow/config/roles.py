@@ -121,11 +121,11 @@ class MoEConfig:
     Paper: arXiv 2412.19437, 2202.08906, 2408.15664.
     """
 
-    aux_loss: NotNegative = field(default=0.0, metadata=MAY_CHANGE)
-    z_loss: NotNegative = field(default=0.0, metadata=MAY_CHANGE)
-    bias_update_rate: NotNegative = field(default=0.0, metadata=MAY_CHANGE)
+    aux_loss: NotNegative = 0.0
+    z_loss: NotNegative = 0.0
+    bias_update_rate: NotNegative = 0.0
     dispatcher: Literal["auto", "alltoall", "allgather"] = field(default="auto", metadata=MAY_CHANGE)
-    router_replay: Literal["none", "measure", "replay"] = field(default="none", metadata=MAY_CHANGE)
+    router_replay: Literal["none", "measure", "replay"] = "none"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -426,7 +426,8 @@ class _Reader:
             expected = f"{describe(hint)} {link} at most {LARGEST_INTEGER}"
             raise self._error(key, f"expected {expected}, found {_found(value)}")
         if not fits or not all(_within(value, bound) for bound in bounds):
-            raise self._error(key, f"expected {describe(hint)}, found {_found(value)}")
+            remedy = "; {} means the defaults" if value is None and dataclasses.is_dataclass(kind) else ""
+            raise self._error(key, f"expected {describe(hint)}, found {_found(value)}{remedy}")
         return value
 
     def _any_values(self, values: Mapping[Any, Any], key: str) -> dict[str, Any]:

@@ -48,9 +48,7 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
             _train(recipe, trained)
     everyone = world.coordinator(plan.meshes["job"].ranks)
     everyone.barrier("data and tokenizer")
-    if path is None:
-        _check_there(trained, world.rank)
-    tokenizer = open_tokenizer(trained if path is None else path)
+    tokenizer = _open_trained(trained, world.rank) if path is None else open_tokenizer(path)
     check_stop(recipe, tokenizer)
     check_vocabularies(recipe, tokenizer)
     shape, folder = training_shape(recipe, tokenizer), Path(recipe.run_dir) / FOLDER
@@ -104,22 +102,27 @@ def check_vocabularies(recipe: Recipe, tokenizer: Tokenizer) -> None:
             check_same_pieces(tokenizer, open_tokenizer(model_tokenizer), whose=f"{prefix}.path={model.path!r}")
 
 
-def _check_there(trained: Path, rank: int) -> None:
-    """Refuse to go on without the tokenizer that the run trained: another would give the texts other tokens.
+def _open_trained(trained: Path, rank: int) -> Tokenizer:
+    """Open the tokenizer that the run trained: another would give the texts other tokens.
 
     Raises:
-        DataError: It is gone, and the message names the copy in the latest checkpoint; or this rank does not see it.
+        DataError: It is gone or damaged, and the message names the copy in the latest checkpoint; or this rank does not
+            see it.
     """
-    if trained.is_file():
-        return
     latest = latest_step(trained.parent)
-    if latest is not None:
+    if latest is None and not trained.is_file():
+        raise DataError(
+            f"{trained}: the lowest rank trained it, and rank {rank} does not see it; set run_dir to a directory on a "
+            "file system that all ranks share"
+        )
+    try:
+        return open_tokenizer(trained)
+    except DataError as error:
+        if latest is None:
+            raise
         copy = step_path(trained.parent, latest) / "actor" / ASSETS / trained.name
-        raise DataError(f"{trained}: missing, and the run's checkpoints were made with it; copy it there from {copy}")
-    raise DataError(
-        f"{trained}: the lowest rank trained it, and rank {rank} does not see it; set run_dir to a directory on a file "
-        "system that all ranks share"
-    )
+        found = str(error).partition("; ")[0] if trained.is_file() else f"{trained}: missing"
+        raise DataError(f"{found}; the run's checkpoints were made with it: copy it there from {copy}") from error
 
 
 def _train(recipe: Recipe, path: Path) -> None:

@@ -57,8 +57,8 @@ def find_plugin(name: str, built_in: Mapping[str, Any], *, key: str, kind: str) 
         where = f", in {os.getcwd()} or on PYTHONPATH" if is_module else place_of(error)
         remedy = expected if is_module else f"install {error.name}, or mend the import"
         raise ConfigError(f"{key}={name!r}: {type(error).__name__}: {error}{where}; {remedy}") from error
-    # A user's module may raise anything while it is imported.
-    except Exception as error:
+    # A user's module may raise anything while it is imported, or call sys.exit.
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}={name!r}: {type(error).__name__}: {error}{place_of(error)}; mend it") from error
     if not hasattr(found, attribute):
         hint = did_you_mean(attribute, [each for each in vars(found) if not each.startswith("_")])

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hybridflow.config.cluster import ClusterConfig
+from hybridflow.errors import ContractError
 from hybridflow.observe.activity import current_activity
 from hybridflow.observe.rank_log import note, tell
 from hybridflow.parallel.cause import cause_of, own_place, tell_cause
@@ -87,7 +88,8 @@ def run_rank(
                 watch.close()
                 signals.ignore()
                 _end_later(status, start.rank)
-    except Exception as error:
+    except (Exception, SystemExit) as ended:
+        error = _as_error(ended)
         if watch is not None:
             watch.fail(error)
         cause = cause_of(error, start.rank, socket.gethostname())
@@ -97,6 +99,18 @@ def run_rank(
         # No interpreter shutdown: it could wait for ranks that are gone.
         os._exit(cause.status)
     return status
+
+
+def _as_error(ended: Exception | SystemExit) -> Exception:
+    """Return the error for a call of sys.exit too: without the work, status 0 would say that it is done."""
+    if isinstance(ended, Exception):
+        return ended
+    error = ContractError(
+        f"code that the job calls called sys.exit({'' if ended.code is None else repr(ended.code)}); have it raise an "
+        "exception instead"
+    )
+    error.__cause__ = ended
+    return error
 
 
 def _end_later(status: int, rank: int) -> None:

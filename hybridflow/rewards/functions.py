@@ -117,8 +117,8 @@ def as_function(found: Any, key: str) -> Function:
     if isinstance(found, type) and callable(getattr(found, "scores", None)):
         try:
             found = found()
-        # A user's class may raise anything.
-        except Exception as error:
+        # A user's class may raise anything, or call sys.exit.
+        except (Exception, SystemExit) as error:
             raise ConfigError(f"{key}: {type(error).__name__}: {error}; its class is made without arguments") from error
     has_scores = callable(getattr(found, "scores", None))
     function = found.scores if has_scores else found

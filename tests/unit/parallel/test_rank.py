@@ -28,3 +28,25 @@ def test_what_never_ends_by_itself_does_not_keep_the_process(what, status, told)
     done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
     assert done.returncode == status and done.stdout == ""
     assert told in done.stderr and f"exit status {status}" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+EXITING = """
+import sys
+from hybridflow.config.cluster import ClusterConfig
+from hybridflow.parallel.rank import run_rank
+from hybridflow.parallel.signals import CaughtSignals
+from hybridflow.parallel.start import Start
+
+def work(world):
+    sys.exit(*(["no key"] if len(sys.argv) > 1 else []))
+
+sys.exit(run_rank(Start(launcher="alone"), CaughtSignals(), lambda: work, ClusterConfig()))
+"""
+
+
+@pytest.mark.parametrize(("words", "called"), [([], "sys.exit()"), (["text"], "sys.exit('no key')")])
+def test_work_that_calls_sys_exit_has_failed(words, called):
+    argv = [sys.executable, "-c", EXITING, *words]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith(f": code that the job calls called {called}; have it raise an exception instead\n")

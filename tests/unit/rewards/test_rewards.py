@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hybridflow.config.rewards import RewardConfig
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards import batched
-from hybridflow.rewards.functions import as_function, regex
+from hybridflow.rewards.functions import as_function, find_function, regex
 from hybridflow.rewards.kinds import make_kind
 from hybridflow.rewards.sample import LARGEST, Sample, Unscored, as_score, as_scores
 from hybridflow.rewards.scorer import Scorer
@@ -364,12 +364,21 @@ def test_a_pattern(pattern, response, answer, score):
     assert made.scores([Sample(prompt="", response=response, answer=answer, place="")]) == [score]
 
 
+def test_a_module_that_calls_sys_exit_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "exits_at_import.py").write_text("import sys\nsys.exit('no key')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="reward.function='exits_at_import:f': SystemExit: no key; give"):
+        find_function("exits_at_import:f", "reward.function")
+
+
 def test_what_is_no_reward_is_refused():
     for found in (3, "text", type("Empty", (), {}), object()):
         with pytest.raises(ConfigError, match="expected a function .prompt, response, answer."):
             as_function(found, "reward")
     with pytest.raises(ConfigError, match="its class is made without arguments"):
         as_function(type("Asks", (Scores,), {"__init__": lambda self, much: None}), "reward")
+    with pytest.raises(ConfigError, match="SystemExit: no key; its class is made without arguments"):
+        as_function(type("Exits", (Scores,), {"__init__": lambda self: sys.exit("no key")}), "reward")
     assert as_function(Scores, "reward").is_batched and as_function(partial(awaited(None)), "reward").is_async
     with pytest.raises(ConfigError, match="reward.retries: exact_match neither waits nor fails"):
         make_kind(RewardConfig(retries=1), "reward")

@@ -10,6 +10,7 @@ import atexit
 import os
 import socket
 import sys
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -70,7 +71,7 @@ def _join(start: Start) -> World:
     world = join_world(start, store, deadline_s=DEADLINE_S, start_deadline_s=START_DEADLINE_S, signals=signals)
     if signals is not None:
         world.begin_watch(start, DEAD_AFTER_S, signals)
-        sys.excepthook = _fail
+        sys.excepthook = partial(_fail, os.getpid())
     atexit.register(_leave, world, signals)
     return world
 
@@ -105,21 +106,21 @@ def own_place() -> int:
 
 def _note_failures(world: World) -> None:
     """Note in the run's files what ends a program that nobody watches; it ends as any program."""
-    told = sys.excepthook
+    told, pid = sys.excepthook, os.getpid()
 
     def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         told(kind, error, trace)
-        if isinstance(error, Exception) and world.before_exit is not None:
+        if isinstance(error, Exception) and world.before_exit is not None and os.getpid() == pid:
             world.before_exit(in_a_line(cause_of(error, world.rank, socket.gethostname())))
 
     sys.excepthook = fail
 
 
-def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """End all ranks at once after an error on one."""
+def _fail(pid: int, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """End all ranks at once after an error on one, the process ``pid``; one that it has forked ends alone."""
     sys.__excepthook__(kind, error, trace)
     (world,) = _worlds
-    if isinstance(error, Exception):
+    if isinstance(error, Exception) and os.getpid() == pid:
         assert world.watch is not None, "a process alone ends as any program"
         world.watch.fail(error)
     sys.stdout.flush()

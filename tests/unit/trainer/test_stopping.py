@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hybridflow.api import world as api_world
 from hybridflow.api.world import _note_failures
 from hybridflow.checkpoint.store import complete_step
 from hybridflow.errors import ConfigError, HybridflowError, StopError
@@ -154,6 +155,8 @@ def test_a_program_that_nobody_watches_notes_its_failure_but_not_after_its_train
     fail("before its training")
     add_start(tmp_path, start(1, None))
     world.before_exit = lambda cause: note_failure(tmp_path, 1, 0, cause, None)
+    assert status_of(lambda: fail("bug in a process that the program has forked")) == 0
+    assert read_starts(tmp_path)[-1].outcome is None
     fail("bug in reward")
     (failed,) = read_starts(tmp_path)
     assert failed.outcome == "failed" and failed.detail.endswith("ValueError: bug in reward")
@@ -161,6 +164,22 @@ def test_a_program_that_nobody_watches_notes_its_failure_but_not_after_its_train
     add_end(tmp_path, 2, "finished")
     fail("behind its training")
     assert read_starts(tmp_path)[-1].outcome == "finished"
+
+
+def status_of(work):
+    """Exit status of a forked process."""
+    child = os.fork()
+    if child == 0:
+        work()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_an_error_of_a_process_that_a_rank_has_forked_ends_that_process_alone(monkeypatch):
+    monkeypatch.setattr(api_world, "_worlds", [SimpleNamespace(watch=SimpleNamespace(fail=lambda error: os._exit(9)))])
+    rank, error = os.getpid(), ValueError("bug")
+    assert status_of(lambda: api_world._fail(rank, ValueError, error, None)) == 1
+    assert status_of(lambda: api_world._fail(os.getpid(), ValueError, error, None)) == 9
 
 
 @pytest.mark.parametrize("tail", [b'{"number": 3, "beg', b"\xff\xfe\n", b"[1]\n", b'{"number": 9}\n', b"\n\n"])

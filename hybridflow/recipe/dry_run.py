@@ -1,4 +1,6 @@
-"""Whether a run would find its inputs: its files are opened, its reward is called on the first row. No torch.
+"""Whether a run would find its inputs: its files are opened, its reward and environment are called on the first row.
+
+No torch, unless there is an environment.
 
 Nothing is written, and no start of the run is counted.
 """
@@ -6,19 +8,21 @@ Nothing is written, and no start of the run is counted.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from hybridflow.config.data import DataSourceConfig
 from hybridflow.config.recipe import MODEL_SECTIONS, REWARDS, Recipe
 from hybridflow.config.rewards import RewardConfig
+from hybridflow.config.rollout import EnvironmentConfig
 from hybridflow.data.arithmetic import check_files, make_problems
 from hybridflow.data.chat import chat_template
 from hybridflow.data.problems import held_out_shape, training_shape
 from hybridflow.data.prompts import Example, as_text
 from hybridflow.data.shaping import Shape, Shaper, examples_of, read_examples
 from hybridflow.data.tokenizer import open_tokenizer
-from hybridflow.errors import DataError
+from hybridflow.errors import DataError, RewardError
 from hybridflow.families.assets import CONFIG
 from hybridflow.families.weight_files import find_weight_files
 from hybridflow.observe.exporters import find_callback
@@ -28,12 +32,13 @@ from hybridflow.recipe.nested import inner
 from hybridflow.rewards.kinds import make_kind
 from hybridflow.rewards.sample import Sample
 from hybridflow.rewards.scorer import Scorer
+from hybridflow.rollout.calls import CallFailed, Calls
 from hybridflow.rollout.engines.wire import token_of
 from hybridflow.sections import to_dict
 
 
 def try_inputs(recipe: Recipe, *, is_node: bool = True) -> list[str]:
-    """Open the files of a recipe and read their first rows, import what it names, and call its rewards on one.
+    """Open the files of a recipe and read their first rows, import what it names; call rewards and environment on one.
 
     Modules are imported as a rank does; the caller has the working directory on the path. Topics, spools, services,
     judges and models are not asked.
@@ -65,6 +70,8 @@ def try_inputs(recipe: Recipe, *, is_node: bool = True) -> list[str]:
             "prompts are plain text, so the tokenizer's chat template is not applied; for a chat model set "
             "data.prompt_as_message=true"
         )
+    if recipe.rollout.environment is not None and example is not None:
+        found.append(_try_environment(recipe.rollout.environment, example))
     for role in REWARDS if example is not None else ():
         section: RewardConfig | None = getattr(recipe, role)
         if section is not None and example is not None and _is_tried(section, recipe, is_node=is_node):
@@ -137,6 +144,38 @@ def _is_tried(section: RewardConfig, recipe: Recipe, *, is_node: bool) -> bool:
     if section.kind is None and recipe.rollout.environment is not None:
         return False
     return is_node or section.function != "code"
+
+
+def _try_environment(settings: EnvironmentConfig, example: Example) -> str:
+    """Begin a conversation with the answer as the first response. Raises RewardError: it cannot begin."""
+    # Environments work with torch.
+    from hybridflow.rollout.environment import ask, ask_first, failure_of, find_environment
+
+    make, calls = find_environment(settings.name), Calls(settings.step_deadline_s)
+
+    def outcome(call: Callable[[], Any]) -> Any:
+        calls.submit(0, call)
+        while not (ended := calls.ended(wait_s=1.0)):
+            pass
+        return ended[0][1]
+
+    begun = outcome(lambda: ask_first(make, example))
+    if isinstance(begun, CallFailed):
+        raise RewardError(
+            f"{failure_of(settings.name, make, example, None, str(begun))}; mend it, an environment is made without "
+            "arguments and has reset(prompt, answer) and step(response)"
+        )
+    response = as_text(example.answer)
+    answer = outcome(lambda: ask(begun[0], response))
+    if isinstance(answer, CallFailed):
+        return (
+            f"{failure_of(settings.name, make, example, response, str(answer))}; the run would go on, unless the "
+            "environment fails in all samples"
+        )
+    end = "ends" if answer[2] else "goes on"
+    return (
+        f"environment {settings.name!r}: {end} and gives {answer[1]:g} for the answer of {example.place} as a response"
+    )
 
 
 def _try_reward(settings: RewardConfig, role: str, example: Example) -> str:

@@ -82,6 +82,57 @@ def find_environment(name: str) -> Callable[[], Environment]:
     return found
 
 
+def ask_first(make: Callable[[], Environment], example: Example) -> tuple[Environment, str]:
+    """Make an environment and reset it; return it, and what is observed first. Raises TypeError: that is no text."""
+    environment = make()
+    first = environment.reset(example.prompt, example.answer)
+    observation, *_ = _checked("" if first is None else first, 0.0, False)
+    return environment, observation
+
+
+def ask(environment: Environment, response: str) -> tuple[str, float, bool]:
+    """Return an environment's answer: observation, reward, and whether it is the end.
+
+    Raises:
+        TypeError: It is of another type than it should be.
+        ValueError: The reward is not finite.
+    """
+    answer = environment.step(response)
+    if not isinstance(answer, tuple) or len(answer) != 3:
+        raise TypeError(f"step gave {answer!r:.100}; expected (observation, reward, done)")
+    return _checked(*answer)
+
+
+def _checked(observation: object, reward: object, is_done: object) -> tuple[str, float, bool]:
+    if isinstance(reward, bool) or not isinstance(reward, numbers.Real):
+        raise TypeError(f"the reward is {type(reward).__name__} {reward!r:.100}; expected a number")
+    if not math.isfinite(reward) or abs(float(reward)) > _LARGEST_REWARD:
+        raise ValueError(f"the reward is {reward}; expected a finite number of at most {_LARGEST_REWARD:g}")
+    if is_done not in (True, False):
+        raise TypeError(f"done is {type(is_done).__name__} {is_done!r:.100}; expected True or False")
+    if is_done:
+        return "", float(reward), True
+    if not isinstance(observation, str):
+        raise TypeError(f"the observation is {type(observation).__name__} {observation!r:.100}; expected text")
+    return observation, float(reward), False
+
+
+def failure_of(name: str, make: Callable[[], Environment], example: Example, response: str | None, error: str) -> str:
+    """Return what is told of a failed call, as of a reward's: what was called, where it is, and on what.
+
+    Args:
+        name: The environment's.
+        make: Its maker.
+        example: The problem.
+        response: The response that it was to answer; None: it was to begin.
+        error: What the call raised.
+    """
+    source = source_of(getattr(make, "reset" if response is None else "step"))
+    of = f" ({source})" if source else ""
+    said = "" if response is None else f" with response {response[:200]!r}"
+    return f"environment {name!r}{of} on {example.place}{said}: {error}"
+
+
 def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
     """Return the text of a response, without the token that ended it."""
     is_stopped = tokens[-1:] and tokens[-1] in tokenizer.stop_ids
@@ -192,9 +243,8 @@ class Environments:
             return
 
         def begin() -> _Answer:
-            talk.environment = self._make()
-            first = talk.environment.reset(talk.example.prompt, talk.example.answer)
-            return self._checked("" if first is None else first, 0.0, False, talk.room)
+            talk.environment, first = ask_first(self._make, talk.example)
+            return self._encoded(first, 0.0, False, talk.room)
 
         self._calls.submit(number, begin)
 
@@ -210,10 +260,7 @@ class Environments:
         assert environment is not None, "a response before the environment was made"
 
         def step() -> _Answer:
-            answer = environment.step(text)
-            if not isinstance(answer, tuple) or len(answer) != 3:
-                raise TypeError(f"step gave {answer!r:.100}; expected (observation, reward, done)")
-            return self._checked(*answer, talk.room)
+            return self._encoded(*ask(environment, text), talk.room)
 
         self._calls.submit(number, step)
         return True
@@ -234,7 +281,8 @@ class Environments:
         """Take in the environment's answer; return the request of the next turn, or None if there is none."""
         if isinstance(answer, str):
             talk.reward += self._settings.failure_reward
-            talk.end(self._failure(talk, answer))
+            said = None if talk.last is None else self._said(talk.last)
+            talk.end(failure_of(self._settings.name, self._make, talk.example, said, answer))
             return None
         observed, reward, is_done = answer
         talk.reward += reward
@@ -242,14 +290,6 @@ class Environments:
             talk.end(is_full=not is_done and observed is None)
             return None
         return talk.observe(observed)
-
-    def _failure(self, talk: _Talk, error: str) -> str:
-        """Return what is told of a failed call, as of a reward's: what was called, where it is, and on what."""
-        last = talk.last
-        source = source_of(getattr(self._make, "reset" if last is None else "step"))
-        said = "" if last is None else f" with response {self._said(last)[:200]!r}"
-        of = f" ({source})" if source else ""
-        return f"environment {self._settings.name!r}{of} on {talk.example.place}{said}: {error}"
 
     def _said(self, response: Response) -> str:
         """Return the text of a response without the token that ended it, other special tokens as their names."""
@@ -267,28 +307,15 @@ class Environments:
                 text += name * len(part)
         return text
 
-    def _checked(self, observation: object, reward: object, is_done: object, room: int) -> _Answer:
-        """Check an environment's answer, and return it as it is sent to the ranks. Runs in a thread.
-
-        Raises:
-            TypeError: It is of another type than it should be.
-            ValueError: The reward is not finite.
-        """
-        if isinstance(reward, bool) or not isinstance(reward, numbers.Real):
-            raise TypeError(f"the reward is {type(reward).__name__} {reward!r:.100}; expected a number")
-        if not math.isfinite(reward) or abs(float(reward)) > _LARGEST_REWARD:
-            raise ValueError(f"the reward is {reward}; expected a finite number of at most {_LARGEST_REWARD:g}")
-        if is_done not in (True, False):
-            raise TypeError(f"done is {type(is_done).__name__} {is_done!r:.100}; expected True or False")
+    def _encoded(self, observation: str, reward: float, is_done: bool, room: int) -> _Answer:
+        """Return an environment's answer as it is sent to the ranks. Runs in a thread."""
         if is_done:
-            return [], float(reward), True
-        if not isinstance(observation, str):
-            raise TypeError(f"the observation is {type(observation).__name__} {observation!r:.100}; expected text")
+            return [], reward, True
         # Of an endless text not even the tokens are counted.
         fits = len(observation) <= MAX_CHARACTERS_PER_TOKEN * room
         tokens = self._tokenizer.encode(observation) if fits else None
         # Behind it there must be room for a response of one token at least.
-        return tokens if tokens is not None and len(tokens) < room else None, float(reward), False
+        return tokens if tokens is not None and len(tokens) < room else None, reward, False
 
 
 _Answer = tuple[list[int] | None, float, bool]

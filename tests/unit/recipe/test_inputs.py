@@ -175,6 +175,10 @@ FAILS = {
     "no function": (["reward.function={module}:gone"], "has no attribute 'gone'; give one of"),
     "no adapter": (["actor.lora={rank: 4, path: gone}"], "actor.lora.path='gone': no such file in "),
     "no environment": (["rollout.environment.name=gone:Env"], "rollout.environment.name='gone:Env': ModuleNotFoundE"),
+    "an environment's signature": (
+        ["rollout.environment.name={module}:Odd"],
+        "environment '{module}:Odd' ({module}.py:10) on train.jsonl:1: TypeError: Odd.reset() takes 2 positional",
+    ),
     "no callback": (["metrics.callbacks=['gone:f']"], "metrics.callbacks='gone:f': ModuleNotFoundError"),
     "its parameters": (["reward.function={module}:two"], "{module}.py:3 two(level) does not ask for the response"),
     "what it returns": (["reward.function={module}:text"], "{module}.py:5) on train.jsonl:1"),
@@ -191,6 +195,11 @@ WRONG = """
 \ndef two(level): return 1.0
 \ndef text(response): return "good"
 \ndef wrong(response): return 1 / 0
+\nclass Odd:
+    def reset(self, prompt): return None
+    def step(self, response): return "", int(response), True
+\nclass Even(Odd):
+    def reset(self, prompt, answer): return None
 """
 
 
@@ -262,6 +271,13 @@ def test_a_dry_run_tells_what_it_has_tried(folders, capsys):
     status, told, error = dry(folders, capsys, *wrong)
     assert (status, error) == (0, "") and "ZeroDivisionError" in told
     assert told.endswith("; the run would go on, as reward.on_failure=drop says\n")
+    even = f"rollout.environment.name={module(here, WRONG)}:Even"
+    status, told, error = dry(folders, capsys, even, "data.answer_field=level")
+    assert (status, error) == (0, "") and told.endswith(
+        "Even': ends and gives 3 for the answer of train.jsonl:1 as a response\n"
+    )
+    status, told, error = dry(folders, capsys, even)
+    assert (status, error) == (0, "") and "on train.jsonl:1 with response '': ValueError: invalid literal" in told
     arithmetic = ["data.train=a.jsonl", "data.held_out=b.jsonl", "data.arithmetic={num_train: 4, num_held_out: 2}"]
     status, told, error = dry(folders, capsys, *arithmetic)
     assert (status, error) == (0, "") and "reward 'exact_match': gives 1 for the answer of data.train" in told

@@ -17,7 +17,7 @@ from hybridflow.models.gpt import Transformer
 from hybridflow.rollout.blocks import BLOCK_TOKENS, blocks_for
 from hybridflow.rollout.budget import cache_bytes
 from hybridflow.rollout.paged import block_bytes
-from hybridflow.rollout.request import Request, SamplingParams, length_refusal
+from hybridflow.rollout.request import Request, SamplingParams, length_refusal, vocabulary_refusal
 from hybridflow.rollout.runner import make_runner
 from hybridflow.rollout.texts import Texts
 
@@ -123,14 +123,8 @@ class Replica:
 
     def _stranger(self, request: Request) -> str | None:
         """Return what in a request the vocabulary does not allow, or a missing tokenizer; None if nothing."""
-        smallest, largest = (int(each) for each in request.prompt.aminmax())
-        if smallest < 0 or largest >= self.vocab_size:
-            wrong = smallest if smallest < 0 else largest
-            return f"it has token {wrong}; expected 0 to {self.vocab_size - 1}, as the model's tokenizer makes them"
-        if request.params.largest_id >= self.vocab_size:
-            return (
-                f"its logit_bias or bad_ids name token {request.params.largest_id}; expected 0 to {self.vocab_size - 1}"
-            )
+        if reason := vocabulary_refusal(request, self.vocab_size):
+            return reason
         if request.params.has_texts and self._tokenizer is None:
             return "it has stop or bad texts, and there is no tokenizer to look for them with; give the engine one"
         return self._named_token(request.params)

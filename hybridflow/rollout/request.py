@@ -210,6 +210,23 @@ def length_refusal(request: Request, max_context: int | None, of: str = "model.m
     return None
 
 
+def vocabulary_refusal(request: Request, vocab_size: int | None) -> str | None:
+    """Return which token of a request the model does not have, or None if it has them all.
+
+    Args:
+        request: The request.
+        vocab_size: Ids that the model has; None: it is not known.
+    """
+    smallest, largest = (int(each) for each in request.prompt.aminmax())
+    if smallest < 0 or (vocab_size is not None and largest >= vocab_size):
+        wrong = smallest if smallest < 0 else largest
+        expected = "0 or more" if vocab_size is None else f"0 to {vocab_size - 1}"
+        return f"it has token {wrong}; expected {expected}, as the model's tokenizer makes them"
+    if vocab_size is not None and request.params.largest_id >= vocab_size:
+        return f"its logit_bias or bad_ids name token {request.params.largest_id}; expected 0 to {vocab_size - 1}"
+    return None
+
+
 def check_requests(requests: Iterable[Request], refusal: Callable[[Request], str | None], where: str = "") -> None:
     """Check that all requests can be met, before anything is sampled.
 

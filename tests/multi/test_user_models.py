@@ -18,7 +18,7 @@ from hybridflow.models.user_model import Uncut
 from hybridflow.models.user_training import UserTrainable
 from hybridflow.parallel.world import World
 from hybridflow.rollout.engines.user_engine import UserEngine
-from hybridflow.rollout.request import SamplingParams
+from hybridflow.rollout.request import Request, SamplingParams
 from tests.multi.models import nine_requests, place
 from tests.support.complaints import complains, complaint
 from tests.support.hf_models import write_tokenizer
@@ -220,6 +220,14 @@ def generated(world: World, actor: Any, max_concurrent: int = 3) -> Any:
     responses = engine.generate(requests)
     asked = [(each.prompt.tolist(), each.params.greedy) for each in requests]
     return [(each.tokens.tolist(), each.log_probs.tolist(), each.finish) for each in responses], asked
+
+
+def test_a_token_that_the_model_does_not_have_is_refused():
+    actor = TinyActor(vocab_size=VOCAB)
+    options = {"vocab_size": VOCAB, "max_context": 48, "seed": 5, "max_concurrent": 3, "pad_id": 2}
+    request = Request(prompt=torch.tensor([3, VOCAB]), params=SamplingParams(max_new_tokens=4), prompt_index=0)
+    reason = UserEngine(actor, None, **options).refusal(request)
+    assert f"it has token {VOCAB}; expected 0 to {VOCAB - 1}" in str(reason)
 
 
 def test_sampling_by_forward_does_not_depend_on_the_batch_and_tells_the_trainers_log_probs():

@@ -19,7 +19,15 @@ from hybridflow.errors import EngineError
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.user_model import ask_logits, said
 from hybridflow.rollout.engines.answers import failed, stopped
-from hybridflow.rollout.request import Progress, Request, Response, SamplingParams, check_requests, length_refusal
+from hybridflow.rollout.request import (
+    Progress,
+    Request,
+    Response,
+    SamplingParams,
+    check_requests,
+    length_refusal,
+    vocabulary_refusal,
+)
 from hybridflow.rollout.sampling import FAILURES, Sampler, sequence_key
 
 LOOK_STEPS = 16
@@ -68,7 +76,8 @@ class UserEngine:
     def refusal(self, request: Request) -> str | None:
         """Return why a request cannot be met, or None if it can."""
         params = request.params
-        if reason := length_refusal(request, self.max_context, f"max_context of {type(self.module).__name__}"):
+        of = f"max_context of {type(self.module).__name__}"
+        if reason := length_refusal(request, self.max_context, of) or vocabulary_refusal(request, self.vocab_size):
             return reason
         if params.has_texts or params.with_prompt_log_probs:
             return "stop, bad, with_prompt_log_probs: an actor of your own works on tokens, and tells of new ones alone"

@@ -34,7 +34,14 @@ from hybridflow.rollout.engines.answers import (
     stopped,
 )
 from hybridflow.rollout.engines.wire import BadAnswer
-from hybridflow.rollout.request import Progress, Request, Response, check_requests, length_refusal
+from hybridflow.rollout.request import (
+    Progress,
+    Request,
+    Response,
+    check_requests,
+    length_refusal,
+    vocabulary_refusal,
+)
 
 LOOK_STEPS = 16
 """Every so many steps generating looks up: what is finished is handed over, and it may be told to stop."""
@@ -184,7 +191,7 @@ class VllmEngine:
     def refusal(self, request: Request) -> str | None:
         """Return why a request cannot be met, or None if it can."""
         params = request.params
-        if reason := length_refusal(request, self._max_context):
+        if reason := length_refusal(request, self._max_context) or vocabulary_refusal(request, self._vocab_size):
             return reason
         if params.stop or params.bad or params.bad_ids:
             return "stop, bad, bad_ids: vLLM in this process works on tokens, and does not keep sequences of them out"

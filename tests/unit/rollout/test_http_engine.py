@@ -108,7 +108,9 @@ def engine(*servers, **changes):
 def requests(count, **params):
     params = SamplingParams(**{"max_new_tokens": 4, "stop_ids": (STOP,), **params})
     return [
-        Request(prompt=torch.tensor([10 + prompt_index, 11]), params=params, prompt_index=prompt_index, index=index)
+        Request(
+            prompt=torch.tensor([10 + prompt_index % 40, 11]), params=params, prompt_index=prompt_index, index=index
+        )
         for prompt_index in range(count // 2)
         for index in range(2)
     ]
@@ -212,6 +214,15 @@ def test_what_a_server_does_not_know_is_refused_before_anything_is_sent(serve, o
     server = serve(ok, owned_by=owned_by)
     with pytest.raises(DataError, match=words):
         engine(server).generate([*requests(2), *requests(2, **params)])
+    assert server.asked == []
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_a_token_that_the_model_does_not_have_is_refused_before_anything_is_sent(serve, token):
+    server = serve(ok)
+    strange = replace(requests(2)[0], prompt=torch.tensor([10, token]))
+    with pytest.raises(DataError, match=f"it has token {token}; expected 0 to {VOCAB - 1}"):
+        engine(server).generate([*requests(2), strange])
     assert server.asked == []
 
 

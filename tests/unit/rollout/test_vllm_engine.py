@@ -10,6 +10,7 @@ import torch
 
 from hybridflow.families.config_json import describe
 from hybridflow.families.model import ModelConfig, RotaryScaling
+from hybridflow.rollout.request import Request, SamplingParams
 
 MODEL = ModelConfig(num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=2, max_context=8, vocab_size=16)
 
@@ -79,6 +80,13 @@ def test_it_runs_on_the_ranks_own_gpu(make):
     executor = llm.options["distributed_executor_backend"]
     assert issubclass(executor, UniProcExecutor) and executor()._distributed_args() == ("tcp://a:1", 0, 3)
     assert make("cpu")[1].options["distributed_executor_backend"] == "uni"
+
+
+def test_a_token_that_the_model_does_not_have_is_refused(make):
+    engine, _ = make("cpu")
+    request = Request(prompt=torch.tensor([3, 16]), params=SamplingParams(max_new_tokens=4), prompt_index=0)
+    assert str(engine.refusal(request)).startswith("it has token 16; expected 0 to 15")
+    assert engine.refusal(replace(request, prompt=torch.tensor([3, 15]))) is None
 
 
 @pytest.mark.parametrize(("attention_factor", "expected"), [(None, 1.5), (1.25, 1.25)])

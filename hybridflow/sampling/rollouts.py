@@ -379,10 +379,11 @@ class Rollouts:
         numbers of tokens.
 
         Raises:
-            RewardError: The environment failed in all samples of a rollout; names the first failure.
+            RewardError: The environment failed in all samples of a rollout to learn from; names the first failure.
         """
         requests, is_rollout = self._share(groups), purpose == "rollout"
-        num_asked = len(requests)
+        # Greedy responses are compared with, and one way to fail may be all of theirs.
+        num_learned = sum(not ask.params.greedy for ask in requests)
         examples = [example_of(ask.prompt_index) for ask in requests]
         assert isinstance(self.engine, MegatronEngine), "refused by the recipe"
         try:
@@ -394,7 +395,7 @@ class Rollouts:
         self._tell_failures(found)
         if is_rollout:
             self._measure_engine()
-            self._measure(found, num_asked)
+            self._measure(found, num_learned)
             self._tell(pairs)
         batch = self._columns(pairs, id_of)
         if batch is None:
@@ -445,21 +446,21 @@ class Rollouts:
         if errors and self._place.tp == self._place.pp == 0:
             say(f"environment: failed in {len(errors)} of {len(found)} samples; one: {errors[0]}")
 
-    def _measure(self, found: list[Conversation], num_asked: int) -> None:
+    def _measure(self, found: list[Conversation], num_learned: int) -> None:
         """Measure how long conversations were, and how many failed. Collective: the rollout mesh.
 
         Raises:
-            RewardError: All of them failed.
+            RewardError: All failed of those that were to be learned from, so many on this replica.
         """
         mesh, errors = self._mesh, [each.error for each in found if each.error is not None]
-        share = [num_asked, len(found), sum(each.num_turns for each in found), len(errors), errors[:1]]
+        share = [num_learned, len(found), sum(each.num_turns for each in found), len(errors), errors[:1]]
         # Each replica has its own samples, and its first rank tells of them.
         shares = self._job.world.coordinator(mesh.ranks).gather(share, "conversations")
         firsts = [mesh.group_of(each, "tp", "pp")[0] for each in mesh.group_of(self._job.world.rank, "dp")]
         sample_stats: list[list[Any]] = [shares[mesh.ranks.index(each)] for each in firsts]
         *counts, failures = zip(*sample_stats, strict=True)
-        num_asked, num_samples, num_turns, num_failed = (sum(each) for each in counts)
-        if num_failed and num_failed == num_asked:
+        num_learned, num_samples, num_turns, num_failed = (sum(each) for each in counts)
+        if num_failed and num_failed == num_learned:
             first = next(error for each in failures for error in each)
             raise RewardError(
                 f"the environment failed in all {num_failed} samples: {first}; mend it, there is nothing to learn from"

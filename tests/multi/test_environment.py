@@ -514,6 +514,12 @@ def test_what_says_nothing_still_ends_a_turn():
 
 
 def all_fail(world):
+    job = job_with(world, "Broken", None)
+    actor = Actor(job, KLCoefficient(job.recipe))
+    greedy = {"number": 1, "first_prompt_index": 0, "num_prompts": 2, "is_greedy": True}
+    # Of a baseline, which nothing is learned from, it is no error.
+    actor.sample(None, {"train_step": {"step": 1, "first_prompt_index": 0, "num_prompts": 2}, "fill": greedy})
+    assert actor.metrics["environment/failed"] == 2
     with pytest.raises(RewardError) as failure:
         rollouts_of_a_step(world, "Broken")
     return str(failure.value)

@@ -283,14 +283,16 @@ class Advantage(Role):
         scores = batch.dense(self._column)
         self.metrics |= {"reward/mean": self._mean(scores), **length_metrics(batch, self._sum())}
         if lengths := length_stats(self._job, batch):
-            self.sample_stats = {"reward": [score for score in scores.tolist() if not math.isnan(score)], **lengths}
-            size = self._job.recipe.rollout.group_size
-            places = [divmod(number, size) for number in batch.ids.tolist()]
-            self.scores += [
-                (*place, score)
-                for place, score in zip(places, scores.tolist(), strict=True)
-                if self._job.recipe.archives_prompt(place[0])
+            recipe = self._job.recipe
+            rows = [
+                (*divmod(number, recipe.rollout.group_size), score)
+                for number, score in zip(batch.ids.tolist(), scores.tolist(), strict=True)
             ]
+            scored = [(prompt_index, score) for prompt_index, _, score in rows if not math.isnan(score)]
+            self.sample_stats = {"reward": [score for _, score in scored], **lengths}
+            if recipe.rollout.group_size > 1:
+                self.sample_stats["prompt"] = [float(prompt_index) for prompt_index, _ in scored]
+            self.scores += [row for row in rows if recipe.archives_prompt(row[0])]
         if self._job.recipe.shaping.overlong_buffer:
             self.metrics["reward/shaped_mean"] = self._mean(self._scores(batch))
 

@@ -76,6 +76,9 @@ def step_metrics(shares: Sequence[Share], step_s: float) -> dict[str, float]:
         for what, numbers in share.sample_stats.items():
             sample_stats.setdefault(what, []).extend(numbers)
     metrics |= measure_distributions(sample_stats, DISTRIBUTIONS)
+    # Dynamic sampling tells it of all groups that it sampled: of those that stay it is always 1.
+    if sample_stats.get("prompt"):
+        metrics.setdefault("groups/kept_share", _kept_share(sample_stats["prompt"], sample_stats["reward"]))
     phases, overhead_s = _times(shares, step_s)
     metrics["time/step_s"] = step_s
     metrics |= {f"time/{phase}_s": seconds for phase, seconds in phases.items()}
@@ -83,6 +86,14 @@ def step_metrics(shares: Sequence[Share], step_s: float) -> dict[str, float]:
     metrics["control/overhead_share"] = overhead_s / step_s
     metrics["throughput/tokens_per_s"] = metrics["batch/num_tokens"] / step_s
     return metrics | _costs(shares, phases, step_s)
+
+
+def _kept_share(prompts: Sequence[float], scores: Sequence[float]) -> float:
+    """Return the share of groups whose scores differ, from the prompt index and the score of each sample."""
+    groups: dict[float, set[float]] = {}
+    for prompt_index, score in zip(prompts, scores, strict=True):
+        groups.setdefault(prompt_index, set()).add(score)
+    return sum(len(each) > 1 for each in groups.values()) / len(groups)
 
 
 def _times(shares: Sequence[Share], step_s: float) -> tuple[dict[str, float], float]:

@@ -115,3 +115,13 @@ def test_a_meter_tells_the_peak_of_each_piece_of_work_and_what_it_computed():
         assert 200 << 20 < large.peak_bytes - small.peak_bytes < 300 << 20
     timeline.reset()
     assert timeline.costs == []
+
+
+def test_the_share_of_groups_that_teach_something_is_over_all_ranks():
+    """Of three groups one lies on both ranks, and has different scores only there."""
+    parts = [([7.0, 7.0, 8.0], [1.0, 1.0, 0.0]), ([8.0, 9.0, 9.0], [1.0, 0.0, 0.0])]
+    each = [Share(METRICS, sample_stats={"prompt": prompts, "reward": scores}) for prompts, scores in parts]
+    assert step_metrics(each, 1.0)["groups/kept_share"] == 1 / 3
+    told = [share._replace(metrics={**METRICS, "groups/kept_share": 0.25}) for share in each]
+    assert step_metrics(told, 1.0)["groups/kept_share"] == 0.25
+    assert "groups/kept_share" not in step_metrics([Share(METRICS)], 1.0)

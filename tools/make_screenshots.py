@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make the pictures of README and docs from a real run: console, learning curve and report.
+"""Make the pictures of README and docs from a real run: console and report.
 
 The run is `hybridflow train quickstart` on this machine, in a terminal of its own; settings may follow. It is kept in
 build/screenshots. Needs `pip install --editable '.[docs]'` and Chromium.
@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = FOLDER / RUN_DIR
     page_picture(run / "report.html", run / "report.png")
     page_picture(run / "report.html", run / "report_step.png", part="#step", dark=True)
-    for name in ("learning_curve.png", "report.png", "report_step.png"):
+    for name in ("report.png", "report_step.png"):
         save_small(run / name, out / name)
     sizes = {path.name: path.stat().st_size for path in sorted(out.iterdir())}
     print(*(f"{out / name}: {size / 1000:.0f} KB" for name, size in sizes.items()), sep="\n")

@@ -19,9 +19,9 @@ from hybridflow.errors import DataError
 from hybridflow.foreign import read_small
 from hybridflow.observe.files import json_objects
 from hybridflow.observe.metrics import METRICS_FILE, phase_seconds
-from hybridflow.observe.report import SUMMARY_FILE
 from hybridflow.observe.starts import STARTS_FILE, StartRecord, read_starts
 from hybridflow.observe.status_file import SILENT_AFTER_S, STATUS_FILE
+from hybridflow.observe.summary import SUMMARY_FILE
 
 _RECENT_STEPS = 20
 _TAIL_BYTES, _SEARCHED_BYTES = 2**18, 2**23

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace, planned_of: Callable[[Path], Any]) -> int
         WriteError: The file cannot be written.
     """
     from hybridflow.observe.console import print_out
-    from hybridflow.observe.report import REPORT_FILE
+    from hybridflow.observe.summary import REPORT_FILE
     from hybridflow.report.page import write_report
 
     folder = arguments.runs[0] if len(arguments.runs) == 1 else Path()

@@ -14,7 +14,7 @@ from hybridflow import __version__
 from hybridflow.errors import ConfigError
 from hybridflow.observe.files import replace_file, writing
 from hybridflow.observe.rank_log import say
-from hybridflow.observe.report import REPORT_FILE
+from hybridflow.observe.summary import REPORT_FILE
 from hybridflow.report.panels import choose_panels
 from hybridflow.report.run import Budget, describe_run, flat
 

@@ -19,9 +19,9 @@ from hybridflow.observe.files import json_objects
 from hybridflow.observe.metrics import METRICS_FILE, phase_seconds, read_metrics
 from hybridflow.observe.phases import phase_of
 from hybridflow.observe.rank_log import LOGS_DIR
-from hybridflow.observe.report import SUMMARY_FILE
 from hybridflow.observe.starts import RECIPE_FILE, StartRecord, read_starts
 from hybridflow.observe.status import RunStatus, read_status
+from hybridflow.observe.summary import SUMMARY_FILE
 from hybridflow.observe.timeline_file import StepTimeline, read_timeline
 from hybridflow.report.curves import curves, short
 from hybridflow.report.samples import Archive, has_archive, size_of

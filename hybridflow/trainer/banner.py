@@ -11,7 +11,7 @@ from typing import Any
 from hybridflow.config.recipe import MODEL_MESHES, REWARDS, Recipe
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.observe.console import duration
-from hybridflow.observe.report import REPORT_FILE
+from hybridflow.observe.summary import REPORT_FILE
 from hybridflow.reshard.spec import ModelSpec
 
 

@@ -14,10 +14,10 @@ from hybridflow.observe.exporters import Exporter, Outlet, close_outlets, open_o
 from hybridflow.observe.live_line import LiveLine
 from hybridflow.observe.metrics import MetricsLog, held_out_text
 from hybridflow.observe.rank_log import say_event
-from hybridflow.observe.report import drop_summary, try_learning_curve, write_summary
 from hybridflow.observe.samples_text import samples_markdown, samples_text
 from hybridflow.observe.starts import add_end, keep_recipe, recipe_text
 from hybridflow.observe.status_file import StatusFile
+from hybridflow.observe.summary import drop_summary, write_summary
 from hybridflow.observe.timeline import Timeline
 from hybridflow.observe.timeline_file import TimelineFile
 from hybridflow.parallel.world import World
@@ -172,7 +172,7 @@ class Record:
         return metrics
 
     def finish(self, step: int, *, is_done: bool, saved_step: int | None = None) -> None:
-        """Close the files; of a run that is done, write the summary and draw how it learned. On all ranks.
+        """Close the files; of a run that is done, write the summary. On all ranks.
 
         Args:
             step: Training steps done.
@@ -195,8 +195,6 @@ class Record:
                     "control_overhead_share": totals["control_s"] / totals["step_s"],
                 }
             write_summary(self._run_dir, self.summary)
-            if totals["steps"]:
-                try_learning_curve(self._run_dir)
             text = farewell(self._recipe, self.summary, saved_step=saved_step, seconds=totals["step_s"])
             say_event("end", text, summary=self.summary)
         self._status.close()

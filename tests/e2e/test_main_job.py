@@ -49,7 +49,6 @@ def test_the_quickstart_begins_with_what_a_user_looks_at(begun: Path):
     assert summary["steps"] == len(read_metrics(run)) == 3
     assert summary["tokens_per_s"] > 0
     assert 0 < summary["control_overhead_share"] < 1, summary
-    assert (run / "learning_curve.png").stat().st_size > 10_000
     assert list((run / "tensorboard").iterdir())
 
 

@@ -57,7 +57,7 @@ def test_started_plainly(plain):
     assert (folder / "run/report.html").exists()
     summary = json.loads((folder / "run/summary.json").read_text())
     assert summary["steps"] == 2 and summary["tokens_per_s"] > 0
-    assert (folder / "run/learning_curve.png").exists() and list((folder / "run/tensorboard").iterdir())
+    assert list((folder / "run/tensorboard").iterdir())
 
 
 @pytest.mark.slow

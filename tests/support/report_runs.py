@@ -12,9 +12,9 @@ import numpy as np
 
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.observe.metrics import MetricsLog
-from hybridflow.observe.report import write_summary
 from hybridflow.observe.starts import StartRecord, add_end, add_start, keep_recipe
 from hybridflow.observe.status_file import StatusFile
+from hybridflow.observe.summary import write_summary
 from hybridflow.observe.timeline_file import TimelineFile
 from hybridflow.rollout.archive import SegmentName, write_segment
 from hybridflow.rollout.learned import Learned, write_learned

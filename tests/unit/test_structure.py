@@ -57,7 +57,7 @@ LIGHT = [
     ),
     *("dataflow.graph", "dataflow.schedule", "dataflow.compiler", "reshard.plan", "reshard.optimizer"),
     *("reshard.report", "reshard.diagram"),
-    *("observe.metrics", "observe.report", "observe.starts", "observe.timeline", "observe.timeline_file"),
+    *("observe.metrics", "observe.summary", "observe.starts", "observe.timeline", "observe.timeline_file"),
     *("observe.distribution", "observe.expert_loads", "observe.work", "models.flops", "metrics"),
     *(
         "observe.table",

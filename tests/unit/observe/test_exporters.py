@@ -32,7 +32,7 @@ from hybridflow.observe.exporters import (
     open_outlets,
 )
 from hybridflow.observe.metrics import read_metrics
-from hybridflow.observe.report import write_summary
+from hybridflow.observe.summary import write_summary
 from hybridflow.parallel.world import World
 from hybridflow.recipe.load import load_recipe
 from hybridflow.sections import to_dict

@@ -16,9 +16,9 @@ from hybridflow.observe import rank_log
 from hybridflow.observe.files import replace_by_pieces, replace_file
 from hybridflow.observe.metrics import MetricsLog
 from hybridflow.observe.rank_log import note, open_rank_log, tell
-from hybridflow.observe.report import write_summary
 from hybridflow.observe.starts import StartRecord, add_start, keep_recipe, read_starts
 from hybridflow.observe.status_file import StatusFile
+from hybridflow.observe.summary import write_summary
 from hybridflow.observe.timeline_file import TimelineFile
 from hybridflow.parallel.cause import cause_of
 from hybridflow.trainer.starting import note_failure

@@ -196,7 +196,7 @@ def test_any_finite_metric_survives_the_round_trip(tmp_path_factory: pytest.Temp
 
 
 def test_importing_is_light():
-    heavy = "import hybridflow.observe.metrics, hybridflow.observe.report, hybridflow.observe.timeline, sys\n"
+    heavy = "import hybridflow.observe.metrics, hybridflow.observe.summary, hybridflow.observe.timeline, sys\n"
     heavy += "sys.exit(' '.join({'torch', 'matplotlib', 'numpy', 'tensorboard'} & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from hybridflow import cli
 from hybridflow.errors import DataError
-from hybridflow.observe.report import write_summary
 from hybridflow.observe.starts import StartRecord, add_end, add_start
 from hybridflow.observe.status import read_status
 from hybridflow.observe.status_file import StatusFile
 from hybridflow.observe.status_text import as_table, as_text, duration
+from hybridflow.observe.summary import write_summary
 
 BEGAN_S = 10_000.0
 """When the last start began."""

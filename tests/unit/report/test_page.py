@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hybridflow.observe.report import write_summary
 from hybridflow.observe.starts import StartRecord, add_start
+from hybridflow.observe.summary import write_summary
 from hybridflow.report.page import write_report
 from tests.support.browser import loading_ms, opened, press_until, running_browser, text
 from tests.support.report_runs import HOSTILE, write_run

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hybridflow.rollout.replica import LOOK_STEPS, Replica
-from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped, check_requests
+from hybridflow.rollout.replica import Replica
+from hybridflow.rollout.request import LOOK_STEPS, Progress, Request, Response, RolloutStopped, check_requests
 from hybridflow.rollout.session import FEW_STEPS, Session
 
 

@@ -17,12 +17,9 @@ from hybridflow.models.gpt import Transformer
 from hybridflow.rollout.blocks import BLOCK_TOKENS, blocks_for
 from hybridflow.rollout.budget import cache_bytes
 from hybridflow.rollout.paged import block_bytes
-from hybridflow.rollout.request import Request, SamplingParams, length_refusal, vocabulary_refusal
+from hybridflow.rollout.request import LOOK_STEPS, Request, SamplingParams, length_refusal, vocabulary_refusal
 from hybridflow.rollout.runner import make_runner
 from hybridflow.rollout.texts import Texts
-
-LOOK_STEPS = 16
-"""Every so many steps generating looks up: what is finished is handed over, and it may be told to stop."""
 
 TakeTokens = Callable[[], Tensor]
 """Waits for the tokens of a step, ``[rows]`` int64 in host memory."""

@@ -14,10 +14,15 @@ if TYPE_CHECKING:
 
 PURPOSES = {"rollout": 1, "validation": 2}
 """Purposes of samples: each has noise of its own."""
+
+LOOK_STEPS = 16
+"""Every so many steps generating looks up: what is finished is handed over, and it may be told to stop."""
+
 FinishReason = Literal["stop", "length", "paused", "failed"]
+"""A stop token or text, the most tokens; ``paused``: not yet; ``failed``: something went wrong."""
+
 SampleKey = tuple[int, int]
 """Prompt index and index of a sample."""
-"""A stop token or text, the most tokens; ``paused``: not yet; ``failed``: something went wrong."""
 
 MOST = 10_000.0
 """Largest temperature, penalty and bias, and one over the smallest temperature: within fp32 whatever the logits."""

@@ -18,8 +18,8 @@ from hybridflow.parallel.copies import to_device
 from hybridflow.rollout.blocks import STEP_TOKENS, BlockPool
 from hybridflow.rollout.paged import PagedCache
 from hybridflow.rollout.records import Records
-from hybridflow.rollout.replica import LOOK_STEPS, Replica, TakeTokens
-from hybridflow.rollout.request import FinishReason, Request, Response
+from hybridflow.rollout.replica import Replica, TakeTokens
+from hybridflow.rollout.request import LOOK_STEPS, FinishReason, Request, Response
 from hybridflow.rollout.runner import Cache
 from hybridflow.rollout.sampling import FAILURES, Sampled, Sampler, sequence_key
 from hybridflow.rollout.scheduler import Scheduler, Step, TokenSequence

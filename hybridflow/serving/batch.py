@@ -21,8 +21,7 @@ from hybridflow.observe.activity import current_activity
 from hybridflow.observe.console import complain, print_out
 from hybridflow.observe.rank_log import tell
 from hybridflow.parallel.world import World
-from hybridflow.rollout.replica import LOOK_STEPS
-from hybridflow.rollout.request import Request, Response, SamplingParams
+from hybridflow.rollout.request import LOOK_STEPS, Request, Response, SamplingParams
 from hybridflow.rollout.texts import text_before_stop, with_stop_tokens
 from hybridflow.serving.files import identity, sampling_of
 from hybridflow.serving.options import Options

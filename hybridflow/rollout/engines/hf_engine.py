@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hybridflow.models.hf_model import TransformersActor, can_generate, generate
-from hybridflow.rollout.engines.user_engine import LOOK_STEPS, Generated, Samples, UserEngine
-from hybridflow.rollout.request import Request
+from hybridflow.rollout.engines.user_engine import Generated, Samples, UserEngine
+from hybridflow.rollout.request import LOOK_STEPS, Request
 
 
 @dataclass(eq=False)

@@ -20,6 +20,7 @@ from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.user_model import ask_logits, said
 from hybridflow.rollout.engines.answers import failed, stopped
 from hybridflow.rollout.request import (
+    LOOK_STEPS,
     Progress,
     Request,
     Response,
@@ -29,9 +30,6 @@ from hybridflow.rollout.request import (
     vocabulary_refusal,
 )
 from hybridflow.rollout.sampling import FAILURES, Sampler, sequence_key
-
-LOOK_STEPS = 16
-"""Every so many tokens generating looks up whether it is told to stop."""
 
 _BY_GENERATE = ("max_new_tokens", "temperature", "top_k", "top_p", "stop_ids", "greedy", "seed")
 """Parameters that a module's own ``generate`` takes."""

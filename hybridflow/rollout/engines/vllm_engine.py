@@ -35,6 +35,7 @@ from hybridflow.rollout.engines.answers import (
 )
 from hybridflow.rollout.engines.wire import BadAnswer
 from hybridflow.rollout.request import (
+    LOOK_STEPS,
     Progress,
     Request,
     Response,
@@ -42,9 +43,6 @@ from hybridflow.rollout.request import (
     length_refusal,
     vocabulary_refusal,
 )
-
-LOOK_STEPS = 16
-"""Every so many steps generating looks up: what is finished is handed over, and it may be told to stop."""
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else the model is in another process, and weights must be sent there

@@ -41,8 +41,7 @@ def load_ours(folder: str, settings: dict[str, Any]) -> Callable[[], Any]:
     from hybridflow.rollout.blocks import blocks_for
     from hybridflow.rollout.engine import MegatronEngine
     from hybridflow.rollout.paged import block_bytes
-    from hybridflow.rollout.replica import LOOK_STEPS
-    from hybridflow.rollout.request import Request, SamplingParams
+    from hybridflow.rollout.request import LOOK_STEPS, Request, SamplingParams
     from rollout_bench.machine import measure_bandwidth, measure_products, measure_square
 
     def requests(prompts: list[list[int]], lengths: list[int], samples: int = 1) -> list[Request]:

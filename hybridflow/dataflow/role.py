@@ -17,7 +17,7 @@ class Metrics(dict[str, float]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sums: dict[str, tuple[float, int]] = {}
+        self._sums: dict[str, tuple[float, float]] = {}
 
     def add_update(self, role: str, grad_norm: float, told: Mapping[str, float]) -> None:
         """Take what an optimizer step tells of its mini-batch, in which each metric is a mean or a share already.
@@ -34,9 +34,17 @@ class Metrics(dict[str, float]):
     def average(self, told: Mapping[str, float]) -> None:
         """Take what a mini-batch tells: each metric becomes the mean over the mini-batches that told it."""
         for name, value in told.items():
-            total, count = self._sums.get(name, (0.0, 0))
-            self._sums[name] = total, count = total + value, count + 1
-            self[name] = total / count
+            self.add_share(name, value, 1)
+
+    def add_share(self, name: str, part: float, whole: float) -> None:
+        """Add to both sides of a share, or of a mean: a step may have several rollouts."""
+        parts, wholes = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = parts, wholes = parts + part, wholes + whole
+        self[name] = parts / wholes if wholes else 0.0
+
+    def add_count(self, name: str, count: float) -> None:
+        """Add to a count."""
+        self[name] = self.get(name, 0.0) + count
 
     def clear(self) -> None:
         """Forget a step."""

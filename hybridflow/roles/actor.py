@@ -64,8 +64,6 @@ class Actor(Role):
             user_loss = user_algorithm.loss
         self._policy_loss = PolicyLoss(job.recipe, kl_coef, user_loss)
         self._compared = torch.zeros(len(SAMPLER_SUMS), dtype=torch.float64)
-        self._num_sampled = self._num_rejected = 0
-        self._distilled = torch.zeros(2, dtype=torch.float64)
         update, rollout = job.meshes["actor.update"], job.meshes["actor.rollout"]
         rank = job.world.rank
         is_scorer = job.recipe.traits.is_scorer
@@ -206,7 +204,7 @@ class Actor(Role):
         turn = decided["actor_mini_batch"]
         is_first = turn["epoch"] == 0
         if is_first and turn["index"] == 0:
-            self._compared, self._num_sampled, self._num_rejected = torch.zeros(len(SAMPLER_SUMS)).double(), 0, 0
+            self._compared = torch.zeros(len(SAMPLER_SUMS)).double()
         part, totals = self._counted(mini_batch(self._job, batch, turn["index"]), is_first=is_first)
         if totals is None:
             if is_first and LOSS_MASK in part.columns and self._placed.is_output_rank:
@@ -227,7 +225,7 @@ class Actor(Role):
     def _skip(self) -> None:
         """Leave out a mini-batch that has no token to learn from."""
         self._placed.settle()
-        self.metrics["actor/skipped"] = self.metrics.get("actor/skipped", 0.0) + 1
+        self.metrics.add_count("actor/skipped", 1)
 
     def _counted(self, part: Batch, *, is_first: bool) -> tuple[Batch, Totals | None]:
         """Return a mini-batch without its rejected tokens, and the counts of its tokens. Collective: dp."""
@@ -240,9 +238,8 @@ class Actor(Role):
         part = part.with_columns({LOSS_MASK: Ragged.from_padded(kept_tokens, lengths)})
         kept = self._placed.totals(part, LOSS_MASK)
         if is_first:
-            self._num_sampled += totals.num_tokens
-            self._num_rejected += totals.num_tokens - (0 if kept is None else kept.num_tokens)
-            self.metrics["correction/rejected_share"] = self._num_rejected / self._num_sampled
+            num_rejected = totals.num_tokens - (0 if kept is None else kept.num_tokens)
+            self.metrics.add_share("correction/rejected_share", num_rejected, totals.num_tokens)
         return part, kept
 
     def distill(self, batch: Batch, decided: Mapping[str, Any]) -> None:
@@ -254,7 +251,6 @@ class Actor(Role):
         if turn["index"] == 0:
             self.metrics |= length_metrics(batch, sum_over(self._placed.groups.dp))
             self.sample_stats |= length_stats(self._job, batch)
-            self._distilled = torch.zeros(2, dtype=torch.float64)
         part = mini_batch(self._job, batch, turn["index"])
         totals = self._placed.totals(part)
         if totals is None:
@@ -267,9 +263,7 @@ class Actor(Role):
         )
         if self._placed.is_output_rank:
             (loss,) = self._placed.add_up(results, 1)
-            self._distilled += torch.tensor([loss * totals.num_tokens, totals.num_tokens])
-            kl_sum, num_tokens = self._distilled.tolist()
-            self.metrics["distill/kl"] = kl_sum / num_tokens
+            self.metrics.add_share("distill/kl", loss * totals.num_tokens, totals.num_tokens)
             self.metrics.add_update("actor", grad_norm, {"actor/loss": loss})
 
     def _distance(self, output: Tensor, micro_batch: MicroBatch, part: Batch, totals: Totals) -> tuple[Tensor, Tensor]:

@@ -34,11 +34,14 @@ class OfflineActor(Actor):
         super().__init__(job, kl_coef)
         # As what it trains will be asked once it is a reward model.
         is_known = user_class_of(job, "actor") is None or runs_in_transformers(job, "actor")
+        self._rewards = torch.zeros(4, dtype=torch.float64)
         self._pad_id = padding_of(job, "actor") if job.recipe.traits.is_scorer and is_known else None
 
     def update(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Take one optimizer step on one mini-batch. Collective: all ranks of the update mesh."""
         turn = decided["actor_mini_batch"]
+        if turn["epoch"] == turn["index"] == 0:
+            self._rewards = torch.zeros(4, dtype=torch.float64)
         part, is_followed = mini_batch(self._job, batch, turn["index"]), not is_last_mini_batch(self._job, turn)
         match self._job.recipe.algorithm:
             case "sft":
@@ -126,10 +129,12 @@ class OfflineActor(Actor):
         if not self._placed.is_output_rank:
             return
         share, of_wanted, num_wanted, of_others = self._placed.add_up(kept, 4)
-        told = {"actor/loss": share, "preference/z_ref": float(z_ref)}
-        if 0 < num_wanted < size:
-            told["preference/margin"] = of_wanted / num_wanted - of_others / (size - num_wanted)
-        self.metrics.add_update("actor", grad_norm, told)
+        self.metrics.add_update("actor", grad_norm, {"actor/loss": share, "preference/z_ref": float(z_ref)})
+        # A mini-batch may have few of a kind, or none.
+        self._rewards += torch.tensor([of_wanted, num_wanted, of_others, size - num_wanted], dtype=torch.float64)
+        of_wanted, num_wanted, of_others, num_others = self._rewards.tolist()
+        if num_wanted and num_others:
+            self.metrics["preference/margin"] = of_wanted / num_wanted - of_others / num_others
 
     def _z_ref(self, part: Batch) -> Tensor:
         """Return the KL to the reference: the mean log-ratio of completions to other prompts, at least 0.

@@ -15,6 +15,7 @@ from hybridflow.config.rollout import RolloutConfig
 from hybridflow.data.prompts import Example
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.move import Mover
+from hybridflow.dataflow.role import Metrics
 from hybridflow.dataflow.schedule import Move
 from hybridflow.errors import EngineError, RewardError
 from hybridflow.models.flops import model_flops, sampling_flops
@@ -93,14 +94,13 @@ class _Known:
         self._num_begun += sum(ask.begun is not None for ask in begun)
         return begun
 
-    def shares(self, num: int, num_claimed: int) -> dict[str, float]:
-        """Return which shares of ``num`` responses were known, begun earlier, or claimed from another replica."""
-        counts = {
+    def counts(self, num_claimed: int) -> dict[str, int]:
+        """Return how many responses were known, begun earlier, or claimed from another replica."""
+        return {
             "rollout/reused": len(self.again) - self._num_done_early,
             "rollout/continued": self._num_begun + self._num_done_early,
             "rollout/claimed": num_claimed,
         }
-        return {name: count / num for name, count in counts.items() if count}
 
 
 class Rollouts:
@@ -121,7 +121,7 @@ class Rollouts:
     """
 
     def __init__(self, job: Job, engine: MegatronEngine | VllmEngine | HttpEngine, *, is_output_rank: bool) -> None:
-        self.metrics: dict[str, float] = {}
+        self.metrics = Metrics()
         self.sample_stats: dict[str, list[float]] = {}
         self.is_stopping: Callable[[], bool] = lambda: False
         self.log: RolloutLog | None = None
@@ -138,7 +138,6 @@ class Rollouts:
         self._carry_over = PartialRollouts()
         replayed = job.recipe.rollout.replay
         self._replay = None if replayed is None else Replay(Path(replayed))
-        self._counts: dict[str, tuple[float, ...]] = {}
         self._conversations: Environments | None = None
         if job.recipe.rollout.environment is not None:
             replica = job.world.coordinator(self._mesh.group_of(job.world.rank, "tp", "pp"))
@@ -278,7 +277,10 @@ class Rollouts:
         self._count(new)
         pairs = known.again + new
         self._tell(pairs)
-        self.metrics |= known.shares(len(pairs), deal.num_claimed)
+        for name, count in known.counts(deal.num_claimed).items():
+            self.metrics.add_share(name, count, len(pairs))
+            if not self.metrics[name]:
+                del self.metrics[name]
         return pairs
 
     def _as_batch(self, pairs: Pairs, groups: list[list[Request]], deal: Deal, id_of: IdOf) -> Batch | None:
@@ -430,16 +432,8 @@ class Rollouts:
     def _measure_engine(self) -> None:
         if isinstance(self.engine, MegatronEngine):
             measured = self.engine.metrics
-            prefill = measured["prompt_computed"], measured["prompt_tokens"]
-            num_computed, num_prompt = self._add_up("rollout/prefill_share", *prefill)
-            self.metrics["rollout/prefill_share"] = num_computed / max(num_prompt, 1)
-            self.metrics["rollout/preempted"] = self._add_up("rollout/preempted", measured["preempted"])[0]
-
-    def _add_up(self, metric: str, *counts: float) -> tuple[float, ...]:
-        """Return the counts behind a metric, summed over the step's rollouts: the metric of those before is there."""
-        before = self._counts[metric] if metric in self.metrics else (0.0,) * len(counts)
-        self._counts[metric] = tuple(map(sum, zip(before, counts, strict=True)))
-        return self._counts[metric]
+            self.metrics.add_count("rollout/preempted", measured["preempted"])
+            self.metrics.add_share("rollout/prefill_share", measured["prompt_computed"], measured["prompt_tokens"])
 
     def _tell_failures(self, found: list[Conversation]) -> None:
         errors = [each.error for each in found if each.error is not None]
@@ -465,9 +459,8 @@ class Rollouts:
             raise RewardError(
                 f"the environment failed in all {num_failed} samples: {first}; mend it, there is nothing to learn from"
             )
-        turns, samples = self._add_up("environment/turns_mean", num_turns, num_samples)
-        self.metrics["environment/turns_mean"] = turns / max(samples, 1)
-        self.metrics["environment/failed"] = self._add_up("environment/failed", num_failed)[0]
+        self.metrics.add_share("environment/turns_mean", num_turns, num_samples)
+        self.metrics.add_count("environment/failed", num_failed)
 
 
 def _expected(deal: Deal, groups: list[list[Request]]) -> list[Request]:

@@ -416,7 +416,13 @@ def training(world, function: str | None):
     job = job_with(world, "Paid", function)
     coefficient = KLCoefficient(job.recipe)
     actor, reward, advantage = Actor(job, coefficient), Reward(job), Advantage(job, coefficient)
+    told = ("environment/turns_mean", "environment/failed")
+    for first in (0, 2):
+        actor.sample(None, {"train_step": {"step": 1, "first_prompt_index": first, "num_prompts": 2}})
+    in_halves = [actor.metrics[name] for name in told]
+    actor.metrics.clear()
     batch = actor.sample(None, {"train_step": {"step": 1, "first_prompt_index": 0, "num_prompts": 4}})
+    assert in_halves == [actor.metrics[name] for name in told], "a step's rollouts are told of together"
     batch = batch.with_columns(reward.score(batch, {}).columns)
     batch = batch.with_columns(actor.log_probs(batch, {}).columns)
     batch = batch.with_columns({"ref_log_probs": batch.columns["old_log_probs"]})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -284,6 +285,18 @@ class Plain:
         scale = 1.0 if self.name == "reward-model" else PREFERENCES[self.name].beta
         return {"validation/accuracy": float((h > 0).double().mean()), "validation/margin": scale * float(h.mean())}
 
+    def margin(self, rows: list[Any]) -> float:
+        """Mean margin of the mini-batches so far, whose rows these are: all have equally many."""
+        with torch.no_grad():
+            if self.name != "kto":
+                scale = 1.0 if self.name == "reward-model" else PREFERENCES[self.name].beta
+                return scale * float(self.differences(rows).mean())
+            rewards = [PREFERENCES["kto"].beta * float(self.number(row.prompt, row.tokens)) for (row,) in rows]
+        by_kind: dict[bool, list[float]] = {True: [], False: []}
+        for reward, (row,) in zip(rewards, rows, strict=True):
+            by_kind[bool(row.is_wanted)].append(reward)
+        return fmean(by_kind[True]) - fmean(by_kind[False])
+
     def gradients(self, loss: Tensor) -> dict[str, Tensor]:
         found = torch.autograd.grad(loss, list(self.weights.values()), allow_unused=True)
         return {
@@ -318,6 +331,7 @@ def truth() -> dict[str, Any]:
             "losses": [float(loss.detach()) for loss in losses],
             "gradients": [plain.gradients(loss) for loss in losses],
             "z_ref": [plain.z_ref(rows) for rows in plain.mini_batches] if name == "kto" else [],
+            "margins": [] if name == "sft" else [plain.margin(rows) for rows in (plain.mini_batches[0], plain.rows)],
             "validation": plain.validation() if name != "sft" else {},
             "rows": plain.rows,
         }
@@ -346,6 +360,9 @@ def test_a_step_is_that_of_plain_torch_in_every_layout(size, truth):
                 if expected["z_ref"]:
                     z_ref = so_far(expected["z_ref"], index)
                     assert told["preference/z_ref"] == pytest.approx(z_ref, rel=1e-5, abs=4e-6), case
+                if expected["margins"]:
+                    margin = pytest.approx(expected["margins"][index], rel=1e-5, abs=4e-6)
+                    assert told["preference/margin"] == margin, (case, index)
                 assert told["actor/grad_norm"] == pytest.approx(so_far(norms, index), rel=1e-5), case
                 assert told["actor/grad_norm_max"] == pytest.approx(max(norms[: index + 1]), rel=1e-5), case
             check_gradients(case, [share["gradients"][index] for share in shares], expected["gradients"][index])

@@ -47,7 +47,11 @@ def __getattr__(name: str) -> Any:
     if name in _PATHS:
         return importlib.import_module(f"hybridflow.{name}")
     if name not in _MODULES:
-        raise AttributeError(f"module 'hybridflow' has no attribute {name!r}; its names: {', '.join(sorted(_MODULES))}")
+        from hybridflow.errors import did_you_mean
+
+        hint = did_you_mean(name, _MODULES)
+        names = ", ".join(sorted(_MODULES))
+        raise AttributeError(f"module 'hybridflow' has no attribute {name!r}; {hint}its names: {names}")
     from hybridflow.parallel.rank import silence_libraries
 
     silence_libraries()

@@ -43,6 +43,21 @@ _SAID_BY_TRAIN = (
 """Section, key, and what says it."""
 
 
+_AS_ARGUMENTS = "settings are arguments here, such as lr=1e-6; batch size and epochs go to train(…)"
+_ELSEWHERE = {
+    "args": _AS_ARGUMENTS,
+    "config": _AS_ARGUMENTS,
+    "train_dataset": "give dataset=…",
+    "processing_class": "give tokenizer=…",
+    "peft_config": "give lora=LoraConfig(…)",
+    **dict.fromkeys(
+        ("num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps"),
+        "give it to train(…)",
+    ),
+}
+"""Arguments of other frameworks' trainers, and what says it here."""
+
+
 class OfflineTrainer:
     """Learns from rows of text that are there. Collective: all ranks, with the same arguments.
 
@@ -77,6 +92,9 @@ class OfflineTrainer:
         device_mesh: DeviceMesh | None = None,
         **settings: Any,
     ) -> None:
+        for name in settings:
+            if name in _ELSEWHERE:
+                raise ConfigError(f"{type(self).__name__}: {name}=…: unknown; {_ELSEWHERE[name]}")
         if dataset is None:
             raise ConfigError(
                 f"{type(self).__name__}: no dataset; give dataset=…, rows with {' and '.join(self._columns())}"

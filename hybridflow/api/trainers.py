@@ -374,7 +374,8 @@ def as_reward(reward: Any) -> Part:
         return Reward(model=reward)
     if isinstance(reward, str) or callable(reward):
         return Reward(reward)
+    several = "; several functions: make one of them, or use DataPipeline" if isinstance(reward, list | tuple) else ""
     raise ConfigError(
         f"reward: found {type(reward).__name__}; give a function (prompt, response, answer) -> score, its name, a "
-        "model, or an object with scores(prompts, responses, answers)"
+        f"model, or an object with scores(prompts, responses, answers){several}"
     )

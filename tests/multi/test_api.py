@@ -603,6 +603,10 @@ def test_a_reward_may_be_a_function_in_a_file() -> None:
 
 
 def test_strange_arguments() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'GrpoTrainer'; did you mean GRPOTrainer\? its names"):
+        getattr(hybridflow, "GrpoTrainer")  # noqa: B009
+    with pytest.raises(ConfigError, match="reward: found list; .*; several functions: make one of them, or use DataPi"):
+        as_reward([len, len])
     names = {
         "model": "the policy is actor_model=…",
         "num_train_epochs": "TRL's num_train_epochs is trainer.steps here",

@@ -291,6 +291,13 @@ def refusals(folder: Path, size: int):
 
 ARGUMENTS: list[tuple[type[Exception], dict[str, Any], dict[str, Any], str]] = [
     (ConfigError, {"steps": 2}, {}, "DPOTrainer: trainer.steps=2 is not read here; give train(max_steps=…)"),
+    (
+        ConfigError,
+        {"config": {"lr": 1e-6}},
+        {},
+        "DPOTrainer: config=…: unknown; settings are arguments here",
+    ),
+    (ConfigError, {"max_steps": 2}, {}, "DPOTrainer: max_steps=…: unknown; give it to train(…)"),
     (ConfigError, {"rollout_batch_size": 4}, {}, "trainer.global_batch_size=4 is not read here; give train(per_device"),
     (ConfigError, {}, {"global_batch_size": 4}, "trainer.global_batch_size=4 is not read"),
     (ConfigError, {"max_new_tokens": 4}, {}, "max_length=…"),

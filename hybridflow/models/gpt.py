@@ -71,6 +71,7 @@ def transformer_config(
             num_moe_experts=model.num_experts,
             moe_ffn_hidden_size=model.ffn_hidden_size,
             moe_router_topk=model.experts_per_token,
+            moe_router_score_function=model.router_score,
             # Shares of all experts, or of those that were chosen.
             moe_router_pre_softmax=not model.normalized_experts,
             moe_router_load_balancing_type="none",
@@ -461,8 +462,9 @@ def _finish_layer(
         core.add_sinks()
     if model.local_rotary_base is not None:
         layer.self_attention.rotation = int(has_window), 2
+    is_stretched = not (has_window and model.local_rotary_base is not None)
     core.scoring = Scoring(
-        scale=layer.config.softmax_scale,
+        scale=layer.config.softmax_scale if is_stretched else model.plain_scale,
         softcap=model.attention_softcap,
         window=model.window if has_window else None,
     )

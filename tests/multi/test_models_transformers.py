@@ -151,6 +151,17 @@ CASES = {
         },
         is_fast=False,
     ),
+    "gemma3, yarn": Case(
+        config="Gemma3Text",
+        given={
+            **{"head_dim": 32, "sliding_window": 4, "sliding_window_pattern": 3, "query_pre_attn_scalar": 20},
+            "rope_parameters": {
+                "full_attention": rope("yarn", factor=4.0, original_max_position_embeddings=16)["rope_parameters"],
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+        is_fast=False,
+    ),
     "gemma3, no window": Case(
         config="Gemma3Text",
         given={
@@ -198,7 +209,7 @@ CASES = {
         config="DeepseekV3",
         given={
             **{**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 3},
-            "norm_topk_prob": False,
+            **{"norm_topk_prob": False, "num_experts_per_tok": 1},
             **rope(
                 "yarn",
                 **dict(factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, beta_slow=0.5),

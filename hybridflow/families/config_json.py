@@ -39,6 +39,9 @@ _ROTARY_KEYS = {
 }
 
 
+_COMPUTED = {"is_causal": (True, None)}
+"""Keys of every family and the values that are computed; models that embed texts see those behind."""
+
 _RANDOM = ("attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
 
 
@@ -88,7 +91,7 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
     given = {**family.defaults, **values}
     _check_given(family, given, where)
     read_quantization(values, family, where=where)
-    for key, allowed in family.computed.items():
+    for key, allowed in {**_COMPUTED, **family.computed}.items():
         if key in values and values[key] not in allowed:
             if key in _RANDOM:
                 raise ConfigError(
@@ -103,7 +106,7 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
     model |= _mixture(given, model)
     model |= _rotary(family, given, where)
     model |= _window(family, given, where)
-    if given.get("query_pre_attn_scalar") is not None:
+    if "query_pre_attn_scalar" in family.defaults and given.get("query_pre_attn_scalar") is not None:
         model["attention_scale"] = float(given["query_pre_attn_scalar"]) ** -0.5
     model["dtype"] = dtype_of(given)
     settings = read_section(ModelConfig, model, source=where)

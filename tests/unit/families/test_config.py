@@ -604,6 +604,7 @@ REFUSED = {
     "family": ({"model_type": "gpt2"}, "model_type='gpt2': not a family known here"),
     "family of another type": ({"model_type": ["llama"]}, "model_type=['llama']"),
     "bias": ({"attention_bias": True}, "attention_bias=True is not computed for llama"),
+    "embeddings of texts": ({"is_causal": False}, "is_causal=False is not computed for llama; only True"),
     "dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1: nothing random is computed; set it to 0"),
     "quantized by others": (
         {"quantization_config": {"quant_method": "gptq", "bits": 4}},
@@ -695,6 +696,12 @@ def test_what_is_left_out_has_the_default_of_transformers(name):
 def test_padding_that_is_left_out_is_that_of_transformers(name):
     """It decides which token a reward is read from."""
     assert FAMILIES[name].defaults.get("pad_token_id") == full(name).get("pad_token_id")
+
+
+def test_a_scale_of_scores_counts_in_the_families_that_have_one():
+    for name, scale in (("gemma2", 0.5), ("llama", None)):
+        values = {**full(name), "query_pre_attn_scalar": 4}
+        assert read_config(values, where="config.json").model.attention_scale == scale
 
 
 def test_null_is_an_answer():

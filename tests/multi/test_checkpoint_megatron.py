@@ -599,7 +599,13 @@ def test_virtual_stages_take_turns(saved, tmp_path):
 
 
 def test_models_that_megatron_has_no_arguments_for():
-    for changed in ({"logit_softcap": 30.0}, {"activation": "gelu_tanh"}, {"window": 8, "window_layers": (0,)}):
+    one_expert = {"num_experts": 4, "router_score": "sigmoid", "experts_per_token": 1, "normalized_experts": True}
+    for changed in (
+        {"logit_softcap": 30.0},
+        {"activation": "gelu_tanh"},
+        {"window": 8, "window_layers": (0,)},
+        one_expert,
+    ):
         source = MemorySource(replace(SMALL, **changed))
         with pytest.raises(ConfigError, match=f"Megatron-LM is not written of .*{next(reversed(changed))}"):
             make_target("megatron-dist", source)
@@ -616,6 +622,9 @@ def test_models_that_megatron_has_no_arguments_for():
         {"zero_centered_norms": True, "tied_embeddings": True, "dtype": "bf16"},
         {"num_experts": 4, "experts_per_token": 3, "normalized_experts": False},
         {"num_experts": 4, "num_dense_layers": 2, "dense_ffn_hidden_size": 40},
+        # megatron-core's topk_routing_with_score_function normalizes scores of sigmoid where there are several.
+        {"num_experts": 4, "router_score": "sigmoid", "experts_per_token": 2},
+        {"num_experts": 4, "router_score": "sigmoid", "experts_per_token": 1, "normalized_experts": False},
         {"rotary_scaling": RotaryScaling(kind="linear", factor=2.0)},
         {
             "rotary_scaling": RotaryScaling(

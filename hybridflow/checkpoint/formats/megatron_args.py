@@ -170,10 +170,11 @@ def to_model(args: Mapping[str, Any], *, where: str) -> ModelConfig:
 def router_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a mixture that Megatron-LM's arguments and a ``TransformerConfig`` call alike."""
     score = values.get("moe_router_score_function", "softmax")
+    # Scores of sigmoid are always normalized there, but that of a single expert.
+    has_sigmoid, is_one = score == "sigmoid", values.get("moe_router_topk", 2) == 1
     return {
         "router_score": score,
-        # Scores of sigmoid are always normalized there.
-        "normalized_experts": score == "sigmoid" or not values.get("moe_router_pre_softmax", False),
+        "normalized_experts": not (is_one if has_sigmoid else values.get("moe_router_pre_softmax", False)),
         "router_bias": values.get("moe_router_enable_expert_bias", False),
         "shared_ffn_hidden_size": values.get("moe_shared_expert_intermediate_size") or None,
     }
@@ -239,7 +240,7 @@ def _check_written(model: ModelConfig) -> None:
         *("attention_softcap", "logit_softcap", "window_layers"),
     )
     strange = [name for name in names if getattr(model, name) != getattr(plain, name)]
-    if model.router_score == "sigmoid" and not model.normalized_experts:
+    if model.router_score == "sigmoid" and model.normalized_experts == (model.experts_per_token == 1):
         strange.append("normalized_experts")
     per_group = model.experts_per_token // (model.router_groups_per_token or model.experts_per_token)
     if model.router_groups is not None and per_group != _BEST_OF_GROUP:

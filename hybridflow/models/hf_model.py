@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -411,3 +412,27 @@ def names_as_saved(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]
     except ImportError:  # of an older one, where both have the same names
         return dict(state)
     return dict(revert_weight_conversion(model, dict(state)))
+
+
+def renaming(values: Mapping[str, Any]) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
+    """Return ``names_as_saved`` for the model of a parsed ``config.json``, which is made without memory.
+
+    A model whose code came with its directory keeps its names: that code does not run here.
+
+    Raises:
+        ConfigError: ``transformers`` cannot be imported, or cannot make the model.
+    """
+    library = _library("writing a model that runs in transformers needs transformers")
+    if values.get("model_type") not in library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return dict
+    known = {key: value for key, value in copy.deepcopy(dict(values)).items() if key != "auto_map"}
+    try:
+        with torch.device("meta"):
+            module = library.AutoModelForCausalLM.from_config(library.AutoConfig.for_model(**known))
+    except (AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"model_type={values['model_type']!r}: transformers {library.__version__} cannot make the model, which "
+            f"tells the names in its files: {type(error).__name__}: {' '.join(str(error).split())[:400]}; write it "
+            "with the version that it was trained with"
+        ) from error
+    return functools.partial(names_as_saved, module)

@@ -33,6 +33,7 @@ from hybridflow.rollout.request import SamplingParams
 from tests.multi.models import nine_requests, place
 from tests.multi.test_train_pretrained import batch, begun, close, lines, run, sequences, their_log_probs
 from tests.multi.test_train_pretrained import recipe as of_directories
+from tests.support.checkpoint_cases import tensors_of
 from tests.support.complaints import complains
 from tests.support.conversions import convert
 from tests.support.hf_models import randomize, write_model, write_tokenizer
@@ -402,11 +403,12 @@ def test_without_transformers_the_error_says_what_to_install(folder, monkeypatch
     complains(lambda: make_actor(path, settings(path), filling="never"), [str(path), "pip install transformers"])
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "learned positions": ("GPT2", "LMHeadModel", {"n_positions": 64}),
     "ALiBi": ("Bloom", "ForCausalLM", {"seq_length": 64, "n_layer": 2, "n_head": 4}),
     "states instead of keys": ("Mamba", "ForCausalLM", {"state_size": 8, "max_position_embeddings": 64}),
-    "a mixture of experts": ("GraniteMoe", "ForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "a mixture of experts": ("Qwen2Moe", "ForCausalLM", EXPERTS),
     "bf16": ("Granite", "ForCausalLM", {}),
 }
 
@@ -429,6 +431,11 @@ def test_other_kinds_of_models_train_and_are_exported(tmp_path, case):
     convert(tmp_path / "run/checkpoints/step_000002/actor", "hf", tmp_path / "out")
     theirs, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not told["missing_keys"] and not told["unexpected_keys"] and next(theirs.parameters()).dtype == theirs.dtype
+    weights = saved(tmp_path, "run", 2)
+    for name, each in theirs.named_parameters():
+        assert torch.equal(each, weights["weight", name].to(each.dtype)), name
+    # transformers 4 and vLLM know the names of the files alone, such as those of experts.
+    assert tensors_of(tmp_path / "out").keys() == tensors_of(tmp_path / "model").keys()
     before = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     assert any((each != before[name].to(each.dtype)).any() for name, each in theirs.state_dict().items())
 

@@ -1,4 +1,7 @@
-"""Models that run in ``transformers``: their tensors have the names that they have there, in every format."""
+"""Models that run in ``transformers``: their tensors have the names that they have there, also in our checkpoints.
+
+In the files of Hugging Face some have others: ``transformers`` 5 keeps the experts of a layer in one tensor in memory.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.formats.huggingface import (
@@ -17,9 +21,9 @@ from hybridflow.checkpoint.formats.huggingface import (
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.errors import ConfigError
-from hybridflow.families.assets import CONFIG, asset_names, read_json
+from hybridflow.families.assets import CONFIG, asset_names, parse_json, read_json
 from hybridflow.families.other_config import has_no_table, read_other_config
-from hybridflow.models.hf_model import VALUE_HEAD, has_scorer
+from hybridflow.models.hf_model import VALUE_HEAD, has_scorer, renaming
 from hybridflow.reshard.spec import DTYPE_WORDS
 
 _HEAD = "score.weight"
@@ -70,6 +74,8 @@ class NamedSource(HuggingFaceSource):
 class NamedTarget(HuggingFaceTarget):
     """A directory that ``transformers`` loads, of a model that ran there; see ``HuggingFaceTarget``.
 
+    A tensor that would be joined with others in a file has its name in memory, by which ``transformers`` 5 finds it.
+
     Raises:
         ConfigError: It has a value head, and ``transformers`` no model with one; or no ``config.json`` travels along.
     """
@@ -83,10 +89,24 @@ class NamedTarget(HuggingFaceTarget):
                 f"{source.path}: transformers has no *ForSequenceClassification of {source.family!r} to hold the value "
                 "head; keep the checkpoint as it is"
             )
-        return {
-            name: Parts("same", (_HEAD if name == VALUE_HEAD else name,), (entry.shape,), entry.shape)
-            for name, entry in source.tensors.items()
-        }
+        config = parse_json(source.assets()[CONFIG], f"{source.path}: {CONFIG}")
+        # In a directory they have the names already.
+        self._rename = dict if isinstance(source, NamedSource) else renaming(config)
+        metas = {_key(name): torch.empty(entry.shape, device="meta") for name, entry in source.tensors.items()}
+        whole, found = self._rename(metas), {}
+        self._as_in_memory = set()
+        for name in source.tensors:
+            held = self._rename({_key(name): metas[_key(name)]})
+            if any(key not in whole or whole[key].shape != each.shape for key, each in held.items()):
+                self._as_in_memory.add(name)
+                held = {_key(name): metas[_key(name)]}
+            shapes = tuple(tuple(each.shape) for each in held.values())
+            found[name] = Parts("same", tuple(held), shapes, source.tensors[name].shape)
+        return found
+
+    def parts(self, tensor: str, values: Tensor) -> list[Tensor]:
+        """See ``Target``."""
+        return [values] if tensor in self._as_in_memory else [*self._rename({_key(tensor): values}).values()]
 
     def _largest(self) -> str:
         return max(self._source.tensors, key=lambda name: self._source.tensors[name].num_bytes)
@@ -103,3 +123,7 @@ class NamedTarget(HuggingFaceTarget):
             config |= {"architectures": [f"{stem}ForSequenceClassification"], "num_labels": 1}
             config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         return config
+
+
+def _key(name: str) -> str:
+    return _HEAD if name == VALUE_HEAD else name

@@ -17,7 +17,11 @@ _GRACE_S = 2.0
 """So long the cause is waited for once a rank has waited in vain for others: one of them may know why."""
 
 _GATHER_S = 2.0
-"""So long the hub waits for where the ranks are."""
+"""So long the hub waits for where the ranks are before it tells the cause."""
+
+_SLOW_S = 10.0
+"""So much longer it waits for ranks that were heard not long ago. One in a long call of a library ends by itself after
+it; killed, it would give the job the status of a kill instead of the cause's."""
 
 
 @dataclass(kw_only=True)
@@ -62,6 +66,7 @@ class Hub:
         self._cause: Cause | None = None
         self._places: dict[int, Place] = {}
         self._tell_by_s = 0.0
+        self._is_told = False
 
     def welcome(self, rank: int, host: str, process: Process, now_s: float) -> None:
         """Note that a rank has come."""
@@ -107,13 +112,19 @@ class Hub:
         if self._cause is None:
             self._look_at_silent(now_s)
             self._find_cause(now_s)
-        elif now_s >= self._tell_by_s or all(
-            number in self._places or each.has_left or each.closed_s is not None
-            for number, each in enumerate(self._ranks)
-        ):
+            return
+        silent = [each for number, each in enumerate(self._ranks) if self._is_awaited(number, each)]
+        if not self._is_told and (not silent or now_s >= self._tell_by_s):
+            self._is_told = True
             self._explain(self._cause)
+        are_slow = any(each.is_here and now_s < each.heard_s + self.dead_after_s / 2 for each in silent)
+        if self._is_told and not (are_slow and now_s < self._tell_by_s + _SLOW_S):
             self._end_silent(now_s)
             self.to_all({"exit": self._cause.status})
+
+    def _is_awaited(self, number: int, each: _Rank) -> bool:
+        """Return whether a rank may still say where it is."""
+        return number not in self._places and not each.has_left and each.closed_s is None
 
     def _find_cause(self, now_s: float) -> None:
         lost = [(number, each) for number, each in enumerate(self._ranks) if self._is_lost(number, each, now_s)]
@@ -151,7 +162,7 @@ class Hub:
     def _end_silent(self, now_s: float) -> None:
         """Have those killed that do not end by themselves: a launcher may wait for each of its ranks."""
         for number, each in enumerate(self._ranks):
-            if number not in self._places and not each.has_left and each.closed_s is None:
+            if self._is_awaited(number, each):
                 mate = self._mate(number, now_s)
                 if mate is not None:
                     self.to(mate, {"kill": each.process})

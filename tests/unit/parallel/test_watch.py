@@ -118,12 +118,34 @@ def test_rank_that_waited_in_vain_is_the_cause_after_a_grace(job):
     job.pass_time(4.5, from_s=3.0)
     assert job.exits() == []  # rank 3 may still answer
     job.pass_time(5.0, from_s=5.0)
-    assert job.exits() == [1]
     assert job.printed[0].splitlines() == [
         "hybridflow: rank 0 on x, in actor.update: text of 0",
         "  rank 3 on b: no answer, last seen in start",
         "  ranks 1-2 on x: in actor.update, at c.py:1 wait",
     ]
+
+
+@pytest.mark.parametrize(
+    ("beats_until_s", "answers_s", "ends_s", "killed"),
+    [(1.0, 9.0, 9.0, []), (1.0, None, 11.0, [(2, {"kill": (13, 1)})]), (99.0, None, 13.0, [(2, {"kill": (13, 1)})])],
+    ids=["in a long call", "stopped", "beats alone"],
+)
+def test_rank_that_is_slow_to_answer_is_not_killed_at_once(job, beats_until_s, answers_s, ends_s, killed):
+    # 20 s without a sign of life is a death, and so half of that is silence.
+    job.pass_time(1.0)
+    job.hub.take(0, failure(0), 1.0)
+    job.hub.turn(1.0)
+    for rank in (0, 1, 2):
+        job.hub.take(rank, place(), 1.0)
+    at_s = 1.0
+    while not job.exits():
+        at_s += 0.5
+        if at_s == answers_s:
+            job.hub.take(3, place(), at_s)
+        job.pass_time(at_s, alive=(1, 2, 3) if at_s <= beats_until_s else (1, 2), from_s=at_s)
+        assert bool(job.printed) == (at_s >= 3.0)
+    assert (at_s, job.exits(), len(job.printed)) == (ends_s, [2], 1)
+    assert [asked for asked in job.asked if "kill" in asked[1]] == killed
 
 
 def test_closed_connection_is_a_lost_rank_unless_it_left_or_all_are_being_ended(job):

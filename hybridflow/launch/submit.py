@@ -61,6 +61,8 @@ def submit(batch: Path, options: Iterable[str]) -> str:
     if done.returncode != 0:
         said = " ".join(done.stderr.replace("sbatch: ", "").split())
         remedies = [remedy for word, remedy in _REMEDIES.items() if word in said.lower()]
+        if any(word in said.lower() for word in _AWAY) and _NO_CLUSTER not in remedies:
+            raise DeadlineError(f"sbatch had no answer: {said}; see `squeue --me` whether the job is there")
         remedies.append("change the site settings or the command accordingly")
         raise ConfigError(f"Slurm refuses the job: {said}; {remedies[0]}")
     # The name of the cluster may follow.
@@ -84,9 +86,14 @@ def outside_job(environ: Mapping[str, str]) -> dict[str, str]:
 _OF_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
 """Variables that say where Slurm is."""
 
+_AWAY = ("timed out", "unable to contact", "zero bytes", "connection failure", "standby mode")
+"""Words of sbatch where the controller did not answer: it may have the job."""
+
+_NO_CLUSTER = "no cluster answers here; submit on a login node, or set SLURM_CONF"
+
 _REMEDIES = {
-    "resolve_ctls": "no cluster answers here; submit on a login node, or set SLURM_CONF",
-    "configuration source": "no cluster answers here; submit on a login node, or set SLURM_CONF",
+    "resolve_ctls": _NO_CLUSTER,
+    "configuration source": _NO_CLUSTER,
     "account": "set account and partition in the site settings (`sacctmgr show associations user=$USER`)",
     "partition": "set partition in the site settings, or give --partition (`sinfo -s` lists them)",
     "qos": "set qos in the site settings (`sacctmgr show qos`)",

@@ -474,6 +474,14 @@ def test_what_slurm_refuses_is_said_with_a_remedy_and_leaves_no_launch(on_a_logi
     assert list((on_a_login_node / "runs/quickstart/launch").iterdir()) == []
 
 
+def test_a_launch_is_kept_where_the_controller_did_not_answer_since_the_job_may_be_there(on_a_login_node, capsys):
+    said = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+    put_program(on_a_login_node / "bin/sbatch", f"echo '{said}' >&2; exit 1")
+    assert cli.main(QUICK) == 1
+    assert "Socket timed out on send/recv operation; see `squeue --me` whether the job is" in capsys.readouterr().err
+    assert (on_a_login_node / "runs/quickstart/launch/0001/code").is_dir()
+
+
 def test_without_sbatch_the_error_says_what_else_there_is(on_a_login_node, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(on_a_login_node / "home"))
     assert cli.main(QUICK) == 2

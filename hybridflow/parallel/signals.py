@@ -118,8 +118,10 @@ class CaughtSignals:
 
         A second Ctrl-C ends the process here if the main thread is in a collective.
         """
-        ready, _, _ = select.select([self._reader], [], [], timeout_s)
-        numbers = os.read(self._reader, 4096) if ready else b""
+        # Not select, which takes no file number from 1024 on.
+        poll = select.poll()
+        poll.register(self._reader, select.POLLIN)
+        numbers = os.read(self._reader, 4096) if poll.poll(timeout_s * 1000) else b""
         asked = (*STOP_SIGNALS, signal.SIGINT) if self.asks_at_interrupt else STOP_SIGNALS
         came = [signal.Signals(number) for number in numbers if number in asked]
         if self._copies_s:

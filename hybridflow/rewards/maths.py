@@ -134,7 +134,10 @@ class _Worker:
     def _line(self, wait_s: float) -> str | None:
         assert self._process.stdout is not None, "made with a pipe"
         # It writes whole lines, and one at a time.
-        if not select.select([self._process.stdout], [], [], wait_s)[0]:
+        # Not select, which takes no file number from 1024 on.
+        poll = select.poll()
+        poll.register(self._process.stdout, select.POLLIN)
+        if not poll.poll(wait_s * 1000):
             return None
         line = self._process.stdout.readline()
         return line.decode().strip() if line.endswith(b"\n") else None

@@ -96,6 +96,23 @@ def test_a_forked_process_ends_by_sigterm_and_what_it_gets_does_not_stop_the_ran
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+MANY_FILES = """
+import os, resource, signal
+from hybridflow.parallel.signals import CaughtSignals
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+while os.dup(0) < 1024:
+    pass
+signals = CaughtSignals()
+os.kill(os.getpid(), signal.SIGTERM)
+assert signals.wait(5.0) == (signal.SIGTERM,) and signals.wait(0.01) == ()
+"""
+
+
+def test_a_program_with_more_than_a_thousand_open_files_is_told_of_signals():
+    done = subprocess.run([sys.executable, "-c", MANY_FILES], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 INTERRUPTED = """
 import os, signal, time
 from hybridflow.parallel.signals import CaughtSignals

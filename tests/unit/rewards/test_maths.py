@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import time
 
 import pytest
@@ -195,6 +197,21 @@ def test_a_worker_that_is_killed_is_replaced(made):
     with pytest.raises(RewardError, match="the process that compares was killed"):
         made.scores([sample("4", "4")])
     assert made.scores([sample("4", "4")]) == [1]
+
+
+def test_a_rank_with_more_than_a_thousand_open_files_compares_too():
+    limits, files = resource.getrlimit(resource.RLIMIT_NOFILE), [os.open(os.devnull, os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, limits[1]))
+    try:
+        while files[-1] < 1024:
+            files.append(os.dup(files[0]))
+        made = maths.Maths(10.0, "reward.function")
+        assert made([sample("4", "4")]) == [1.0]
+        made.close()
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 OLD = """

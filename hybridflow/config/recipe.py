@@ -156,8 +156,8 @@ class Recipe:
 
     @property
     def archives(self) -> bool:
-        """Return whether the run archives samples, all or some. An archive has no place for what environments say."""
-        return self.rollout.environment is None and self.rollout.archive is not False
+        """Return whether the run archives samples, all or some."""
+        return self.rollout.archive is not False
 
     def archives_prompt(self, prompt_index: int) -> bool:
         """Return whether the run archives the responses to a prompt, in some steps at least."""

@@ -98,8 +98,7 @@ class RolloutConfig:
             all responses of this step are done. No replica then decodes a few long responses alone. Weights of a
             response may be one more update behind than ``trainer.max_staleness`` says.
         archive: Keep samples in HDF5: true keeps all, false none. None keeps those of the first two prompts of at most
-            100 steps, evenly spaced. In any case, samples of a killed job are kept until they are used. With an
-            ``environment`` no samples are kept, and true is refused.
+            100 steps, evenly spaced. In any case, samples of a killed job are kept until they are used.
         replay: Directory of a run with an archive. The run learns from the archived samples and samples only for
             validation.
         environment: Environment that answers the responses. None means one response per sample.

@@ -25,11 +25,6 @@ def check_environment(recipe: Recipe) -> None:
             "set it to megatron, or remove the environment"
         )
     check_failure_reward(recipe, None if recipe.reward.kind is None else f"reward.{recipe.reward.kind}")
-    if recipe.rollout.environment is not None and recipe.rollout.archive:
-        raise ConfigError(
-            "rollout.archive=true: the archive has no place for what an environment said; set it to false, or remove "
-            "rollout.environment"
-        )
 
 
 def check_failure_reward(recipe: Recipe, scorer: str | None) -> None:

@@ -14,6 +14,7 @@ from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.report.curves import short
 from hybridflow.rollout.archive import Archived, SegmentName, list_segments, read_places, read_rows
 from hybridflow.rollout.learned import Learned, LearnedIndex
+from hybridflow.rollout.request import OBSERVED
 from hybridflow.rollout.texts import Texts
 
 _NUM_SAMPLES, _LEAST_SAMPLES, _NUM_RESPONSES = 24, 6, 8
@@ -144,11 +145,12 @@ class Archive:
             "num_tokens": len(sample.response),
             "tokens": self._tokens.texts(sample.response),
             "log_probs": _column(sample.log_probs),
-            "ages": _column([sample.step - 1 - version for version in sample.versions]),
+            "ages": _column([math.nan if each == OBSERVED else sample.step - 1 - each for each in sample.versions]),
         }
         if learned is not None and len(learned.advantages) == len(sample.response):
             told["advantages"] = _column(learned.advantages.tolist())
             apart = np.abs(learned.old_log_probs - np.asarray(sample.log_probs, np.float32))
+            apart[np.asarray(sample.versions) == OBSERVED] = math.nan
             if np.isfinite(apart).any():
                 told["apart"] = _column(apart.tolist())
         return told

@@ -140,7 +140,7 @@ class Archived(NamedTuple):
         prompt: Token ids.
         response: Token ids.
         log_probs: The sampler's log-probabilities of the response's tokens.
-        versions: Version of the weights that sampled each token.
+        versions: Version of the weights that sampled each token; ``request.OBSERVED``: none did.
         sampled_log_probs: Log-probabilities under the sampled distribution, penalties and cuts included.
     """
 

@@ -28,7 +28,7 @@ from hybridflow.plugins import find_plugin, source_of
 from hybridflow.rollout.calculator import Calculator
 from hybridflow.rollout.calls import CallFailed, Calls
 from hybridflow.rollout.engine import MegatronEngine
-from hybridflow.rollout.request import Request, Response, RolloutStopped, check_requests
+from hybridflow.rollout.request import OBSERVED, Request, Response, RolloutStopped, check_requests
 from hybridflow.rollout.session import FEW_STEPS
 
 MAX_CHARACTERS_PER_TOKEN = 32
@@ -158,6 +158,10 @@ class Conversation:
     num_turns: int
     last_turn: int
     error: str | None
+
+    def kept(self) -> Response:
+        """Return the response as an archive has it: what was observed has no weights' version."""
+        return replace(self.response, versions=self.response.versions.masked_fill(self.mask == 0, OBSERVED))
 
 
 class Environments:

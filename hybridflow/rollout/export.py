@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridflow.data.tokenizer import start_of
 from hybridflow.errors import ConfigError, DataError
+from hybridflow.rollout.request import OBSERVED
 from hybridflow.rollout.texts import text_before_stop
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class Export:
         for sample in samples:
             if sample.score != sample.score:
                 self.left_out["without a score"] += 1
+            elif OBSERVED in sample.versions:
+                self.left_out["conversations with an environment"] += 1
             elif sample.finish != "stop":
                 self.left_out["cut at the most tokens"] += 1
             else:

@@ -97,7 +97,7 @@ class LoggedSample:
         tokens: ``[response]``.
         log_probs: The sampler's own, before penalties and cuts, ``[response]``.
         sampled_log_probs: Log-probabilities of the distribution that was sampled from, ``[response]``.
-        versions: Which weights sampled each token, ``[response]``.
+        versions: Which weights sampled each token, ``[response]``; ``request.OBSERVED``: none.
         finish: One of ``FINISHES``.
     """
 

@@ -31,6 +31,9 @@ MOST_ENTRIES, MOST_IDS, MOST_CHARACTERS = 1024, 64, 1024
 """Most entries of a list, tokens of a forbidden sequence, and characters of a stop or forbidden text."""
 
 
+OBSERVED = -1
+"""In what is kept of a run, version of a token that no weights sampled: what an environment said."""
+
 VLLM_RANGES = {"temperature": (0.01, MOST), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0)}
 """Values that vLLM and servers of its interface take. vLLM raises a lower temperature silently."""
 

@@ -16,6 +16,7 @@ from hybridflow.errors import ConfigError, DataError
 from hybridflow.observe.rank_log import LOGS_DIR
 from hybridflow.observe.starts import RECIPE_FILE, kept_recipe
 from hybridflow.rollout.export import KINDS, Export, as_lines
+from hybridflow.rollout.request import OBSERVED
 from hybridflow.sections import read_yaml
 
 if TYPE_CHECKING:
@@ -101,8 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.run_dir / "rollouts"
     if not list_segments(folder):
         raise ConfigError(
-            f"{folder}: holds no archive; samples enter it with each checkpoint, unless rollout.archive=false, "
-            "the run learns from given responses, or it has an environment"
+            f"{folder}: holds no archive; samples enter it with each checkpoint, unless rollout.archive=false, or "
+            "the run learns from given responses"
         )
     tokenizer = open_tokenizer(
         find_tokenizer(arguments.run_dir) if arguments.tokenizer is None else arguments.tokenizer
@@ -251,7 +252,7 @@ def _scored(samples: Iterator[Archived]) -> Iterator[Archived]:
 
 
 def _as_text(sample: Archived, tokenizer: Tokenizer) -> str:
-    weights = sorted(set(sample.versions))
+    weights = sorted({*sample.versions} - {OBSERVED})
     facts = [
         f"step {sample.step}",
         f"prompt {sample.prompt_index}",

@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridflow.errors import DataError
 from hybridflow.rollout.archive import Archived, SegmentName, list_segments, read_places, read_rows
-from hybridflow.rollout.request import Request, Response, SampleKey
+from hybridflow.rollout.request import OBSERVED, Request, Response, SampleKey
 from hybridflow.sampling.rollout_log import kept_response
 
 
@@ -78,6 +78,8 @@ class Replay:
             raise DataError(
                 f"{place}: was sampled for another prompt; give that run's data, data order (seed) and tokenizer"
             )
+        if OBSERVED in sample.versions:
+            raise DataError(f"{place}: is a conversation with an environment; replay a run without one")
         most = ask.params.max_new_tokens
         if len(sample.response) > most:
             raise DataError(f"{place}: has {len(sample.response)} tokens; raise rollout.max_new_tokens={most}")

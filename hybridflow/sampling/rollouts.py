@@ -158,7 +158,7 @@ class Rollouts:
         groups = self._groups(first_prompt_index, num_prompts, is_greedy=is_greedy)
         self.engine.version = version
         if self._conversations is not None:
-            return self._converse(self._conversations, groups, self._job.train.example, "rollout", self._id_of)
+            return self._converse(self._conversations, groups, self._job.train.example, step, self._id_of)
         deal = self._deal(groups)
         following: list[Request] = []
         if self._job.recipe.rollout.partial_rollouts and step < self._job.recipe.trainer.steps:
@@ -182,7 +182,7 @@ class Rollouts:
             groups.append([first, *expand(replace(first, params=sampled, index=1), num_sampled)])
         if self._conversations is not None:
             example_of = [example for example, _ in held_out].__getitem__
-            return self._converse(self._conversations, groups, example_of, "validation", self._validation_id)
+            return self._converse(self._conversations, groups, example_of, None, self._validation_id)
         deal = self._deal(groups)
         try:
             progress = _Progress(self.is_stopping)
@@ -372,10 +372,10 @@ class Rollouts:
         conversations: Environments,
         groups: list[list[Request]],
         example_of: Callable[[int], Example],
-        purpose: str,
+        step: int | None,
         id_of: IdOf,
     ) -> Batch | None:
-        """Sample from conversations with the environment; a rollout may be left, and is measured.
+        """Sample from conversations with the environment: a rollout of a step, which may be left, or a validation.
 
         ``response_mask`` is 1 on sampled tokens, ``environment_rewards`` are sums over turns, ``last_turn_lengths``
         numbers of tokens.
@@ -383,7 +383,7 @@ class Rollouts:
         Raises:
             RewardError: The environment failed in all samples of a rollout to learn from; names the first failure.
         """
-        requests, is_rollout = self._share(groups), purpose == "rollout"
+        requests, purpose = self._share(groups), "validation" if step is None else "rollout"
         # Greedy responses are compared with, and one way to fail may be all of theirs.
         num_learned = sum(not ask.params.greedy for ask in requests)
         examples = [example_of(ask.prompt_index) for ask in requests]
@@ -395,7 +395,8 @@ class Rollouts:
         pairs = [(ask, each.response) for ask, each in zip(requests, found, strict=True)]
         self._count(pairs)
         self._tell_failures(found)
-        if is_rollout:
+        if step is not None:
+            self._archive(step, groups, requests, found)
             self._measure_engine()
             self._measure(found, num_learned)
             self._tell(pairs)
@@ -408,6 +409,18 @@ class Rollouts:
         return batch.with_columns(
             {"response_mask": mask, "environment_rewards": rewards, "last_turn_lengths": last_turns}
         )
+
+    def _archive(
+        self, step: int, groups: list[list[Request]], requests: list[Request], found: list[Conversation]
+    ) -> None:
+        """Keep conversations for the archive; none is used again after a restart, whose environments begin anew."""
+        if self.log is None or not self._job.recipe.archives:
+            return
+        with self.log.log(step, {group[0].prompt_index: group[0].prompt for group in groups}) as log:
+            if log is not None:
+                log.add(
+                    to_logged(ask, each.kept()) for ask, each in zip(requests, found, strict=True) if len(each.mask)
+                )
 
     def _count(self, pairs: Pairs) -> None:
         """Add this rank's share of what sampling has taken; not of servers, nor of a model that nobody described."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from dataclasses import replace
@@ -179,6 +180,7 @@ def plain(talk: Conversation) -> SimpleNamespace:
         num_turns=talk.num_turns,
         last_turn=talk.last_turn,
         finish=talk.response.finish,
+        kept_versions=talk.kept().versions.tolist(),
         error=talk.error,
     )
 
@@ -221,6 +223,7 @@ def test_conversations_are_what_was_said_and_heard_in_turn(reference):
         assert talk.reward == sum(len(spoken(each)) / 4 for each in said)
         is_over, is_full = "x" in spoken(said[-1]), len(talk.mask) + len(heard(spoken(said[-1]))) >= 30
         assert is_over or talk.num_turns == 4 or is_full
+        assert [version < 0 for version in talk.kept_versions] == [mask == 0 for mask in talk.mask]
         is_cut = said[-1][-1] not in STOPS or (is_full and not is_over)
         assert (talk.finish, talk.last_turn) == ("length" if is_cut else "stop", len(said[-1]))
         assert not any("x" in spoken(each) for each in said[:-1]) and talk.error is None
@@ -479,10 +482,16 @@ def test_a_step_learns_from_what_was_said_alone(function):
 
 
 def rollouts_of_a_step(world, name: str):
-    """Responses, their masks, last turns and scores of a step's two rollouts, and what was measured after each."""
+    """Responses, their masks, last turns and scores of a step's two rollouts, and what was measured after each.
+
+    The archive gets the same responses and masks.
+    """
     job = job_with(world, name, f"{__name__}:last_letters")
     actor, reward = Actor(job, KLCoefficient(job.recipe)), Reward(job)
-    found = []
+    found, kept = [], []
+    # A log that takes what is added.
+    logged = SimpleNamespace(add=lambda samples: kept.extend(samples))
+    actor.rollouts.log = SimpleNamespace(log=lambda step, prompts: contextlib.nullcontext(logged))
     for first in (0, 2):
         batch = actor.sample(None, {"train_step": {"step": 1, "first_prompt_index": first, "num_prompts": 2}})
         sequences = zip(batch.ragged("tokens").to_list(), batch.dense("prompt_lengths").tolist(), strict=True)
@@ -493,6 +502,8 @@ def rollouts_of_a_step(world, name: str):
             reward.score(batch, {}).dense("scores").tolist(),
         ]
         found.append((list(zip(*columns, strict=True)), dict(actor.metrics)))
+    told = [(each.tokens.tolist(), (each.versions >= 0).astype(float).tolist()) for each in kept]
+    assert told == [(tokens, mask) for samples, _ in found for tokens, mask, *_ in samples]
     return found
 
 

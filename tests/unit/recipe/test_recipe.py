@@ -142,10 +142,6 @@ def test_an_override_of_a_text_may_look_like_a_number_or_a_date(recipe_file):
             "data.arithmetic.mistake_share=0.5: only additions have a wrong carry",
         ),
         (
-            ["rollout.environment={name: calculator}", "rollout.archive=true"],
-            "rollout.archive=true: the archive has no",
-        ),
-        (
             ["rollout.environment={name: calculator, failure_reward: -1}", "reward.function=length"],
             "rollout.environment.failure_reward=-1: reward.function scores, and the environment's rewards are not",
         ),

@@ -122,6 +122,14 @@ def test_training_reads_the_rows(tmp_path: Path):
             assert [each.margin for each in found] == ([1.0, 2.0] if kind == "dpo" else [0.0] * 6)
 
 
+def test_a_conversation_with_an_environment_is_left_out():
+    talk = sample(1, 5, 0, "ask;heard", 3.0)
+    talk = talk._replace(versions=[0] * 4 + [-1] * 5 + [0])
+    export = Export("sft", Letters())
+    assert [row["answer"] for row in export.rows([*SAMPLES, talk])] == ["better", "same"]
+    assert export.left_out["conversations with an environment"] == 1
+
+
 def test_what_gives_no_row_is_told():
     with pytest.raises(DataError, match="no sample gives a row for --as dpo: 1 groups in which nothing is better"):
         Export("dpo", Letters()).rows(SAMPLES[3:5])

@@ -66,6 +66,18 @@ def test_every_response_is_what_was_sampled(tmp_path: Path):
         replay.find([ask(8, 0)])
 
 
+def test_a_conversation_is_not_replayed(tmp_path: Path):
+    numbers = np.zeros(3, np.float32)
+    sampled = LoggedSample(
+        **dict(prompt_index=2, index=0, log_probs=numbers, sampled_log_probs=numbers),
+        tokens=np.array([5, 6, 7], np.int32),
+        versions=np.array([0, -1, 0], np.int32),
+    )
+    write_segment(tmp_path / "rollouts", SegmentName(1, 1, 0), [(1, sampled)], {2: [2, 1]}, {})
+    with pytest.raises(DataError, match="prompt 2, sample 0: is a conversation with an environment"):
+        Replay(tmp_path).find([ask(2, 0, most=3)])
+
+
 def test_a_resumed_run_reads_no_tokens_of_the_steps_before(tmp_path: Path):
     write_archive(tmp_path)
     for rank in (0, 1):

@@ -77,14 +77,14 @@ class OfflineSamples(Role):
     def held_out_pairs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """Return the responses of the held-out pairs, or of the first of them."""
         pairs = self._job.held_out_pairs[: self._job.recipe.trainer.num_validation]
-        lengths = [sum(map(sum, map(_sizes, pair))) for pair in pairs]
+        lengths = [sum(_sizes(each)[0] for each in pair) for pair in pairs]
         return _batch([(pairs[index], index) for index in self._dealt(lengths, len(pairs))])
 
     def _lengths(self, prompt_indices: range, read: Callable[[int], Sequence[JudgedResponse | Solution]]) -> list[int]:
         """Return the tokens of each prompt index, prompts and responses, and set the length metrics."""
         sizes = row_stats(self._job, prompt_indices, lambda prompt_index: [_sizes(each) for each in read(prompt_index)])
         responses = [length for row in sizes for _, length in row]
-        lengths = [sum(map(sum, row)) for row in sizes]
+        lengths = [sum(length for length, _ in row) for row in sizes]
         self.metrics |= {
             "batch/num_tokens": float(sum(lengths)),
             "response/length_mean": sum(responses) / len(responses),
@@ -135,7 +135,9 @@ def _prompt_indices(decided: Mapping[str, Any]) -> range:
 
 
 def _sizes(row: JudgedResponse | Solution) -> tuple[int, int]:
-    return len(row.prompt), len(row.tokens)
+    """Return the tokens of prompt and response, and those of the response without observed ones."""
+    written = sum(row.is_written) if isinstance(row, Solution) else len(row.tokens)
+    return len(row.prompt) + len(row.tokens), written
 
 
 def _batch(dealt: Sequence[tuple[tuple[JudgedResponse | Solution, ...], int]]) -> Batch:

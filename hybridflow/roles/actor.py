@@ -469,7 +469,9 @@ class Actor(Role):
         )
         self._compared = self._compared + seen
         found = dict(zip(SAMPLER_SUMS, self._compared.tolist(), strict=True))
-        largest = max([self.metrics.get("rollout/logprob_abs_diff_max", 0.0), *(float(most) for *_, most in results)])
+        before = torch.tensor(self.metrics.get("rollout/logprob_abs_diff_max", 0.0))
+        # Not max(), which may pass over a NaN.
+        largest = float(torch.stack([before, *(most.float().cpu() for *_, most in results)]).max())
         tokens = max(found["tokens"], 1.0)
         self.metrics |= {
             "rollout/logprob_abs_diff": found["abs_diff"] / tokens,

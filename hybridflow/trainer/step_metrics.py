@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,12 +13,12 @@ from hybridflow.observe.phases import CONTROL_CALLS, phase_of
 def merge_metrics(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Merge metrics of several roles or ranks.
 
-    A metric that several have is equal on all, or a cost: the largest counts.
+    A metric that several have is equal on all, or a cost: the largest counts, and what is no number above all.
     """
     merged: dict[str, float] = {}
     for share in shares:
         for name, value in share.items():
-            merged[name] = max(merged[name], value) if name in merged else value
+            merged[name] = max(merged.get(name, value), value, key=lambda each: (math.isnan(each), each))
     return merged
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import time
 
@@ -12,7 +13,7 @@ import torch
 from hybridflow.observe.timeline import Timeline
 from hybridflow.observe.work import add_work
 from hybridflow.trainer.meter import RankMeter, known_peak_flops, peak_flops
-from hybridflow.trainer.step_metrics import Share, step_metrics
+from hybridflow.trainer.step_metrics import Share, merge_metrics, step_metrics
 
 METRICS = {"batch/num_tokens": 100.0, "actor/loss": 0.5}
 
@@ -125,3 +126,9 @@ def test_the_share_of_groups_that_teach_something_is_over_all_ranks():
     told = [share._replace(metrics={**METRICS, "groups/kept_share": 0.25}) for share in each]
     assert step_metrics(told, 1.0)["groups/kept_share"] == 0.25
     assert "groups/kept_share" not in step_metrics([Share(METRICS)], 1.0)
+
+
+def test_what_is_no_number_on_one_rank_is_none_in_the_log():
+    for ranks in ([1.0, math.nan, 2.0], [math.nan, 1.0], [1.0, math.nan]):
+        assert math.isnan(merge_metrics({"kl/ref": each} for each in ranks)["kl/ref"])
+    assert merge_metrics([{"a": 1.0, "b": -2.0}, {"a": 3.0}, {"a": 2.0}]) == {"a": 3.0, "b": -2.0}

@@ -14,6 +14,7 @@ _SAMPLES = "counts samples: prompts × rollout.group_size"
 _STEPS = "counts steps, not epochs"
 _RECOMPUTE = "is none, selective or full"
 _PACKED = "is a budget of tokens; samples are always packed"
+_DEVICES = "counts GPUs, where torch sees any, else processes; CUDA_VISIBLE_DEVICES= hides the GPUs"
 _TOKENS = "bounds the tokens of one forward pass, not its samples"
 
 NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
@@ -65,6 +66,7 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
         "run_name": "name",
         "report_to": "metrics.wandb",
         "bf16": ("model.dtype", "is bf16 or fp32"),
+        "fp16": ("model.dtype", "is bf16 or fp32"),
         "torch_dtype": "model.dtype",
         "model_name_or_path": ("model.path", "is a directory on this machine"),
         "reward_model_path": "reward.model.path",
@@ -316,6 +318,10 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
         "data.val": "data.held_out",
         "rollout.backend": ("rollout.engine.kind", "is megatron or vllm, say"),
         "trainer.resume": ("run_dir", "is the run that --resume continues"),
+        "batch_size": ("trainer.mini_batch_size", "is of an update, trainer.global_batch_size of a step"),
+        "device": ("cluster.ranks", _DEVICES),
+        "trainer.device": ("cluster.ranks", _DEVICES),
+        "resume": ("run_dir", "is the run that --resume continues"),
         "epochs": ("trainer.steps", _STEPS),
         "num_epochs": ("trainer.steps", f"{_STEPS}; loss.epochs counts passes over each batch"),
         "trainer.epochs": ("trainer.steps", _STEPS),

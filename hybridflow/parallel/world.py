@@ -195,8 +195,8 @@ class World:
     def device_text(self) -> str:
         """Return what the job computes with, as this rank sees it: ``4 x NVIDIA H100 80GB HBM3``, ``CPU, 2 cores``."""
         if self.device.type == "cuda":
-            text = f"{self.size} x {torch.cuda.get_device_name(self.device)}"
-            return f"{text}, shared by ranks" if shares_gpu() else text
+            name = torch.cuda.get_device_name(self.device)
+            return f"{name}, shared by {self.size} ranks" if shares_gpu() else f"{self.size} x {name}"
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         text = "1 core" if num_cores == 1 else f"{num_cores} cores"
         return f"CPU, {text}" if self.size <= self.ranks_per_node else f"CPU, {text} of each node"

@@ -293,3 +293,20 @@ def test_a_rank_that_never_comes_to_a_first_message_over_mpi_is_not_waited_for_a
     done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
     told = r"rank (\d): ranks 2-3 of 0-3 did not come to their meeting over MPI within 1 s; look for a rank that failed"
     assert sorted(re.findall(told, done.stdout)) == ["0", "0", "1", "1"], done.stdout + done.stderr
+
+
+def test_the_device_of_a_job_is_named(monkeypatch):
+    def named(kind, size, per_node):
+        place = {"rank": 0, "size": size, "ranks_per_node": per_node, "device": torch.device(kind)}
+        return World(**place, deadline_s=1.0, store=dist.HashStore()).device_text()
+
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    monkeypatch.delenv("HYBRIDFLOW_SHARE_GPU", raising=False)
+    assert (named("cpu", 4, 4), named("cpu", 4, 2)) == ("CPU, 2 cores", "CPU, 2 cores of each node")
+    assert named("cuda", 16, 8) == "16 x NVIDIA H100 80GB HBM3"
+    monkeypatch.setenv("HYBRIDFLOW_SHARE_GPU", "1")
+    assert named("cuda", 2, 2) == "NVIDIA H100 80GB HBM3, shared by 2 ranks"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    assert named("cpu", 1, 1) == "CPU, 1 core"

@@ -162,7 +162,7 @@ def test_a_loss_of_given_responses_asks_nothing_of_the_host(monkeypatch, algorit
             [found.append(loss(values, each)) for each in micro_batches],
             0.0,
         )
-        actor.update(part, {"actor_mini_batch": {"index": 0}})
+        actor.update(part, {"actor_mini_batch": {"epoch": 0, "index": 0}})
     ((loss, told),) = found
     assert loss.device == told.device == DEVICE
     assert False not in waits.copies, waits.copies

@@ -16,6 +16,8 @@ gc.disable()
 
 # Ranks share few cores; also read by what the tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Also where there are GPUs. So it is no oversight that recipes for GPUs run on the CPU, and no run warns of it.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 # So that no test makes a key in the home of who runs it; see parallel/secret.py.
 os.environ.setdefault("HYBRIDFLOW_SECRET", "known to the ranks of a test")
 # As the command does; torch reads it when it is imported, which ranks that are forked from here do not do.

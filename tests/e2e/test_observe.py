@@ -213,7 +213,8 @@ def test_the_chosen_step_of_the_chosen_rank_is_traced(seen: Any):
 def test_the_load_of_each_expert_is_written_down_once_for_each_step(tmp_path: Path) -> None:
     write_recipe(tmp_path)
     run, run_dir = [*RUN, "model.num_experts=4", "model.experts_per_token=2"], tmp_path / "run"
-    run += ["actor.update={dp: 2, ep: 2}", "actor.rollout={dp: 2}"]
+    # In one mini-batch: the file has the loads of the last, the metrics are means.
+    run += ["actor.update={dp: 2, ep: 2}", "actor.rollout={dp: 2}", "trainer.mini_batch_size=8"]
     assert fork_ranks(run, tmp_path, hook=lambda rank: kill_in_step(4)).codes == (-9, -9)
     with (run_dir / "expert_loads.jsonl").open("a") as file:
         file.write('{"step":4,"lo')

@@ -47,12 +47,13 @@ def open_rank_log(run_dir: Path, start_number: int, rank: int) -> Path:
         WriteError: It cannot be made.
     """
     global _console_fds, _log_fd, _log_path
-    path = _log_path = run_dir / LOGS_DIR / f"{start_number:04d}" / f"rank-{rank:05d}.log"
+    path = run_dir / LOGS_DIR / f"{start_number:04d}" / f"rank-{rank:05d}.log"
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _log_fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         for line in _early_notes:
             _write(_log_fd, line)
+    _log_path = path
     _early_notes.clear()
     accept_all_letters()
     if rank != 0:

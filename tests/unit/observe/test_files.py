@@ -101,6 +101,9 @@ def test_a_place_that_cannot_be_is_told_with_its_name(tmp_path):
 
 def test_what_only_tells_of_a_run_ends_none(tmp_path, monkeypatch):
     add_start(tmp_path, START)
+    # Other tests of this process have no log.
+    for name in ("_log_fd", "_log_path"):
+        monkeypatch.setattr(rank_log, name, getattr(rank_log, name))
     open_rank_log(tmp_path, 1, 0)
     with no_room():
         status = StatusFile(tmp_path / "other", facts={})

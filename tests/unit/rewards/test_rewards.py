@@ -367,7 +367,9 @@ def test_a_pattern(pattern, response, answer, score):
 def test_a_module_that_calls_sys_exit_is_refused(tmp_path, monkeypatch):
     (tmp_path / "exits_at_import.py").write_text("import sys\nsys.exit('no key')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="reward.function='exits_at_import:f': SystemExit: no key; give"):
+    with pytest.raises(
+        ConfigError, match=r"reward.function='exits_at_import:f': SystemExit: no key at .*exits_at_import.py:2; mend it"
+    ):
         find_function("exits_at_import:f", "reward.function")
 
 

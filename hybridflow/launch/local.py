@@ -6,6 +6,7 @@ import ctypes
 import functools
 import importlib
 import os
+import random
 import runpy
 import signal
 import socket
@@ -147,7 +148,7 @@ _Start = Callable[[Mapping[str, str], int, Callable[[], None]], _Rank]
 
 def _start(start: _Start, num_ranks: int, threads_per_rank: int) -> tuple[list[_Rank], int]:
     """Start the ranks. Returns them, and the end of a pipe that is closed at the other once all have met."""
-    port = _free_port()
+    port = free_port()
     meeting, other_end = os.pipe()
     os.set_blocking(meeting, False)
     shared = {VARIABLE: new_secret(), MEETING_VARIABLE: str(other_end)}
@@ -316,11 +317,15 @@ def _caught_signals() -> Iterator[list[int]]:
             signal.signal(signum, handler)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nothing listens on, below those that the kernel deals to others until a rank listens there."""
+    for port in random.SystemRandom().sample(range(10240, 20000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
 
 
 def _die_with_parent() -> Callable[[], None]:

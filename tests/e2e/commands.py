@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from hybridflow.launch.local import free_port as free_port
 
 RECIPE = """
 name: tiny
@@ -235,11 +236,3 @@ def _wait(children: list[int], deadline: float) -> tuple[int, ...]:
                 os.kill(child, signal.SIGKILL)
         time.sleep(0.02)
     return tuple(codes[child] for child in children)
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -17,7 +17,7 @@ from hybridflow.models.gpt import Transformer
 from hybridflow.rollout.blocks import BLOCK_TOKENS, blocks_for
 from hybridflow.rollout.budget import cache_bytes
 from hybridflow.rollout.paged import block_bytes
-from hybridflow.rollout.request import LOOK_STEPS, Request, SamplingParams, length_refusal, vocabulary_refusal
+from hybridflow.rollout.request import LOOK_STEPS, Request, SamplingParams, model_refusal
 from hybridflow.rollout.runner import make_runner
 from hybridflow.rollout.texts import Texts
 
@@ -105,7 +105,8 @@ class Replica:
 
     def refusal(self, request: Request) -> str | None:
         """Return why a request cannot be met, or None if it can."""
-        if reason := length_refusal(request, self.model.max_sequence_length) or self._stranger(request):
+        reason = model_refusal(request, self.model.max_sequence_length, self.vocab_size)
+        if reason := reason or self._text_refusal(request.params):
             return reason
         num_prompt, most = len(request.prompt), request.params.max_new_tokens
         if blocks_for(num_prompt + most) > self._most_blocks:
@@ -118,16 +119,13 @@ class Replica:
             )
         return None
 
-    def _stranger(self, request: Request) -> str | None:
-        """Return what in a request the vocabulary does not allow, or a missing tokenizer; None if nothing."""
-        if reason := vocabulary_refusal(request, self.vocab_size):
-            return reason
-        if request.params.has_texts and self._tokenizer is None:
-            return "it has stop or bad texts, and there is no tokenizer to look for them with; give the engine one"
-        return self._named_token(request.params)
+    def _text_refusal(self, params: SamplingParams) -> str | None:
+        """Return which stop or bad text cannot be looked for, or None if all can.
 
-    def _named_token(self, params: SamplingParams) -> str | None:
-        """Return which stop or bad text is a special token's name, which no response's text has; None if none is."""
+        There is no tokenizer, or it is a special token's name, which no response's text has.
+        """
+        if params.has_texts and self._tokenizer is None:
+            return "it has stop or bad texts, and there is no tokenizer to look for them with; give the engine one"
         instead = {"stop": "stop_ids=({},)", "bad": "bad_ids=(({},),)"}
         for kind, name in [*(("stop", name) for name in params.stop), *(("bad", name) for name in params.bad)]:
             assert self._tokenizer is not None, "refused before"

@@ -218,13 +218,19 @@ def length_refusal(request: Request, max_context: int | None, of: str = "model.m
     return None
 
 
-def vocabulary_refusal(request: Request, vocab_size: int | None) -> str | None:
-    """Return which token of a request the model does not have, or None if it has them all.
+def model_refusal(
+    request: Request, max_context: int | None, vocab_size: int | None, of: str = "model.max_context"
+) -> str | None:
+    """Return why the model rules a request out, by its context or its tokens, or None if it does not.
 
     Args:
         request: The request.
+        max_context: As for ``length_refusal``.
         vocab_size: Ids that the model has; None: it is not known.
+        of: As for ``length_refusal``.
     """
+    if reason := length_refusal(request, max_context, of):
+        return reason
     smallest, largest = (int(each) for each in request.prompt.aminmax())
     if smallest < 0 or (vocab_size is not None and largest >= vocab_size):
         wrong = smallest if smallest < 0 else largest

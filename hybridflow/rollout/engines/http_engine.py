@@ -22,14 +22,7 @@ from hybridflow.rollout.engines.answers import (
     stopped,
 )
 from hybridflow.rollout.engines.wire import BadAnswer, Flight, Lines, Refused, Unavailable, backoff_s
-from hybridflow.rollout.request import (
-    Progress,
-    Request,
-    Response,
-    check_requests,
-    length_refusal,
-    vocabulary_refusal,
-)
+from hybridflow.rollout.request import Progress, Request, Response, check_requests, model_refusal
 
 LOOK_S = 0.1
 """So often generating looks up: what is finished is handed over, what is late is ended, and it may be told to stop."""
@@ -100,7 +93,7 @@ class HttpEngine:
 
     def refusal(self, request: Request) -> str | None:
         """Return why a request cannot be met, or None if it can."""
-        reason = length_refusal(request, None) or vocabulary_refusal(request, self.vocab_size)
+        reason = model_refusal(request, None, self.vocab_size)
         return reason or going_on_refusal(request) or self.api.refusal(request)
 
     def weights_changed(self) -> None:

@@ -26,8 +26,7 @@ from hybridflow.rollout.request import (
     Response,
     SamplingParams,
     check_requests,
-    length_refusal,
-    vocabulary_refusal,
+    model_refusal,
 )
 from hybridflow.rollout.sampling import FAILURES, Sampler, sequence_key
 
@@ -75,7 +74,7 @@ class UserEngine:
         """Return why a request cannot be met, or None if it can."""
         params = request.params
         of = f"max_context of {type(self.module).__name__}"
-        if reason := length_refusal(request, self.max_context, of) or vocabulary_refusal(request, self.vocab_size):
+        if reason := model_refusal(request, self.max_context, self.vocab_size, of):
             return reason
         if params.has_texts or params.with_prompt_log_probs:
             return "stop, bad, with_prompt_log_probs: an actor of your own works on tokens, and tells of new ones alone"

@@ -34,15 +34,7 @@ from hybridflow.rollout.engines.answers import (
     stopped,
 )
 from hybridflow.rollout.engines.wire import BadAnswer
-from hybridflow.rollout.request import (
-    LOOK_STEPS,
-    Progress,
-    Request,
-    Response,
-    check_requests,
-    length_refusal,
-    vocabulary_refusal,
-)
+from hybridflow.rollout.request import LOOK_STEPS, Progress, Request, Response, check_requests, model_refusal
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else the model is in another process, and weights must be sent there
@@ -189,7 +181,7 @@ class VllmEngine:
     def refusal(self, request: Request) -> str | None:
         """Return why a request cannot be met, or None if it can."""
         params = request.params
-        if reason := length_refusal(request, self._max_context) or vocabulary_refusal(request, self._vocab_size):
+        if reason := model_refusal(request, self._max_context, self._vocab_size):
             return reason
         if params.stop or params.bad or params.bad_ids:
             return "stop, bad, bad_ids: vLLM in this process works on tokens, and does not keep sequences of them out"

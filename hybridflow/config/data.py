@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -199,8 +200,13 @@ class TokenizerConfig:
 _PLACES = ("train", "mixture", "spool", "kafka")
 
 
-SET_BY_US = frozenset({"messages", "tools", "add_generation_prompt"})
-"""Variables of a chat template that are no choice."""
+_SET_BY_US = frozenset({"messages", "tools", "add_generation_prompt"})
+
+
+def check_kwargs(kwargs: Mapping[str, Any], where: str) -> None:
+    """Refuse variables of a chat template that are no choice. Raises ConfigError."""
+    if taken := sorted(_SET_BY_US & {*kwargs}):
+        raise ConfigError(f"{where}: {taken[0]} is set by hybridflow; remove it")
 
 
 _OWN_OPTIONS = re.compile(
@@ -229,8 +235,7 @@ def check_data(data: DataConfig) -> None:
         raise ConfigError("data.mixture: some sources have a weight and some have none; give one to all, or to none")
     if data.arithmetic is not None and data.train is None:
         raise ConfigError("data.arithmetic: is written to data.train, which is missing; give it, or remove the section")
-    if taken := sorted(SET_BY_US & {*data.chat_template_kwargs}):
-        raise ConfigError(f"data.chat_template_kwargs: {taken[0]} is set by hybridflow; remove it")
+    check_kwargs(data.chat_template_kwargs, "data.chat_template_kwargs")
     if data.kafka is not None:
         _check_kafka(data.kafka)
 

@@ -13,14 +13,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.data import SET_BY_US
+from hybridflow.config.data import check_kwargs
 from hybridflow.data.limited import LimitedProcess
 from hybridflow.data.pieces import PieceTokenizer
 from hybridflow.data.tokenizer import Tokenizer, read_object, tokenizer_settings
-from hybridflow.errors import DataError
+from hybridflow.errors import ConfigError, DataError
 from hybridflow.foreign import read_small
 
 FILE = "chat_template.jinja"
+KWARGS = "chat_template_kwargs"
+"""Field of a row, a prompt or a request with further variables for the template."""
 _MOST_CHARACTERS = 1 << 20
 # JSON writes a character beyond 16 bits as 12, and the error beside the text is short.
 _MOST_ANSWER_BYTES = 12 * _MOST_CHARACTERS + (1 << 16)
@@ -196,8 +198,10 @@ def read_kwargs(value: Any, where: str) -> dict[str, Any]:
     """
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise DataError(f"{where}: found {value!r:.60}, expected an object, such as {{'enable_thinking': false}}")
-    if taken := sorted(SET_BY_US & {*value}):
-        raise DataError(f"{where}: {taken[0]} is set by hybridflow; remove it")
+    try:
+        check_kwargs(value, where)
+    except ConfigError as error:
+        raise DataError(str(error)) from None
     return value
 
 

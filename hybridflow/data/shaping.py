@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from hybridflow.config.data import DataConfig, DataSourceConfig
-from hybridflow.data.chat import Chat, check_special, read_kwargs, read_messages, special_tokens
+from hybridflow.data.chat import KWARGS, Chat, check_special, read_kwargs, read_messages, special_tokens
 from hybridflow.data.files import find_files
 from hybridflow.data.preferences import check_imitable, encode_responses, preferences_of
 from hybridflow.data.prompts import (
@@ -29,9 +29,6 @@ from hybridflow.errors import DataError
 
 _TOOLS = "tools"
 """Field of what the assistant may call, for the chat template."""
-
-_KWARGS = "chat_template_kwargs"
-"""Field of further variables for the chat template."""
 
 Kind = Literal["rows", "problems", "pairs", "preferences"]
 
@@ -277,10 +274,10 @@ def _tools_of(row: Row, place: str) -> list[Any] | None:
 
 def _kwargs_of(row: Row, place: str) -> dict[str, Any]:
     """Return the variables of the chat template that a row has; without those that only other rows of a table have."""
-    found = value_of(row, _KWARGS)
+    found = value_of(row, KWARGS)
     if found is None or found == "":
         return {}
-    where = f"{place}: field {_KWARGS!r}"
+    where = f"{place}: field {KWARGS!r}"
     kwargs = read_kwargs(_parsed(found, where), where)
     return {name: value for name, value in kwargs.items() if value is not None}
 

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridflow.data.chat import read_kwargs
+from hybridflow.data.chat import KWARGS, read_kwargs
 from hybridflow.data.tokenizer import Tokenizer, split_stop
 from hybridflow.errors import DataError
 from hybridflow.rollout.texts import text_before_stop
 from hybridflow.serving.options import Options, check_ids, check_together, is_int, read_options
-from hybridflow.serving.prompts import KWARGS, encode_chat, encode_text
+from hybridflow.serving.prompts import encode_chat, encode_text
 
 _MOST_SAMPLES = 256
 _FEWEST_TOKENS = 16

@@ -10,16 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hybridflow.data.chat import chat_template, read_kwargs, read_messages, render_chat
+from hybridflow.data.chat import KWARGS, chat_template, read_kwargs, read_messages, render_chat
 from hybridflow.data.tokenizer import Tokenizer, start_of
 from hybridflow.errors import DataError
 from hybridflow.foreign import open_regular
 from hybridflow.serving.options import Options, check_ids, check_together, is_int, read_options
 
 HDF5_SUFFIXES = (".h5", ".hdf5")
-KWARGS = "chat_template_kwargs"
-"""Field of variables for the chat template."""
-
 _FORMS = ("prompt", "prompt_ids", "messages")
 
 

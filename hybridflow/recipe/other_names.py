@@ -127,10 +127,7 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
         "actor_rollout_ref.actor.ppo_mini_batch_size": ("trainer.mini_batch_size", _SAMPLES),
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": ("trainer.micro_batch_tokens", _TOKENS),
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "trainer.micro_batch_tokens",
-        "actor_rollout_ref.actor.use_dynamic_bsz": (
-            "trainer.micro_batch_tokens",
-            _PACKED,
-        ),
+        "actor_rollout_ref.actor.use_dynamic_bsz": ("trainer.micro_batch_tokens", _PACKED),
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "actor.update.cp",
         "actor_rollout_ref.actor.megatron.context_parallel_size": "actor.update.cp",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": ("trainer.micro_batch_tokens", _TOKENS),

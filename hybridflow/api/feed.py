@@ -166,6 +166,7 @@ def _shape_of(tokenizer: Tokenizer) -> Shape:
         needs_answer=False,
         template=chat_template(tokenizer),
         tokenizer=str(tokenizer.path),
+        num_rows=tokenizer.vocab_size,
     )
 
 

@@ -26,7 +26,7 @@ from hybridflow.api.trainers import OnlineTrainer
 from hybridflow.api.world import find_world
 from hybridflow.checkpoint.formats.in_memory import in_memory_info
 from hybridflow.config.recipe import Recipe
-from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
+from hybridflow.data.tokenizer import Tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.families.assets import ends_in
 from hybridflow.layout import mesh as geometry
@@ -38,6 +38,7 @@ from hybridflow.placement.library_models import with_library_models
 from hybridflow.placement.peft import load_adapters
 from hybridflow.placement.pretrained import assets_of
 from hybridflow.placement.user_objects import check_objects, runs_in_transformers, user_class_of
+from hybridflow.recipe.inputs import open_known
 from hybridflow.roles.stepped_actor import SteppedActor
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.texts import with_stop_tokens
@@ -143,7 +144,7 @@ class HybridActor:
         check_budget(self.recipe, plan.meshes)
         self._world.make_groups([*rank_sets(plan.meshes.values(), self._world.size), *plan.rank_sets()])
         place = tokenizer_in(section["path"]) if tokenizer is None and "path" in section else tokenizer
-        known = None if place is None else open_tokenizer(place)
+        known = None if place is None else open_known(place, self.recipe)
         if known is None and self.recipe.model.vocab_size is None:
             raise ConfigError(
                 "tokenizer: missing; a model without a path has the tokenizer's vocabulary: name its path"

@@ -20,7 +20,7 @@ from hybridflow.checkpoint.formats.in_memory import in_memory_info
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.problems import training_shape
 from hybridflow.data.prompts import Example
-from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
+from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.dataflow.batch import Batch
 from hybridflow.dataflow.graph import Step
 from hybridflow.dataflow.run import Scope
@@ -32,7 +32,7 @@ from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job, Problems
 from hybridflow.placement.pretrained import align_ends
 from hybridflow.recipe.check_sampling import check_stop
-from hybridflow.recipe.inputs import tokenizer_path
+from hybridflow.recipe.inputs import open_known, tokenizer_path
 from hybridflow.sections import changed_keys
 from hybridflow.trainer.open import check_vocabularies
 from hybridflow.trainer.plan import JobPlan
@@ -280,7 +280,7 @@ class Session:
         path = tokenizer_path(recipe)
         if path is None:
             raise ConfigError("tokenizer: missing; give tokenizer=…, a path or a tokenizer of transformers")
-        tokenizer = open_tokenizer(path)
+        tokenizer = open_known(path, recipe)
         check_stop(recipe, tokenizer)
         check_vocabularies(recipe, tokenizer)
         if make is None:

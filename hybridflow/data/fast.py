@@ -27,23 +27,33 @@ class FastTokenizer:
 
     Attributes:
         path: The ``tokenizer.json``.
-        vocab_size: The largest id and one.
+        vocab_size: The largest id and one, of the tokens that the model has rows for.
         eos_id: Id of the ``eos_token``, or the first of ``more_stops`` where none is named.
         stop_ids: That one, and ``more_stops``.
-        pad_id: Id of the ``pad_token``; where there is none, the end of sequence.
+        pad_id: Id of the ``pad_token``; where there is none, or no row for it, the end of sequence.
         bos_id: What the tokenizer's own template puts before a text.
 
     Args:
         path: The ``tokenizer.json``.
         settings: The parsed ``tokenizer_config.json``; may be empty.
         more_stops: Other ids at which a response ends, from what lies beside the file.
+        num_rows: Of the model's embedding, which may lack the last special tokens: Gemma 3's of 1B parameters has none
+            for images. A text with such a token is refused then. None: as many as there are tokens.
 
     Raises:
         DataError: The package is not installed, the file is missing or damaged, or knows no end of sequence.
     """
 
-    def __init__(self, path: Path, *, settings: Mapping[str, Any], more_stops: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        settings: Mapping[str, Any],
+        more_stops: Sequence[int] = (),
+        num_rows: int | None = None,
+    ) -> None:
         self.path = path
+        self._lacking = dict[int, str]()
         self._tokenizer = _load(path)
         # Neither is for us: a file may carry what it was once called with.
         self._tokenizer.no_truncation()
@@ -68,6 +78,8 @@ class FastTokenizer:
         pad_id = self._named(settings, "pad_token")
         self.pad_id = self.eos_id if pad_id is None else pad_id
         self.bos_id = self._first_of_template()
+        if num_rows is not None:
+            self._leave_out(num_rows)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without any at its beginning or end."""
@@ -76,6 +88,11 @@ class FastTokenizer:
                 ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
             else:
                 ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        if self._lacking and (found := self._lacking.keys() & ids):
+            raise DataError(
+                f"a text has the token {self._lacking[min(found)]!r}, and the model has no row for it; take it out of "
+                "the text"
+            )
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -91,6 +108,18 @@ class FastTokenizer:
     def special_id(self, name: str) -> int | None:
         """Return the id of the special token of this name, which ``decode`` leaves out; None where there is none."""
         return self._special_ids.get(name)
+
+    def _leave_out(self, num_rows: int) -> None:
+        """Do without the tokens that the model has no rows for, unless a text may need one of them."""
+        lacking = {index: piece for index, piece in self._pieces.items() if index >= num_rows}
+        if lacking.keys() & {self.eos_id, self.bos_id} or not lacking.keys() <= set(self._special_ids.values()):
+            return
+        self._lacking = lacking
+        self._pieces = {index: piece for index, piece in self._pieces.items() if index < num_rows}
+        self._special_ids = {name: index for name, index in self._special_ids.items() if index < num_rows}
+        self.vocab_size = max(self._pieces) + 1
+        self.stop_ids = tuple(index for index in self.stop_ids if index < num_rows)
+        self.pad_id = self.eos_id if self.pad_id in lacking else self.pad_id
 
     def _named(self, settings: Mapping[str, Any], key: str) -> int | None:
         """Return the id of a token that the settings name, as text or as an object with its ``content``."""

@@ -19,6 +19,7 @@ from hybridflow.data.prompts import (
     response_field,
     solution_of,
     text_of,
+    tokens_at,
     value_of,
 )
 from hybridflow.data.rows import Row
@@ -77,7 +78,7 @@ def encode_responses(example: Example, tokenizer: Tokenizer, *, max_context: int
     prompt = prompt_tokens(example, tokenizer)
     responses = []
     for judged in example.responses:
-        tokens = (*tokenizer.encode(judged.text), tokenizer.eos_id)
+        tokens = (*tokens_at(example.place, judged.text, tokenizer), tokenizer.eos_id)
         check_length(example, len(prompt), "response", len(tokens), max_context=max_context)
         responses.append(JudgedResponse(prompt, tokens, judged.is_wanted, example.margin))
     return tuple(responses)

@@ -201,6 +201,7 @@ def shape_of(recipe: Recipe, tokenizer: Tokenizer | None) -> Shape:
         needs_answer=False,
         template=template_of(recipe.data, tokenizer),
         tokenizer=None if tokenizer is None else str(tokenizer.path),
+        num_rows=None if tokenizer is None else tokenizer.vocab_size,
         # Of what is only imitated nothing is sampled.
         max_new_tokens=1 if traits.imitates else recipe.rollout.max_new_tokens,
         max_context=recipe.model.max_context,

@@ -187,7 +187,7 @@ def encode_solution(example: Example, tokenizer: Tokenizer, *, max_context: int)
     tokens: list[int] = []
     is_written: list[bool] = []
     for number, text in enumerate(example.turns):
-        part = tokenizer.encode(text) if number % 2 else [*tokenizer.encode(text), tokenizer.eos_id]
+        part = tokens_at(example.place, text, tokenizer) + ([] if number % 2 else [tokenizer.eos_id])
         tokens += part
         is_written += [number % 2 == 0] * len(part)
     check_length(example, len(prompt), "solution", len(tokens), max_context=max_context)
@@ -211,7 +211,15 @@ def check_length(example: Example, num_prompt: int, what: str, num_tokens: int, 
 def prompt_tokens(example: Example, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return a prompt's token ids, after the beginning-of-sequence token where the tokenizer has one."""
     begin = () if tokenizer.bos_id is None or example.begins else (tokenizer.bos_id,)
-    return (*begin, *tokenizer.encode(example.prompt))
+    return (*begin, *tokens_at(example.place, example.prompt, tokenizer))
+
+
+def tokens_at(place: str, text: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the token ids of a text of a row. Raises DataError: it cannot be encoded; names the file and line."""
+    try:
+        return tokenizer.encode(text)
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error
 
 
 def prompt_of(row: Row, place: str, data: DataConfig) -> str:

@@ -208,6 +208,7 @@ class DataProvider:
                 kind="rows",
                 template=template_of(self._data, tokenizer),
                 tokenizer=None if tokenizer is None else str(tokenizer.path),
+                num_rows=None if tokenizer is None else tokenizer.vocab_size,
             )
             self._rows = _Rows(self._sources, shape, tokenizer, self._own_seed)
         return self._rows

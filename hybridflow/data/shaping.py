@@ -44,6 +44,7 @@ class Shape:
         needs_answer: Whether a problem needs its answer, since the reward compares with it.
         template: Text of the chat template; None: there is none.
         tokenizer: File of the tokenizer; None: nothing is counted in tokens.
+        num_rows: Tokens that the model knows; None: all of the tokenizer's.
         max_new_tokens: Longest response.
         max_context: Longest sequence; None: any.
     """
@@ -54,6 +55,7 @@ class Shape:
     needs_answer: bool = True
     template: str | None = None
     tokenizer: str | None = None
+    num_rows: int | None = None
     max_new_tokens: int = 0
     max_context: int | None = None
 
@@ -143,7 +145,9 @@ class Shaper:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self._tokenizer: Tokenizer | None = None if shape.tokenizer is None else open_tokenizer(shape.tokenizer)
+        self._tokenizer: Tokenizer | None = None
+        if shape.tokenizer is not None:
+            self._tokenizer = open_tokenizer(shape.tokenizer, shape.num_rows)
         special = {} if self._tokenizer is None else special_tokens(self._tokenizer)
         self._chat = None if shape.template is None else Chat(shape.template, special)
 

@@ -80,10 +80,14 @@ def tokenizer_in(folder: str | Path) -> Path | None:
     return None
 
 
-def open_tokenizer(path: str | Path) -> Tokenizer:
+def open_tokenizer(path: str | Path, num_rows: int | None = None) -> Tokenizer:
     """Open a sentencepiece ``.model``, a ``tokenizer.json``, or the one that a directory holds.
 
     What ``generation_config.json`` or ``config.json`` beside the file calls ends of sequence end a response too.
+
+    Args:
+        path: The file or directory.
+        num_rows: Tokens that the model knows; of a ``tokenizer.json``, special tokens beyond them are left out.
 
     Raises:
         DataError: There is none, it cannot be read, or it knows no end of sequence.
@@ -101,7 +105,7 @@ def open_tokenizer(path: str | Path) -> Tokenizer:
     if file.suffix == ".json":
         from hybridflow.data.fast import FastTokenizer
 
-        return FastTokenizer(file, settings=tokenizer_settings(file.parent), more_stops=stops)
+        return FastTokenizer(file, settings=tokenizer_settings(file.parent), more_stops=stops, num_rows=num_rows)
     return PieceTokenizer(file, more_stops=stops)
 
 

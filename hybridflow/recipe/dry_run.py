@@ -21,13 +21,12 @@ from hybridflow.data.chat import chat_template
 from hybridflow.data.problems import held_out_shape, training_shape
 from hybridflow.data.prompts import Example, as_text
 from hybridflow.data.shaping import Shape, Shaper, examples_of, read_examples
-from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.errors import DataError, RewardError
 from hybridflow.families.assets import CONFIG
 from hybridflow.families.weight_files import find_weight_files
 from hybridflow.observe.exporters import find_callback
 from hybridflow.recipe.check_sampling import check_stop
-from hybridflow.recipe.inputs import tokenizer_path
+from hybridflow.recipe.inputs import open_known, tokenizer_path
 from hybridflow.recipe.nested import inner
 from hybridflow.rewards.kinds import make_kind
 from hybridflow.rewards.sample import Sample
@@ -57,7 +56,7 @@ def try_inputs(recipe: Recipe, *, is_node: bool = True) -> list[str]:
     _try_weights(recipe)
     _try_names(recipe, is_node=is_node)
     path = tokenizer_path(recipe)
-    tokenizer = None if path is None else open_tokenizer(path)
+    tokenizer = None if path is None else open_known(path, recipe)
     check_stop(recipe, tokenizer)
     shape = training_shape(recipe, tokenizer)
     example = None

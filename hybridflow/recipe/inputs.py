@@ -17,7 +17,7 @@ from typing import Any
 
 from hybridflow.config.recipe import MODEL_SECTIONS, Recipe
 from hybridflow.data.files import is_address
-from hybridflow.data.tokenizer import tokenizer_in
+from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError, MissingFileError
 from hybridflow.families.hub_cache import find_model
 from hybridflow.plugins import split_name
@@ -108,6 +108,16 @@ def tokenizer_path(recipe: Recipe) -> Path | None:
             "the one that the model was trained with"
         )
     return found
+
+
+def open_known(path: str | Path, recipe: Recipe) -> Tokenizer:
+    """Open the tokenizer at ``path`` without the special tokens that a model of the recipe has no rows for.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    rows = [recipe.model_of(role).vocab_size for role in MODEL_SECTIONS]
+    return open_tokenizer(path, min((each for each in rows if each is not None), default=None))
 
 
 def _paths(values: Any) -> Iterator[tuple[Any, Any, str]]:

@@ -21,7 +21,7 @@ from hybridflow.families.assets import FOLDER as ASSETS
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
 from hybridflow.recipe.check_sampling import check_stop
-from hybridflow.recipe.inputs import tokenizer_path
+from hybridflow.recipe.inputs import open_known, tokenizer_path
 from hybridflow.trainer.plan import JobPlan
 
 
@@ -48,7 +48,7 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
             _train(recipe, trained)
     everyone = world.coordinator(plan.meshes["job"].ranks)
     everyone.barrier("data and tokenizer")
-    tokenizer = _open_trained(trained, world.rank) if path is None else open_tokenizer(path)
+    tokenizer = _open_trained(trained, world.rank) if path is None else open_known(path, recipe)
     check_stop(recipe, tokenizer)
     check_vocabularies(recipe, tokenizer)
     shape, folder = training_shape(recipe, tokenizer), Path(recipe.run_dir) / FOLDER

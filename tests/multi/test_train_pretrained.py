@@ -319,6 +319,9 @@ def test_models_without_their_tokenizer_are_refused(folder):
     write_tokenizer(folder / "other", has_start=False)
     text = (folder / "other/tokenizer.json").read_text()
     (folder / "other/tokenizer.json").write_text(text.replace("<|pad|>", "<|fill|>"))
+    # Gemma 3's of 1B parameters has no row for the token of images.
+    write_model(folder / "no_image", "Qwen2", vocab_size=41)
+    write_tokenizer(folder / "no_image", more=["<audio>", "<image>"])
     one = {"cluster": {"ranks": 1}, "actor": {"update": {}, "rollout": {}, "optimizer": {"lr": 1e-4}}}
     bare = {"model": {"path": str(folder / "bare")}}
 
@@ -332,6 +335,12 @@ def test_models_without_their_tokenizer_are_refused(folder):
             (scored_by("other"), DataError, "reward.model.path="),
         ):
             complains(lambda values=values: open_with_data(world, values), [says], kind)
+        job, _ = open_with_data(world, recipe(folder, "grpo", "other", **one, model={"path": str(folder / "no_image")}))
+        assert job.tokenizer.vocab_size == job.vocab_size == 41
+        path = folder / "images.jsonl"
+        path.write_text('{"prompt": "1<image>2"}\n')
+        values = recipe(folder, "grpo", **one, model={"path": str(folder / "no_image")}, data={"train": str(path)})
+        complains(lambda: open_with_data(world, values), ["images.jsonl:1: ", "<image>"], DataError)
         open_with_data(world, recipe(folder, "grpo", **one))
         open_with_data(world, recipe(folder, "grpo", **one, **bare, tokenizer={"path": str(folder / "causal")}))
 

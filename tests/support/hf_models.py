@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,11 @@ SIZES: dict[str, Any] = dict(
 )
 
 
-def write_tokenizer(folder: Path, *, has_start: bool = False, **settings: Any) -> None:
-    """A byte-level BPE tokenizer of digits and signs as ``tokenizer.json``, with its ``tokenizer_config.json``."""
+def write_tokenizer(folder: Path, *, has_start: bool = False, more: Sequence[str] = (), **settings: Any) -> None:
+    """A byte-level BPE tokenizer of digits and signs as ``tokenizer.json``, with its ``tokenizer_config.json``.
+
+    It has 40 tokens, and behind them those of ``more``, which are special.
+    """
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -31,6 +35,7 @@ def write_tokenizer(folder: Path, *, has_start: bool = False, **settings: Any) -
         vocab_size=40, special_tokens=[END, START, PAD], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([f"{a}+{b}={a + b}" for a in range(30) for b in range(30)], trainer)
+    tokenizer.add_special_tokens(list(more))
     if has_start:
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
             single=f"{START} $A", special_tokens=[(START, tokenizer.token_to_id(START))]

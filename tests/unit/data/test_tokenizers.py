@@ -213,6 +213,23 @@ def test_special_tokens_of_older_directories_are_those_of_transformers(tmp_path,
     assert ours.eos_id == theirs.eos_token_id and text.count(END) == (0 if has_decoder else 1)
 
 
+def test_special_tokens_that_the_model_has_no_rows_for_are_left_out(tmp_path):
+    write_tokenizer(tmp_path, more=["<fill>", "<image>"], pad_token="<fill>")
+    whole, known = open_tokenizer(tmp_path), open_tokenizer(tmp_path, 40)
+    assert (whole.vocab_size, whole.pad_id, whole.special_id("<image>")) == (42, 40, 41)
+    assert whole.encode("1<image>")[-1] == 41
+    assert (known.vocab_size, known.pad_id, known.special_id("<image>")) == (40, whole.eos_id, None)
+    assert known.pieces() == {index: piece for index, piece in whole.pieces().items() if index < 40}
+    assert known.encode("12+34=") == whole.encode("12+34=")
+    for text in ("1<image>2", "1<image>2" * 9999):
+        with pytest.raises(DataError, match="'<image>', and the model has no row for it; take it out"):
+            known.encode(text)
+    # Any text may have the last tokens of these.
+    assert open_tokenizer(tmp_path, 39).vocab_size == 42
+    write_tokenizer(tmp_path, more=["<over>"], eos_token="<over>")
+    assert open_tokenizer(tmp_path, 40).vocab_size == 41
+
+
 def test_a_template_whose_tokens_sentencepiece_would_spell_is_refused(tmp_path):
     tokenizer = train_tokenizer(["12+34=46 <s>x</s>"], path=tmp_path / "tokenizer.model", vocab_size=64)
     says = r"tokenizer.model: the chat template writes </s>, of which sentencepiece makes letters; put a tokenizer.json"

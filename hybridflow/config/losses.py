@@ -61,6 +61,8 @@ class LossConfig:
         aggregation: How token losses become one number. The critic's loss is always the token mean.
         norm_tokens: Divisor of ``seq-mean-token-sum-norm``. None means ``rollout.max_new_tokens``.
         entropy_coef: Weight of the entropy bonus.
+        mask_truncated: Whether responses that ``rollout.max_new_tokens`` or the context cut are left out of the loss.
+            Their scores still count in the advantages of the others.
         epochs: Passes over each global batch, in the same order.
 
     Paper: arXiv 1707.06347; dual clip arXiv 1912.09729; GSPO arXiv 2507.18071; CISPO arXiv 2506.13585.
@@ -73,6 +75,7 @@ class LossConfig:
     aggregation: Aggregation = "token-mean"
     norm_tokens: Count | None = None
     entropy_coef: NotNegative = 0.0
+    mask_truncated: bool = False
     epochs: Count = 1
 
 

@@ -143,13 +143,22 @@ def with_drops(step: Step) -> Step:
 
 def with_router_choices(flow: Flow) -> Flow:
     """Return the flow in which the rollout's choices of experts go to where the actor computes log-probabilities."""
-    column = ("router_choices",)
+    return _from_rollout(flow, "router_choices", "actor.log_probs", "actor.update")
+
+
+def with_truncated(flow: Flow) -> Flow:
+    """Return the flow in which the actor's update is told which responses were cut."""
+    return _from_rollout(flow, "is_truncated", "actor.update")
+
+
+def _from_rollout(flow: Flow, column: str, *readers: str) -> Flow:
+    """Return the flow in which a column goes from the rollout to nodes of some names."""
 
     def change(node: Node) -> Node:
         if node.source and node.role in ("actor", "groups"):
-            return replace(node, writes=(*node.writes, *column))
-        if node.name in ("actor.log_probs", "actor.update", "groups.keep"):
-            return replace(node, reads=(*node.reads, *column))
+            return replace(node, writes=(*node.writes, column))
+        if node.name in (*readers, "groups.keep"):
+            return replace(node, reads=(*node.reads, column))
         return node
 
     return each_node(flow, change)

@@ -11,6 +11,9 @@ from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.graph import SCORED
 from hybridflow.placement.job import Job
 
+TRUNCATED = "is_truncated"
+"""The column that is true of responses that were cut, ``[samples]``."""
+
 
 def loss_mask(batch: Batch) -> Tensor:
     """Return whether each sample counts in the loss, ``[samples]``."""
@@ -24,10 +27,13 @@ def loss_mask(batch: Batch) -> Tensor:
 def mini_batch(job: Job, batch: Batch, index: int) -> Batch:
     """Return this rank's samples of a mini-batch: places ``[index * size, (index + 1) * size)`` of the global batch.
 
-    The response mask of samples that are left out is 0: losses and their denominators follow the mask.
+    The response mask of samples that are left out is 0: losses and their denominators follow the mask. Where the node
+    reads which responses were cut, these are left out too.
     """
     part = batch.select((batch.dense("order") // job.recipe.trainer.samples_per_update == index).nonzero()[:, 0])
     found = loss_mask(part)
+    if TRUNCATED in part.columns:
+        found &= ~part.dense(TRUNCATED)
     if "response_mask" not in part.columns or bool(found.all()):
         return part
     mask = part.ragged("response_mask")

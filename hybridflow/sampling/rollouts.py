@@ -23,6 +23,7 @@ from hybridflow.models.routing import choice_dtype, unknown_choice
 from hybridflow.observe.rank_log import say
 from hybridflow.observe.work import add_work
 from hybridflow.placement.job import Job
+from hybridflow.placement.loss_mask import TRUNCATED
 from hybridflow.placement.routing import ROUTER_CHOICES
 from hybridflow.placement.user_objects import user_class_of
 from hybridflow.rollout.dealing import Claims, Deal
@@ -130,6 +131,7 @@ class Rollouts:
         self._is_output_rank = is_output_rank
         self._has_versions = job.recipe.trainer.max_staleness > 0
         self._has_choices = job.recipe.actor.moe.router_replay != "none"
+        self._masks_truncated = job.recipe.loss.mask_truncated
         self._mesh = job.meshes["actor.rollout"]
         self._place = self._mesh.coordinate(job.world.rank)
         model = job.model_of("actor.rollout")
@@ -299,6 +301,7 @@ class Rollouts:
         mover = Mover(self._job.world, self._job.meshes, chunk=chunk)
         names = (*_COLUMNS, "versions") if self._has_versions else _COLUMNS
         names = (*names, ROUTER_CHOICES) if self._has_choices else names
+        names = (*names, TRUNCATED) if self._masks_truncated else names
         moved = mover.move(Move(columns=names, source=self._mesh.name, destination=self._mesh.name), batch, home)
         if batch is None or moved is None:
             return None
@@ -348,6 +351,9 @@ class Rollouts:
         )
         if self._has_choices:
             batch = batch.with_columns({ROUTER_CHOICES: self._choices(pairs)})
+        if self._masks_truncated:
+            is_truncated = [got.finish == "length" for got in responses]
+            batch = batch.with_columns({TRUNCATED: torch.tensor(is_truncated, dtype=torch.bool)})
         if not self._has_versions:
             return batch
         return batch.with_columns({"versions": torch.tensor(self._oldest(pairs), dtype=torch.int64)})

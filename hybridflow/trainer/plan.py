@@ -17,6 +17,7 @@ from hybridflow.flows.nodes import (
     with_drops,
     with_environment,
     with_router_choices,
+    with_truncated,
     without,
 )
 from hybridflow.flows.registry import ALGORITHMS
@@ -116,6 +117,8 @@ def _with_columns(recipe: Recipe, flow: Flow) -> Flow:
         flow = with_versions(flow)
     if recipe.actor.moe.router_replay != "none":
         flow = with_router_choices(flow)
+    if recipe.loss.mask_truncated:
+        flow = with_truncated(flow)
     return flow if recipe.rollout.environment is None else with_environment(flow)
 
 

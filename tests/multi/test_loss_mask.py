@@ -122,11 +122,13 @@ def test_a_step_without_any_score_is_an_error_on_all_ranks():
     assert run_ranks(nothing_left, 2) == [True, True]
 
 
-def update(world, layout, algorithm):
+def update(world, layout, algorithm, is_truncated=False):
     """Two optimizer steps with the samples that are left out, and two without them, from the same weights."""
     job = dropping_job(world, layout, algorithm)
     dp = job.meshes["actor.update"].coordinate(world.rank).dp
     batch = scored("scores")
+    if is_truncated:
+        batch = batch.with_columns({"is_truncated": batch.dense("scores").isnan(), "scores": torch.zeros(12)})
     batch = batch.select((batch.ids % layout.dp == dp).nonzero()[:, 0])
     found = []
     for part in (batch, never_there(batch)):
@@ -167,6 +169,13 @@ def test_updates_are_those_of_the_others(algorithm):
     assert len(reported) >= 2
     for numbers in reported[1:]:
         assert numbers == pytest.approx(reported[0], rel=1e-4, abs=1e-6)
+
+
+def test_updates_without_truncated_responses_are_those_of_the_others():
+    for (numbers, step), (expected, right) in run_ranks(update, 2, ParallelLayout(dp=2), "grpo", True):
+        assert numbers == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        step, right = torch.tensor(step), torch.tensor(right)
+        assert float((step - right).norm()) < 0.02 * float(right.norm()) and float(right.norm()) > 0
 
 
 def test_a_mini_batch_of_none_but_dropped_samples_makes_no_update():

@@ -285,6 +285,15 @@ def test_an_actor_with_more_rows_than_its_reader_samples_none_of_them(folder):
     assert 0 < rows[0]["actor/entropy"] < numpy.log(45) + 1e-6
 
 
+def test_nothing_is_learned_from_truncated_responses(folder):
+    values = recipe(folder, "grpo", loss={"mask_truncated": True})
+    # The likeliest tokens never end.
+    values["rollout"]["top_k"] = 1
+    run_ranks(run, 2, values)
+    for row in lines(folder):
+        assert row["response/cut_share"] == 1 and row["actor/skipped"] == 2 and "actor/loss" not in row
+
+
 def placed_otherwise(folder: Path, name: str, **placement: Any) -> dict[str, Any]:
     made = recipe(folder, "ppo", name)
     made["reward"] |= placement

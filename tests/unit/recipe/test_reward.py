@@ -112,3 +112,15 @@ def test_who_learns_knows_what_is_dropped(algorithm):
     plan_job(recipe)
     plain = training_step(load_recipe("grpo", [f"algorithm={algorithm}", *own, "reward.on_failure=error"])).flow
     assert not any(columns & set(node.reads) for node in plain.nodes() if node.call == "update")
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "dapo", "remax"])
+def test_the_actor_alone_knows_what_is_truncated(algorithm):
+    own = ["reward.function=mine:close", "loss.mask_truncated=true"]
+    if algorithm == "ppo":
+        own.append("critic={layout: {dp: 4}, optimizer: {lr: 1e-3}}")
+    recipe = load_recipe("grpo", [f"algorithm={algorithm}", *own])
+    nodes = training_step(recipe).flow.nodes()
+    assert {node.name for node in nodes if "is_truncated" in node.reads} - {"groups.keep"} == {"actor.update"}
+    assert all("is_truncated" in node.writes for node in nodes if node.source)
+    plan_job(recipe)

@@ -51,12 +51,13 @@ def banner(
         saves = "a checkpoint every 15 minutes"
     else:
         saves = f"a checkpoint every {trainer.save_every} steps" if trainer.save_every else "a checkpoint at the end"
+    steps = "as many as the program takes," if trainer.known_steps is None else f"{trainer.steps:,}"
     lines = {
         "device": device,
         "model": f"{model}, {_count(size)} parameters, {recipe.model.dtype}",
         "data": f"{recipe.data.title}, {rows}; {num_held_out:,} held out",
         "layouts": ", ".join(_layouts(recipe, meshes)),
-        "steps": f"{trainer.steps:,} of {samples}, {saves}",
+        "steps": f"{steps} of {samples}, {saves}",
     }
     return "\n".join(f"  {name:<8} {text}" for name, text in lines.items())
 

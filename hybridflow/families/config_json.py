@@ -174,14 +174,14 @@ def _with_aliases(family: Family, values: Mapping[str, Any], where: str) -> dict
     return known
 
 
-def has_value_head(values: Mapping[str, Any], where: str, *, causal: tuple[str, ...], scorer: str) -> bool:
+def has_value_head(values: Mapping[str, Any], where: str, *, causal: tuple[str, ...], scorer: str | None) -> bool:
     """Return whether a parsed ``config.json`` is of a model that gives a number instead of logits.
 
     Args:
         values: The parsed file.
         where: What messages call it.
         causal: Architectures of language models; an asterisk stands for anything.
-        scorer: Architecture of models with labels, likewise.
+        scorer: Architecture of models with labels, likewise; None: there is none.
 
     Raises:
         ConfigError: Its architecture is neither, or it has several labels.
@@ -191,11 +191,12 @@ def has_value_head(values: Mapping[str, Any], where: str, *, causal: tuple[str, 
     name = str(architectures[0]) if isinstance(architectures, list) and len(architectures) == 1 else ""
     if any(fnmatchcase(name, each) for each in causal):
         return False
-    if fnmatchcase(name, scorer) and labels == 1:
+    if scorer is not None and fnmatchcase(name, scorer) and labels == 1:
         return True
+    other = "" if scorer is None else f", or a {scorer} with one label"
     raise ConfigError(
         f"{where}: architectures={architectures} with {labels} labels: expected one language model "
-        f"({', '.join(causal)}), or a {scorer} with one label; choose another model"
+        f"({', '.join(causal)}){other}; choose another model"
     )
 
 
@@ -311,6 +312,12 @@ def describe(model: ModelConfig, *, family: str | None, has_value_head: bool) ->
     if family is not None and family not in FAMILIES:
         raise ConfigError(f"family {family!r}: not known here; expected one of {', '.join(FAMILIES)}")
     candidates = list(FAMILIES.values()) if family is None else [FAMILIES[family]]
+    if has_value_head:
+        candidates = [each for each in candidates if each.scorer is not None]
+        if not candidates:
+            raise ConfigError(
+                f"family {family}: transformers has no such model with a value head; write another format"
+            )
     strange = {}
     for candidate in candidates:
         described = Described(family=candidate, model=model, has_value_head=has_value_head)

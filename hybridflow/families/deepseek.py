@@ -1,8 +1,7 @@
 """DeepSeek-V3 and R1: latent attention, groups of experts with a shared one, and dense first layers."""
 
-from hybridflow.families.family import COMMON_KEYS, EMBEDDINGS, FEED_FORWARD, NO_DROPOUT, NORMS, Family, Rule, experts
+from hybridflow.families.family import COMMON_KEYS, EMBEDDINGS, MIXTURE, MIXTURE_KEYS, NO_DROPOUT, NORMS, Family, Rule
 
-_OTHERS = ("intermediate_size", "head_dim")
 _LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
 _ATTENTION = {
     "linear_q_proj": "q_proj",
@@ -20,21 +19,13 @@ DEEPSEEK_V3 = Family(
     causal="DeepseekV3ForCausalLM",
     scorer="DeepseekV3ForSequenceClassification",
     keys={
-        **{key: setting for key, setting in COMMON_KEYS.items() if key not in _OTHERS},
-        "intermediate_size": "dense_ffn_hidden_size",
-        "moe_intermediate_size": "ffn_hidden_size",
+        **{key: setting for key, setting in COMMON_KEYS.items() if key != "head_dim"},
+        **MIXTURE_KEYS,
         "kv_lora_rank": "kv_lora_rank",
         "q_lora_rank": "q_lora_rank",
         "qk_nope_head_dim": "qk_nope_head_dim",
         "qk_rope_head_dim": "qk_rope_head_dim",
         "v_head_dim": "v_head_dim",
-        "n_routed_experts": "num_experts",
-        "num_experts_per_tok": "experts_per_token",
-        "first_k_dense_replace": "num_dense_layers",
-        "n_group": "router_groups",
-        "topk_group": "router_groups_per_token",
-        "routed_scaling_factor": "routed_scaling",
-        "norm_topk_prob": "normalized_experts",
     },
     aliases={"num_local_experts": "n_routed_experts"},
     defaults={
@@ -72,21 +63,10 @@ DEEPSEEK_V3 = Family(
     rules=(
         *EMBEDDINGS,
         *NORMS,
-        *FEED_FORWARD,
-        *experts("mlp", "gate_proj", "up_proj", "down_proj"),
         *(
             Rule(logical=f"{_LAYER}.self_attention.{ours}.weight", hf=(f"{_HF_LAYER}.self_attn.{theirs}.weight",))
             for ours, theirs in _ATTENTION.items()
         ),
-        Rule(logical=f"{_LAYER}.mlp.router.expert_bias", hf=(f"{_HF_LAYER}.mlp.gate.e_score_correction_bias",)),
-        Rule(
-            logical=f"{_LAYER}.mlp.shared_experts.linear_fc1.weight",
-            hf=(f"{_HF_LAYER}.mlp.shared_experts.gate_proj.weight", f"{_HF_LAYER}.mlp.shared_experts.up_proj.weight"),
-            form="stack",
-        ),
-        Rule(
-            logical=f"{_LAYER}.mlp.shared_experts.linear_fc2.weight",
-            hf=(f"{_HF_LAYER}.mlp.shared_experts.down_proj.weight",),
-        ),
+        *MIXTURE,
     ),
 )

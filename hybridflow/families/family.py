@@ -51,7 +51,8 @@ class Family:
     Attributes:
         name: Its ``model_type`` in ``config.json``.
         causal: Architecture of a language model.
-        scorer: Architecture of a model with one number for each sequence: a value or reward head.
+        scorer: Architecture of a model with one number for each sequence: a value or reward head. None: ``transformers``
+            has none.
         keys: Keys of ``config.json`` and the ``Model`` settings that say the same.
         aliases: Other spellings of keys, which some versions of ``transformers`` write.
         defaults: Values of keys that a ``config.json`` may leave out, as ``transformers`` has them.
@@ -70,7 +71,7 @@ class Family:
 
     name: str
     causal: str
-    scorer: str
+    scorer: str | None
     keys: Mapping[str, str]
     aliases: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -179,3 +180,33 @@ def experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
         ),
         Rule(logical=f"{_LAYER}.mlp.experts.{{expert}}.linear_fc2.weight", hf=(f"{expert}.{down}.weight",)),
     )
+
+
+MIXTURE_KEYS = {
+    "intermediate_size": "dense_ffn_hidden_size",
+    "moe_intermediate_size": "ffn_hidden_size",
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "experts_per_token",
+    "first_k_dense_replace": "num_dense_layers",
+    "n_group": "router_groups",
+    "topk_group": "router_groups_per_token",
+    "routed_scaling_factor": "routed_scaling",
+    "norm_topk_prob": "normalized_experts",
+}
+"""Keys of DeepSeek-V3's mixtures, which others have too: groups of experts behind dense first layers."""
+
+MIXTURE = (
+    *FEED_FORWARD,
+    *experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    Rule(logical=f"{_LAYER}.mlp.router.expert_bias", hf=(f"{_HF_LAYER}.mlp.gate.e_score_correction_bias",)),
+    Rule(
+        logical=f"{_LAYER}.mlp.shared_experts.linear_fc1.weight",
+        hf=(f"{_HF_LAYER}.mlp.shared_experts.gate_proj.weight", f"{_HF_LAYER}.mlp.shared_experts.up_proj.weight"),
+        form="stack",
+    ),
+    Rule(
+        logical=f"{_LAYER}.mlp.shared_experts.linear_fc2.weight",
+        hf=(f"{_HF_LAYER}.mlp.shared_experts.down_proj.weight",),
+    ),
+)
+"""Their tensors."""

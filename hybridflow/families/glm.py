@@ -1,12 +1,18 @@
-"""GLM-4: neighboring dims of half of each head are rotated; in the second table also norms behind the blocks."""
+"""GLM-4: neighboring dims of half of each head are rotated; in the second table also norms behind the blocks.
+
+The mixtures from GLM-4.5 on rotate a dim of each half together, and have DeepSeek-V3's experts.
+"""
 
 from hybridflow.families.family import (
     ATTENTION,
     COMMON_KEYS,
     EMBEDDINGS,
     FUSED_FEED_FORWARD,
+    MIXTURE,
+    MIXTURE_KEYS,
     NO_DROPOUT,
     NORMS,
+    QK_NORM,
     QKV_BIAS,
     Family,
     Rule,
@@ -54,4 +60,36 @@ GLM4 = Family(
         ),
         Rule(logical=f"{_LAYER}.mlp.post_layernorm.weight", hf=(f"{_HF_LAYER}.post_mlp_layernorm.weight",)),
     ),
+)
+
+GLM4_MOE = Family(
+    name="glm4_moe",
+    causal="Glm4MoeForCausalLM",
+    scorer=None,
+    keys={**_KEYS, **MIXTURE_KEYS, "use_qk_norm": "qk_norm"},
+    aliases={"num_local_experts": "n_routed_experts"},
+    defaults={
+        "num_key_value_heads": 8,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": True,
+        "use_qk_norm": False,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "partial_rotary_factor": 0.5,
+    },
+    always={"router_score": "sigmoid", "router_bias": True},
+    computed=NO_DROPOUT,
+    scalings=("linear", "llama3"),
+    further_layers=("eh_proj.weight", "num_nextn_predict_layers"),
+    rules=(*EMBEDDINGS, *NORMS, *ATTENTION, *QKV_BIAS, *QK_NORM, *MIXTURE),
 )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from hybridflow.families.deepseek import DEEPSEEK_V3
 from hybridflow.families.family import Family
 from hybridflow.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
-from hybridflow.families.glm import GLM, GLM4
+from hybridflow.families.glm import GLM, GLM4, GLM4_MOE
 from hybridflow.families.gpt_oss import GPT_OSS
 from hybridflow.families.llama import LLAMA
 from hybridflow.families.mistral import MISTRAL
 from hybridflow.families.mixtral import MIXTRAL
-from hybridflow.families.olmo2 import OLMO2
+from hybridflow.families.olmo import OLMO2, OLMO3
 from hybridflow.families.phi3 import PHI3
 from hybridflow.families.qwen2 import QWEN2
 from hybridflow.families.qwen3 import QWEN3
@@ -19,7 +19,7 @@ from hybridflow.families.qwen3_moe import QWEN3_MOE
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3_TEXT, OLMO2, GLM, GLM4),
-        *(MIXTRAL, QWEN3_MOE, GPT_OSS, DEEPSEEK_V3),
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, GLM, GLM4),
+        *(MIXTRAL, QWEN3_MOE, GPT_OSS, GLM4_MOE, DEEPSEEK_V3),
     )
 }

@@ -86,6 +86,11 @@ DEEPSEEK = {
     **dict(n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3, moe_intermediate_size=24),
     **dict(num_key_value_heads=8, n_shared_experts=2, first_k_dense_replace=1, routed_scaling_factor=1.7),
 }
+GLM4_MOE = {
+    **dict(n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, head_dim=24, attention_bias=True),
+    **dict(n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=1.7),
+    **rope("default", partial_rotary_factor=0.5),
+}
 CASES = {
     "llama": Case(config="Llama", given=rope("default")),
     "llama 3.1, tied": Case(
@@ -180,6 +185,17 @@ CASES = {
     ),
     "glm4": Case(config="Glm4", given={"head_dim": 24, **rope("linear", factor=2.0)}, is_fast=False),
     "olmo2": Case(config="Olmo2", given={"head_dim": 32, **rope("default")}, is_fast=False),
+    "olmo3": Case(
+        config="Olmo3",
+        given={
+            **{"head_dim": 32, "sliding_window": 4},
+            "rope_parameters": {
+                "full_attention": rope("yarn", factor=4.0, original_max_position_embeddings=16)["rope_parameters"],
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+        is_fast=False,
+    ),
     "mixtral": Case(config="Mixtral", given={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "mixtral, window": Case(
         config="Mixtral", given={"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 6}
@@ -203,6 +219,12 @@ CASES = {
     "qwen3 moe, shares of all": Case(config="Qwen3Moe", given={**MIXTURE, "norm_topk_prob": False}),
     "qwen3 moe, window": Case(
         config="Qwen3Moe", given={**MIXTURE, "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 4}
+    ),
+    "glm4 moe": Case(config="Glm4Moe", given=GLM4_MOE, is_fast=False),
+    "glm4 moe, normalized": Case(
+        config="Glm4Moe",
+        given={**GLM4_MOE, "use_qk_norm": True, "attention_bias": False, "n_group": 2, "norm_topk_prob": False},
+        is_fast=False,
     ),
     "deepseek v3": Case(config="DeepseekV3", given=DEEPSEEK),
     "deepseek v3, yarn": Case(

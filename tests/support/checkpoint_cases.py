@@ -29,7 +29,12 @@ OTHER: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": 5, "sliding_window_pattern": 2},
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 12},
+    "glm4_moe": {
+        **dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, first_k_dense_replace=1),
+        **dict(head_dim=12, use_qk_norm=True, attention_bias=True),
+    },
     "olmo2": {"head_dim": 12},
+    "olmo3": {"head_dim": 12, "sliding_window": 5},
     "phi3": {"sliding_window": 6},
     "qwen3": {"head_dim": 12},
     "qwen3_moe": {"head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},

@@ -42,6 +42,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 32},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8},
     "olmo2": {"head_dim": 32},
+    "olmo3": {"head_dim": 32, "sliding_window": 8},
+    "glm4_moe": {
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},
+        **{"attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 1},
+    },
     "deepseek_v3": {
         **{"kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14},
         **{"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "n_shared_experts": 1},

@@ -42,6 +42,19 @@ _CONFIGS = {
     "glm": dict(hidden_size=4096, intermediate_size=13696, num_attention_heads=32, num_key_value_heads=2),
     "glm4": dict(hidden_size=4096, intermediate_size=13696, num_attention_heads=32, num_key_value_heads=2),
     "olmo2": dict(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32),
+    "olmo3": dict(
+        hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32, sliding_window=1024
+    ),
+    "glm4_moe": dict(
+        hidden_size=4096,
+        intermediate_size=10944,
+        moe_intermediate_size=1408,
+        num_attention_heads=96,
+        num_key_value_heads=8,
+        head_dim=128,
+        n_routed_experts=128,
+        num_experts_per_tok=8,
+    ),
     "mixtral": dict(
         hidden_size=4096,
         intermediate_size=14336,
@@ -68,7 +81,7 @@ _CONFIGS = {
 
 
 FAMILIES = tuple(_CONFIGS)
-BY_MODULES = ("gemma3_text", "glm", "glm4", "gpt_oss", "olmo2")
+BY_MODULES = ("gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "olmo2", "olmo3")
 """Families that the kernels for decoding do not know, so that they generate with the modules of training."""
 
 

@@ -51,8 +51,8 @@ class Family:
     Attributes:
         name: Its ``model_type`` in ``config.json``.
         causal: Architecture of a language model.
-        scorer: Architecture of a model with one number for each sequence: a value or reward head. None: ``transformers``
-            has none.
+        scorer: Architecture of a model with one number for each sequence: a value or reward head. None:
+            ``transformers`` has none.
         keys: Keys of ``config.json`` and the ``Model`` settings that say the same.
         aliases: Other spellings of keys, which some versions of ``transformers`` write.
         defaults: Values of keys that a ``config.json`` may leave out, as ``transformers`` has them.

@@ -200,7 +200,7 @@ def _layer_bytes(model: ModelConfig, layout: ParallelLayout, slices: int, tokens
     queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
     whole = -(-_norm_columns(model) // slices) + 4 * model.rotary_size
     whole += -(-2 * ((model.q_lora_rank or 0) + (model.kv_lora_rank or 0)) // slices)
-    whole += _input_columns(model, layout)
+    whole += _input_columns(model, layout) + _router_columns(model)
     cut = (3 if model.kv_lora_rank is None else 5) * (queries + keys) + _head_norm_columns(model, queries, keys)
     cut += _block_columns(model)
     columns = tokens * (whole - (-cut // layout.tp))
@@ -253,6 +253,13 @@ def _head_norm_columns(model: ModelConfig, queries: int, keys: int) -> int:
     if model.qk_norm_over == "projection":
         return 2 * of_fp32 * (queries + keys)
     return of_fp32 * (queries + keys) if model.zero_centered_norms else queries
+
+
+def _router_columns(model: ModelConfig) -> int:
+    """Return what a router by sigmoid keeps of a token, in elements: logits and scores of all experts in fp32."""
+    if model.num_experts is None or model.router_score == "softmax":
+        return 0
+    return 2 * model.num_experts * _FP32_BYTES // ITEM_BYTES[model.dtype]
 
 
 def _input_columns(model: ModelConfig, layout: ParallelLayout) -> int:

@@ -54,6 +54,7 @@ _CONFIGS = {
         head_dim=128,
         n_routed_experts=128,
         num_experts_per_tok=8,
+        first_k_dense_replace=0,
     ),
     "mixtral": dict(
         hidden_size=4096,

@@ -106,6 +106,7 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
     model |= _mixture(given, model)
     model |= _rotary(family, given, where)
     model |= _window(family, given, where)
+    model |= _no_rope(family, given)
     if "query_pre_attn_scalar" in family.defaults and given.get("query_pre_attn_scalar") is not None:
         model["attention_scale"] = float(given["query_pre_attn_scalar"]) ** -0.5
     model["dtype"] = dtype_of(given)
@@ -264,6 +265,16 @@ def _one_rotary(family: Family, given: Mapping[str, Any], told: dict[str, Any], 
     return {**rotary, "rotary_scaling": scaling}
 
 
+def _no_rope(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layers without rotary embedding: those with a 0 in a list, else each at the end of an interval."""
+    if "no_rope_layer_interval" not in family.defaults:
+        return {}
+    rotated = given.get("no_rope_layers")
+    if rotated is None:
+        rotated = [(layer + 1) % given["no_rope_layer_interval"] for layer in range(given["num_hidden_layers"])]
+    return {"no_rope_layers": [layer for layer, flag in enumerate(rotated[: given["num_hidden_layers"]]) if not flag]}
+
+
 def _window(family: Family, given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the sliding window and its layers."""
     width, num_layers = given.get("sliding_window"), given["num_hidden_layers"]
@@ -397,6 +408,7 @@ def spelled_out(model: ModelConfig) -> ModelConfig:
         attention_scale=model.plain_scale,
         rotary_dim=model.head_size if model.rotary_dim is None else model.rotary_dim,
         local_rotary_base=model.local_rotary_base if has_two_rotations else None,
+        no_rope_layers=tuple(sorted(model.no_rope_layers)),
         window=model.window if has_window else None,
         window_layers=windowed if has_window else None,
         experts_per_token=model.experts_per_token if has_experts else 2,
@@ -465,6 +477,8 @@ def _written(described: Described) -> dict[str, Any]:
         config["query_pre_attn_scalar"] = max(1, round(model.plain_scale**-2))
     config |= _written_window(family, model)
     config |= _written_rotary(family, model)
+    if "no_rope_layer_interval" in family.defaults:
+        config["no_rope_layers"] = [int(layer not in model.no_rope_layers) for layer in range(model.num_layers)]
     name = next(name for name, dtype in _DTYPES.items() if dtype == model.dtype)
     config |= {"dtype": name, "torch_dtype": name}
     if described.has_value_head:

@@ -68,6 +68,7 @@ class ModelConfig:
         rotary_dim: Dims at the beginning of each head that are rotated. None means all of them.
         rotary_interleaved: Whether neighboring dims are rotated together, instead of a dim of each half.
         local_rotary_base: Base, without stretching, in layers with a window. None means the same as in other layers.
+        no_rope_layers: Layers without rotary position embedding (NoPE, arXiv 2305.19466), counted from 0.
         norm_eps: Number that RMSNorm adds to the mean square.
         zero_centered_norms: Whether norms multiply by 1 + weight instead of the weight.
         pre_norms: Whether the inputs of attention and feed-forward block are normalized.
@@ -135,6 +136,7 @@ class ModelConfig:
     rotary_dim: Count | None = None
     rotary_interleaved: bool = False
     local_rotary_base: Positive | None = None
+    no_rope_layers: tuple[int, ...] = ()
     norm_eps: Positive = 1e-5
     zero_centered_norms: bool = False
     pre_norms: bool = True
@@ -286,6 +288,7 @@ def check_model(model: ModelConfig, owner: str) -> None:
             "before the norms; set one of them to false"
         )
     _check_window(model, owner)
+    _check_no_rope(model, owner)
     _check_experts(model, owner)
     if model.rotary_scaling is not None:
         _check_rotary(model, model.rotary_scaling, f"{owner}.rotary_scaling")
@@ -318,7 +321,7 @@ def _check_latent(model: ModelConfig, owner: str) -> None:
             f"attention has a key for each of its {model.num_attention_heads} heads; remove num_query_groups"
         )
     others = ("qk_norm", "qkv_bias", "linear_bias", "attention_sinks", "rotary_dim", "local_rotary_base")
-    for name in (*others, "rotary_interleaved"):
+    for name in (*others, "rotary_interleaved", "no_rope_layers"):
         if getattr(model, name):
             raise ConfigError(
                 f"{owner}.{name}={getattr(model, name)} with {owner}.kv_lora_rank={model.kv_lora_rank}: not computed "
@@ -334,10 +337,21 @@ def _check_window(model: ModelConfig, owner: str) -> None:
             f"{owner}.window_layers={list(model.window_layers)} without {owner}.window; give its width in tokens, or "
             "remove the layers"
         )
-    strangers = [layer for layer in model.window_layers if not 0 <= layer < model.num_layers]
+    _check_layers(model, owner, "window_layers")
+
+
+def _check_layers(model: ModelConfig, owner: str, key: str) -> None:
+    strangers = [layer for layer in getattr(model, key) if not 0 <= layer < model.num_layers]
     if strangers:
+        raise ConfigError(f"{owner}.{key}: {strangers} not among layers 0 to {model.num_layers - 1}; remove them")
+
+
+def _check_no_rope(model: ModelConfig, owner: str) -> None:
+    _check_layers(model, owner, "no_rope_layers")
+    if model.no_rope_layers and model.local_rotary_base is not None:
         raise ConfigError(
-            f"{owner}.window_layers: {strangers} not among layers 0 to {model.num_layers - 1}; remove them"
+            f"{owner}.no_rope_layers={list(model.no_rope_layers)} with {owner}.local_rotary_base="
+            f"{model.local_rotary_base:g}: layers of three kinds are not computed; remove one"
         )
 
 

@@ -15,11 +15,12 @@ from hybridflow.families.phi3 import PHI3
 from hybridflow.families.qwen2 import QWEN2
 from hybridflow.families.qwen3 import QWEN3
 from hybridflow.families.qwen3_moe import QWEN3_MOE
+from hybridflow.families.smollm3 import SMOLLM3
 
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, GLM, GLM4),
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, GLM, GLM4, SMOLLM3),
         *(MIXTRAL, QWEN3_MOE, GPT_OSS, GLM4_MOE, DEEPSEEK_V3),
     )
 }

@@ -370,7 +370,7 @@ def build_transformer(
 def _note_shape(transformer: Transformer, model: ModelConfig, *, has_value_head: bool) -> None:
     """Note what of the model's shape its passes ask for."""
     transformer.has_scaled_embeddings = model.scaled_embeddings
-    transformer.num_rotations = 1 if model.local_rotary_base is None else 2
+    transformer.num_rotations = 2 if _has_two_rotations(model) else 1
     transformer.has_latent_attention = model.kv_lora_rank is not None
     transformer.is_common = _is_common(model)
     transformer.logit_softcap = None if has_value_head else model.logit_softcap
@@ -388,11 +388,15 @@ def _finish_mixtures(transformer: Transformer, *, is_empty: bool) -> None:
 
 def _is_common(model: ModelConfig) -> bool:
     has_wide_norms = model.qk_norm and model.qk_norm_over == "projection"
-    is_other_rotation = model.rotary_interleaved or model.local_rotary_base is not None
+    is_other_rotation = model.rotary_interleaved or _has_two_rotations(model)
     is_other_gate = model.activation == "quick_gelu" or model.glu_clamp is not None or model.glu_offset != 0
     is_other = is_other_rotation or is_other_gate or model.linear_bias or model.attention_sinks
     is_other = is_other or model.kv_lora_rank is not None
     return model.pre_norms and not has_wide_norms and not is_other
+
+
+def _has_two_rotations(model: ModelConfig) -> bool:
+    return model.local_rotary_base is not None or bool(model.no_rope_layers)
 
 
 def build_stage(
@@ -460,11 +464,11 @@ def _finish_layer(
     core.local_layer = local_layer
     if model.attention_sinks:
         core.add_sinks()
-    if model.local_rotary_base is not None:
-        layer.self_attention.rotation = int(has_window), 2
-    is_stretched = not (has_window and model.local_rotary_base is not None)
+    has_other_rotation = index in model.no_rope_layers or (has_window and model.local_rotary_base is not None)
+    if _has_two_rotations(model):
+        layer.self_attention.rotation = int(has_other_rotation), 2
     core.scoring = Scoring(
-        scale=layer.config.softmax_scale if is_stretched else model.plain_scale,
+        scale=model.plain_scale if has_other_rotation else layer.config.softmax_scale,
         softcap=model.attention_softcap,
         window=model.window if has_window else None,
     )

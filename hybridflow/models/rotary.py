@@ -33,8 +33,10 @@ def rotary_frequencies(model: ModelConfig) -> Tensor:
 
 
 def all_frequencies(model: ModelConfig) -> Tensor:
-    """Return ``rotary_frequencies``, and behind them those of layers with a window where they differ."""
+    """Return ``rotary_frequencies``, and behind them those of other layers: with a window, or 0 without rotation."""
     frequencies = rotary_frequencies(model)
+    if model.no_rope_layers:
+        return torch.cat([frequencies, torch.zeros_like(frequencies)])
     if model.local_rotary_base is None:
         return frequencies
     local = replace(model, rotary_base=model.local_rotary_base, rotary_scaling=None)

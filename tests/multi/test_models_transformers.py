@@ -196,6 +196,14 @@ CASES = {
         },
         is_fast=False,
     ),
+    "smollm3": Case(
+        config="SmolLM3",
+        given={
+            "no_rope_layers": [1, 0, 1, 0],
+            **rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, beta_slow=0.5),
+        },
+        is_fast=False,
+    ),
     "mixtral": Case(config="Mixtral", given={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "mixtral, window": Case(
         config="Mixtral", given={"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 6}

@@ -43,6 +43,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8},
     "olmo2": {"head_dim": 32},
     "olmo3": {"head_dim": 32, "sliding_window": 8},
+    "smollm3": {"no_rope_layer_interval": 2, "tie_word_embeddings": True},
     "glm4_moe": {
         **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},
         **{"attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 1},

@@ -45,6 +45,7 @@ _CONFIGS = {
     "olmo3": dict(
         hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32, sliding_window=1024
     ),
+    "smollm3": dict(hidden_size=2048, intermediate_size=11008, num_attention_heads=16, num_key_value_heads=4),
     "glm4_moe": dict(
         hidden_size=4096,
         intermediate_size=10944,
@@ -82,7 +83,7 @@ _CONFIGS = {
 
 
 FAMILIES = tuple(_CONFIGS)
-BY_MODULES = ("gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "olmo2", "olmo3")
+BY_MODULES = ("gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "olmo2", "olmo3", "smollm3")
 """Families that the kernels for decoding do not know, so that they generate with the modules of training."""
 
 

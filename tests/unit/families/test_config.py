@@ -78,6 +78,7 @@ SIZES = {
     "glm-4-9b": (40, 4096, 13696, 32, 2, 131072, 151552),
     "GLM-4-32B-0414": (61, 6144, 23040, 48, 2, 32768, 151552),
     "OLMo-2-7B": (32, 4096, 11008, 32, 32, 4096, 100352),
+    "SmolLM3-3B": (36, 2048, 11008, 16, 4, 65536, 128256),
     "Olmo-3-7B": (32, 4096, 11008, 32, 32, 65536, 100278),
     "Mixtral-8x7B": (32, 4096, 14336, 32, 8, 32768, 32000),
     "gpt-oss-20b": (24, 2880, 2880, 64, 8, 131072, 201088),
@@ -255,6 +256,18 @@ REAL = {
         {
             **{"norm_eps": 1e-6, "rotary_base": 5e5, "dtype": "fp32", "pre_norms": False, "post_norms": True},
             **{"qk_norm": True, "qk_norm_over": "projection"},
+        },
+    ),
+    "SmolLM3-3B": (
+        {
+            **{**LLAMA, "model_type": "smollm3", "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False},
+            **{"rms_norm_eps": 1e-6, "rope_theta": 5000000.0, "rope_scaling": None, "tie_word_embeddings": True},
+            **{"layer_types": ["full_attention"] * 36, "use_sliding_window": False, "sliding_window": None},
+            **{"no_rope_layers": [1, 1, 1, 0] * 9, "no_rope_layer_interval": 4, "max_window_layers": 28},
+        },
+        {
+            **{"norm_eps": 1e-6, "rotary_base": 5e6, "tied_embeddings": True},
+            "no_rope_layers": tuple(range(3, 36, 4)),
         },
     ),
     "Olmo-3-7B": (
@@ -498,6 +511,8 @@ def models(draw, family):
         values["rotary_dim"] = draw(st.sampled_from([None, 2, 4, 6, 8]))
     if "rope_local_base_freq" in family.defaults and "window" in values:
         values["local_rotary_base"] = draw(FLOATS)
+    if "no_rope_layer_interval" in family.defaults:
+        values["no_rope_layers"] = draw(st.sets(st.integers(0, layers - 1)).map(tuple))
     if "query_pre_attn_scalar" in family.defaults:
         values["attention_scale"] = draw(st.none() | st.integers(1, 999).map(lambda scalar: scalar**-0.5))
     return ModelConfig(**values)
@@ -537,6 +552,7 @@ PLAIN = ModelConfig(
         ({"rotary_interleaved": True, "head_dim": 8, "rotary_dim": 4}, "glm"),
         ({"rotary_interleaved": True, "post_norms": True, "qkv_bias": True}, "glm4"),
         ({"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_over": "projection"}, "olmo2"),
+        ({"no_rope_layers": (1,)}, "smollm3"),
     ],
 )
 def test_the_plainest_family_that_has_the_model(changes, family):

@@ -135,6 +135,8 @@ def test_an_override_of_a_text_may_look_like_a_number_or_a_date(recipe_file):
     ("overrides", "says"),
     [
         (["model.window=4", "model.window_layers=[1, 2]"], "model.window_layers: [2] not among layers 0 to 1"),
+        (["model.no_rope_layers=[2]"], "model.no_rope_layers: [2] not among layers 0 to 1"),
+        (["model.no_rope_layers=[1]", "model.local_rotary_base=9"], "layers of three kinds are not computed"),
         (["model.num_experts=4", "model.experts_per_token=5"], "experts_per_token=5 is more than model.num_experts=4"),
         (["model.num_experts=4", "model.experts_per_token=1"], "set normalized_experts to false"),
         (

@@ -45,7 +45,13 @@ _CONFIGS = {
     "olmo3": dict(
         hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32, sliding_window=1024
     ),
-    "smollm3": dict(hidden_size=2048, intermediate_size=11008, num_attention_heads=16, num_key_value_heads=4),
+    "smollm3": dict(
+        hidden_size=2048,
+        intermediate_size=11008,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        no_rope_layer_interval=2,
+    ),
     "glm4_moe": dict(
         hidden_size=4096,
         intermediate_size=10944,

@@ -20,11 +20,12 @@ from hybridflow.api.feed import Feed
 from hybridflow.api.generation import generation_of
 from hybridflow.api.responses import requests_to, respond
 from hybridflow.api.roles import Actor, split_model
-from hybridflow.api.settings import finish_recipe, merge, recipe_values, sizes_of
+from hybridflow.api.settings import finish_recipe, merge, put_under, recipe_values, sizes_of
 from hybridflow.api.token_rows import IGNORED, TokenRows, labelled, token_rows
 from hybridflow.api.trainers import OnlineTrainer
 from hybridflow.api.world import find_world
 from hybridflow.checkpoint.formats.in_memory import in_memory_info
+from hybridflow.config.algorithm import AlgorithmTraits
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.tokenizer import Tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError, DataError
@@ -484,6 +485,8 @@ def _recipe(
         sizes = {}
     sections = {"model": section, "actor": sizes, "hybrid_engine": engine}
     values = recipe_values(merge([sections, config]), algorithm="sft", num_ranks=num_ranks)
+    # The program's own loss may be any: the rate of supervised training is not meant for all of them.
+    put_under(values, "actor.optimizer.lr", AlgorithmTraits.lr)
     # How long responses may be, and how they are sampled, is told with each call.
     values.setdefault("rollout", {})["max_new_tokens"] = 1
     values.setdefault("trainer", {})["global_batch_size"] = num_ranks

@@ -13,7 +13,7 @@ from hybridflow.api.device_mesh import DeviceMesh, settings_of_mesh
 from hybridflow.api.feed import GivenProblems
 from hybridflow.api.roles import Actor
 from hybridflow.api.session import Session
-from hybridflow.api.settings import check_count, merge, put_under, recipe_values
+from hybridflow.api.settings import check_count, merge, recipe_values
 from hybridflow.api.world import find_world
 from hybridflow.checkpoint.formats.in_memory import InMemoryModel, in_memory_info
 from hybridflow.checkpoint.formats.registry import open_model
@@ -31,9 +31,6 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.parallel.coordinator import Coordinator
 
 Row = Mapping[str, Any]
-
-_LEARNING_RATE = 5e-7
-"""Where neither the program nor its settings say it."""
 
 _SAID_BY_TRAIN = (
     ("trainer", "steps", "give train(max_steps=…)"),
@@ -137,7 +134,7 @@ class OfflineTrainer:
                 filled up with rows of the next turn.
             per_device_train_batch_size: Rows; a pair is one, and two for ``KTOTrainer``.
             learning_rate: Constant, unless ``actor`` has an ``optimizer`` with another ``schedule``. None: that of the
-                settings, or 5e-7 where they have none.
+                settings, or where they have none the algorithm's own (docs/recipes.md).
             output_dir: Where to write the model as transformers reads it; the files of the run, with a checkpoint to go
                 on from, are beside it, in ``OUTPUT_DIR-run``, unless ``run_dir`` is given. None: it is not written.
             gradient_accumulation_steps: Multiplies the rows of a step.
@@ -166,7 +163,6 @@ class OfflineTrainer:
         rate = {} if learning_rate is None else {"lr": learning_rate}
         given = merge([self._actor.settings, self._settings, settings, rate])
         values = recipe_values(given, algorithm=self.algorithm, num_ranks=find_world().size)
-        put_under(values, "actor.optimizer.lr", _LEARNING_RATE)
         self._check_settings(values)
         rows = per_device_train_batch_size * gradient_accumulation_steps * self._replicas(values)
         values.setdefault("model", {}).setdefault("max_context", self._context(values))

@@ -89,12 +89,6 @@ _SIZES = {
 _ENGINE = {"resharding_interval": "actor.reshard_every", "memory_budget_gb": "cluster.memory_budget_gb"}
 _PLACES = {"actor": "update", "critic": "layout", "reference": "layout", "reward": "layout"}
 _NEW_TOKENS = 128
-_DEFAULTS: Mapping[str, Any] = {
-    "trainer.steps": OPEN_END,
-    "actor.optimizer.lr": 1e-6,
-    "critic.optimizer.lr": 1e-5,
-}
-"""Where neither the program nor a recipe says it. A program ends when it likes, so steps are as good as unlimited."""
 
 
 def read_config(config: Any) -> dict[str, Any]:
@@ -171,9 +165,8 @@ def finish_recipe(
     """
     algorithm = str(values["algorithm"])
     values.setdefault("name", "program")
-    for key, value in _DEFAULTS.items():
-        if _is_read(key, algorithm):
-            put_under(values, key, value)
+    # A program ends when it likes, so steps are as good as unlimited.
+    put_under(values, "trainer.steps", OPEN_END)
     context = _context(values, {} if in_memory is None else in_memory)
     # What the program has not asked for is not to fill a small model's context.
     put_under(values, "rollout.max_new_tokens", _NEW_TOKENS if context is None else min(_NEW_TOKENS, context // 2))

@@ -548,6 +548,24 @@ def test_short_settings() -> None:
 
 
 @pytest.mark.parametrize(
+    ("algorithm", "more", "actor_lr", "critic_lr"),
+    [
+        ("ppo", {}, 1e-6, 1e-5),
+        ("grpo", {"lora_rank": 2}, 1e-5, None),
+        ("dpo", {}, 1e-6, None),
+        ("sft", {}, 2e-5, None),
+        ("reward-model", {}, 1e-5, None),
+    ],
+)
+def test_a_program_learns_at_the_rate_of_a_recipe(algorithm, more, actor_lr, critic_lr) -> None:
+    """The rates are those of docs/recipes.md."""
+    given = {"rollout_batch_size": 8, "max_new_tokens": 1, "model": MODEL, **more}
+    recipe = finish_recipe(recipe_values(given, algorithm=algorithm, num_ranks=1), num_prompts=None)
+    assert recipe.actor.optimizer.lr == pytest.approx(actor_lr)
+    assert (recipe.critic.optimizer.lr if recipe.critic is not None else None) == critic_lr
+
+
+@pytest.mark.parametrize(
     ("config", "words"),
     [
         ({"trainer": {"validate_every": 2}}, ("validate_every", "no held-out data")),

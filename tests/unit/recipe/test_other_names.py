@@ -54,6 +54,12 @@ def test_a_bound_that_is_counted_from_another_number_is_told_of():
         ("beta=0.1", "TRL's beta is kl.coef here (kl.coef or preference.beta for dpo, ipo and kto)"),
         ("num_generations=8", "TRL's num_generations is rollout.group_size here"),
         (
+            "epsilon=0.1",
+            "is loss.clip_low here (loss.clip_low with loss.clip_high; TRL's epsilon alone sets both)",
+        ),
+        ("label_smoothing=0.1", "(preference.label_smoothing is conservative DPO's; TRL's default loss ignores it)"),
+        ("use_bias_correction_kl=true", "is kl.estimator here (kl.estimator is k3+ for it, k3 without)"),
+        (
             "per_device_train_batch_size=8",
             "is trainer.mini_batch_size here (trainer.mini_batch_size counts the samples of one optimizer step on all",
         ),

@@ -150,6 +150,7 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
         "actor_rollout_ref.actor.clip_ratio_c": "loss.dual_clip",
         "actor_rollout_ref.actor.entropy_coeff": "loss.entropy_coef",
         "actor_rollout_ref.actor.loss_agg_mode": "loss.aggregation",
+        "actor_rollout_ref.actor.loss_scale_factor": "loss.norm_tokens",
         "actor_rollout_ref.actor.use_kl_loss": ("kl.place", "is loss or reward"),
         "actor_rollout_ref.actor.kl_loss_coef": "kl.coef",
         "actor_rollout_ref.actor.kl_loss_type": "kl.estimator",

@@ -257,7 +257,7 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
         "grpo.val_period": "trainer.validate_every",
         "grpo.max_val_samples": "trainer.num_validation",
         "grpo.overlong_filtering": "loss.mask_truncated",
-        "grpo.use_leave_one_out_baseline": ("algorithm", "is rloo"),
+        "grpo.use_leave_one_out_baseline": ("algorithm", "is rloo, without a standard deviation as divisor"),
         "grpo.seed": "seed",
         "sft.max_num_steps": "trainer.steps",
         "sft.val_period": "trainer.validate_every",

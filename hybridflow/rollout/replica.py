@@ -108,6 +108,8 @@ class Replica:
         reason = model_refusal(request, self.model.max_sequence_length, self.vocab_size)
         if reason := reason or self._text_refusal(request.params):
             return reason
+        if request.params.num_top_log_probs and request.begun is not None and len(request.begun.tokens):
+            return "num_top_log_probs: ask for them where it begins"
         num_prompt, most = len(request.prompt), request.params.max_new_tokens
         if blocks_for(num_prompt + most) > self._most_blocks:
             block, asked = block_bytes(self.model), self._cache_memory

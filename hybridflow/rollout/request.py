@@ -21,11 +21,17 @@ LOOK_STEPS = 16
 FinishReason = Literal["stop", "length", "paused", "failed"]
 """A stop token or text, the most tokens; ``paused``: not yet; ``failed``: something went wrong."""
 
+TopLogProbs = list[tuple[int, float]]
+"""Token ids with their log-probabilities, the likeliest first."""
+
 SampleKey = tuple[int, int]
 """Prompt index and index of a sample."""
 
 MOST = 10_000.0
 """Largest temperature, penalty and bias, and one over the smallest temperature: within fp32 whatever the logits."""
+
+MOST_TOP = 20
+"""Most of the likeliest tokens that are told of a token."""
 
 MOST_ENTRIES, MOST_IDS, MOST_CHARACTERS = 1024, 64, 1024
 """Most entries of a list, tokens of a forbidden sequence, and characters of a stop or forbidden text."""
@@ -64,6 +70,8 @@ class SamplingParams:
         greedy: Take the most likely token, without noise.
         seed: Replaces the engine's own seed; None: that.
         with_prompt_log_probs: Whether log-probabilities of the prompt's tokens are wanted.
+        num_top_log_probs: So many of the likeliest tokens are told of each token that is sampled or, of the prompt,
+            has its log-probability told.
 
     Raises:
         DataError: A value is not allowed.
@@ -86,6 +94,7 @@ class SamplingParams:
     greedy: bool = False
     seed: int | None = None
     with_prompt_log_probs: bool = False
+    num_top_log_probs: int = 0
 
     def __post_init__(self) -> None:
         for name, (is_allowed, expected) in _ALLOWED.items():
@@ -166,6 +175,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "greedy": _is_bool,
     "seed": (lambda value: value is None or _is_integer(-(2**63), 2**63 - 1)(value), "a 64-bit integer or null"),
     "with_prompt_log_probs": _is_bool,
+    "num_top_log_probs": (_is_integer(0, MOST_TOP), f"an integer from 0 to {MOST_TOP}"),
 }
 """Of each field of ``SamplingParams``: what is allowed, and how that is said."""
 
@@ -270,6 +280,9 @@ class Response:
         versions: ``[response]`` int32, which weights sampled each token.
         prompt_log_probs: ``[prompt - 1]`` fp32 of the prompt's tokens but the first, at temperature 1; None: not asked
             for.
+        top_log_probs: Of each of ``tokens`` the likeliest tokens, under the distribution of ``log_probs``; None: not
+            asked for.
+        prompt_top_log_probs: Of the prompt's tokens but the first the same, at temperature 1; None: not asked for.
         choices: Experts that each token of prompt and response was sent to, ``[tokens, layers, experts_per_token]``,
             or what ``models.routing.unknown_choice`` gives; None: they were not kept.
         finish: Why it ended.
@@ -284,6 +297,8 @@ class Response:
     sampled_log_probs: Tensor
     versions: Tensor
     prompt_log_probs: Tensor | None = None
+    top_log_probs: list[TopLogProbs] | None = None
+    prompt_top_log_probs: list[TopLogProbs] | None = None
     choices: Tensor | None = None
     finish: FinishReason
     error: str | None = None

@@ -16,10 +16,11 @@ from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.routing import unknown_choice
 from hybridflow.parallel.copies import to_device
 from hybridflow.rollout.blocks import STEP_TOKENS, BlockPool
+from hybridflow.rollout.likeliest import likeliest
 from hybridflow.rollout.paged import PagedCache
 from hybridflow.rollout.records import Records
 from hybridflow.rollout.replica import Replica, TakeTokens
-from hybridflow.rollout.request import LOOK_STEPS, FinishReason, Request, Response
+from hybridflow.rollout.request import LOOK_STEPS, FinishReason, Request, Response, TopLogProbs
 from hybridflow.rollout.runner import Cache
 from hybridflow.rollout.sampling import FAILURES, Sampled, Sampler, sequence_key
 from hybridflow.rollout.scheduler import Scheduler, Step, TokenSequence
@@ -54,6 +55,8 @@ class Session:
         self._num_changes = replica.num_changes
         self._watches: dict[int, Watch] = {}
         self._clocks: dict[int, _Clock] = {}
+        # Number of a request -> place of a token in its sequence -> the likeliest there.
+        self._tops: dict[int, dict[int, TopLogProbs]] = {}
         self._turn = 0
         num_slots, capacity, num_blocks = replica.room(expected)
         blocks = BlockPool(num_blocks)
@@ -174,6 +177,7 @@ class Session:
         self._requests.clear()
         self._watches.clear()
         self._clocks.clear()
+        self._tops.clear()
         return ended
 
     @torch.inference_mode()
@@ -192,6 +196,7 @@ class Session:
         for number in numbers & self._requests.keys():
             del self._requests[number], self._clocks[number]
             self._watches.pop(number, None)
+            self._tops.pop(number, None)
         self._ready = [pair for pair in self._ready if not any(pair[0] is each for each in requests)]
 
     def new_tokens(self, num_known: Mapping[int, int]) -> list[tuple[Request, list[int]]]:
@@ -250,6 +255,7 @@ class Session:
         lane.sampler.seat(slot, request.params, key, len(request.prompt))
         lane.is_watched[slot] = request.params.has_texts
         lane.num_prompt[slot] = len(request.prompt)
+        lane.num_top[slot] = request.params.num_top_log_probs
 
     def _forward(self, lane: _Lane, step: Step) -> _Outcome:
         """Compute a step; on the last stage also sample, and send the others the tokens."""
@@ -271,14 +277,56 @@ class Session:
             lambda slot, token: self._watches[scheduler.sequence(slot).number].would_complete_bad(token),
         )
         take_tokens = replica.send_tokens(sampled.tokens)
-        scores = None
+        scores, following = sampled.log_probs[:0], sampled.tokens[:0]
         if len(step.scored):
-            following = scheduler.tokens[step.slots[step.scored], step.positions[step.scored] + 1]
-            targets = to_device(torch.from_numpy(following.astype(np.int64)), replica.device)
+            known = scheduler.tokens[step.slots[step.scored], step.positions[step.scored] + 1]
+            following = to_device(torch.from_numpy(known.astype(np.int64)), replica.device)
             scores = vocab_parallel_log_probs(
-                output[num:], targets, group=replica.groups.tp, vocab_size=replica.vocab_size
+                output[num:], following, group=replica.groups.tp, vocab_size=replica.vocab_size
             )[0]
-        return _Outcome(take_tokens, replica.version, sampled, scores)
+        tops = self._find_tops(
+            lane, step, output, torch.cat([sampled.tokens, following]), torch.cat([sampled.log_probs, scores])
+        )
+        return _Outcome(take_tokens, replica.version, sampled, scores, tops)
+
+    def _find_tops(
+        self, lane: _Lane, step: Step, output: Tensor, tokens: Tensor, log_probs: Tensor
+    ) -> list[tuple[int, int, TopLogProbs]]:
+        """Return the likeliest tokens where they are asked for, each with the request's number and the place.
+
+        Collective: tp.
+
+        Args:
+            lane: Lane of the step.
+            step: The step.
+            output: Logits of its rows and then of what is scored, ``[rows + scored, padded_vocab/tp]``.
+            tokens: The token behind each, ``[rows + scored]``.
+            log_probs: Its log-probability, ``[rows + scored]``.
+        """
+        slots = np.concatenate([step.row_slots, step.slots[step.scored]])
+        asked = np.flatnonzero(lane.num_top[slots])
+        if not len(asked):
+            return []
+        replica, num = self._replica, len(step.rows)
+        places = np.concatenate([lane.scheduler.lengths[step.row_slots], step.positions[step.scored] + 1])[asked]
+        numbers = [lane.scheduler.sequence(slot).number for slot in slots[asked].tolist()]
+        temperatures = [
+            self._requests[number].params.temperature if place < num else 1.0
+            for place, number in zip(asked.tolist(), numbers, strict=True)
+        ]
+        where = to_device(torch.from_numpy(asked), replica.device)
+        found = likeliest(
+            output[where],
+            torch.tensor(temperatures, device=replica.device),
+            tokens[where],
+            log_probs[where],
+            count=int(lane.num_top[slots].max()),
+            group=replica.groups.tp,
+            vocab_size=replica.vocab_size,
+        )
+        counts = lane.num_top[slots[asked]].tolist()
+        tops = [each[:count] for each, count in zip(found, counts, strict=True)]
+        return list(zip(numbers, places.tolist(), tops, strict=True))
 
     def _is_decodable(self, lane: _Lane, step: Step) -> bool:
         """Return whether the runner can take this step by itself, and further ones in the same call."""
@@ -287,7 +335,7 @@ class Session:
         if not runner.can_decode or not is_one_token_each:
             return False
         known = {"with_cuts": runner.can_cut, "with_edits": runner.can_edit}
-        return lane.sampler.is_plain(step.slots, **known)
+        return lane.sampler.is_plain(step.slots, **known) and not lane.num_top[step.slots].any()
 
     def _decode(self, lane: _Lane, slots: np.ndarray, num_steps: int) -> list[tuple[Request, Response]]:
         """Sample up to ``num_steps`` tokens of each running sequence, 1 if any is watched; return what ended."""
@@ -314,8 +362,10 @@ class Session:
             lane.records.add(slots, positions, log_probs, sampled, outcome.version)
         else:
             lane.records.add(slots, positions, np.float32(0), np.float32(0), outcome.version)
-        if outcome.scores is not None:
+        if outcome.scores is not None and len(step.scored):
             lane.records.score(step.slots[step.scored], step.positions[step.scored] + 1, outcome.scores.cpu().numpy())
+        for number, place, top in outcome.tops:
+            self._tops.setdefault(number, {})[place] = top
         is_stop, is_long = lane.scheduler.absorb(step, tokens)
         self._look_for_texts(lane, slots, tokens, is_stop)
         failures = np.minimum(tokens, 0)
@@ -374,8 +424,18 @@ class Session:
     def _response(
         self, lane: _Lane, slot: int, number: int, finish: FinishReason, error: str | None = None
     ) -> Response:
-        tokens = lane.scheduler.tokens[slot, : lane.scheduler.lengths[slot]]
-        return lane.records.response(slot, self._requests[number], tokens, finish, error)
+        tokens, request = lane.scheduler.tokens[slot, : lane.scheduler.lengths[slot]], self._requests[number]
+        response = lane.records.response(slot, request, tokens, finish, error)
+        tops = self._tops.pop(number, None)
+        if tops is None:
+            return response
+        num_prompt = len(request.prompt)
+        is_scored = request.params.with_prompt_log_probs
+        return replace(
+            response,
+            top_log_probs=[tops[place] for place in range(num_prompt, len(tokens))],
+            prompt_top_log_probs=[tops[place] for place in range(1, num_prompt)] if is_scored else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -386,6 +446,7 @@ class _Outcome:
     version: int
     sampled: Sampled | None = None
     scores: Tensor | None = None
+    tops: Sequence[tuple[int, int, TopLogProbs]] = ()
 
 
 @dataclass
@@ -411,6 +472,7 @@ class _Lane:
         self.records = Records(num_slots, capacity)
         self.is_watched = np.zeros(num_slots, bool)
         self.num_prompt = np.zeros(num_slots, np.int64)
+        self.num_top = np.zeros(num_slots, np.int64)
         self.pending: tuple[Step, _Outcome] | None = None
 
 

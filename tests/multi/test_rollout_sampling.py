@@ -78,6 +78,7 @@ def requests() -> list[Request]:
                 greedy=rng.random() < 0.1,
                 seed=maybe(rng.randrange(2**40), None),
                 with_prompt_log_probs=rng.random() < 0.4,
+                num_top_log_probs=maybe(rng.randint(1, 20), 0),
             )
             found.append(Request(prompt=prompt, params=params, prompt_index=100 + prompt_index, index=index))
     return found
@@ -186,11 +187,30 @@ def check(ask: Request, got: Response, logits: np.ndarray, decided: list[tuple[i
         assert is_end == (place + 1 == len(tokens) and got.finish == "stop"), where
     assert got.finish == "stop" or (got.finish == "length" and len(tokens) == LONGEST)
     assert (got.prompt_log_probs is not None) == params.with_prompt_log_probs
-    if got.prompt_log_probs is not None:
+    trained = np.array([each for _, _, each, _ in decided])
+    check_top(params, got.top_log_probs, tokens, got.log_probs, trained)
+    if got.prompt_log_probs is None:
+        assert got.prompt_top_log_probs is None
+    else:
         scored = torch.from_numpy(logits[: len(prompt) - 1]).double().log_softmax(-1)
         expected = scored.gather(1, ask.prompt[1:, None])[:, 0].numpy()
         assert len(expected) == len(got.prompt_log_probs) and not (np.abs(expected - got.prompt_log_probs) > 1e-5).any()
+        check_top(params, got.prompt_top_log_probs, prompt[1:], got.prompt_log_probs, scored.numpy())
     return num_near
+
+
+def check_top(params: SamplingParams, top: Any, own: list[int], log_probs: np.ndarray, expected: np.ndarray) -> None:
+    """Hold the likeliest tokens of each place to all log-probabilities there, ``[tokens, vocab]``."""
+    if not params.num_top_log_probs:
+        assert top is None
+        return
+    assert len(top) == len(own) == len(expected)
+    for told, token, log_prob, row in zip(top, own, log_probs, expected, strict=True):
+        ids, values = [each for each, _ in told], [value for _, value in told]
+        assert len(set(ids)) == min(params.num_top_log_probs, VOCAB)
+        assert np.abs(np.sort(row)[::-1][: len(ids)] - values).max() <= 1e-5
+        assert np.abs(row[ids] - values).max() <= 1e-5
+        assert token not in ids or dict(told)[token] == log_prob, "to the bit"
 
 
 def check_all(runs: list[tuple[str, dict, int, bool]]) -> None:

@@ -195,10 +195,10 @@ def _join(
     )
 
 
-def going_on_refusal(request: Request) -> str | None:
-    """Return why an engine cannot continue a response, or None if it can.
+def other_refusal(request: Request) -> str | None:
+    """Return why no engine but our own can meet a request, or None if others can.
 
-    The engine takes what was sampled before as a part of the prompt.
+    Such an engine takes what was sampled before as a part of the prompt.
     """
     params = request.params
     if num_left(request) < 1:
@@ -207,6 +207,8 @@ def going_on_refusal(request: Request) -> str | None:
         return "presence_penalty and frequency_penalty count the response, whose beginning would count as prompt"
     if num_begun(request) > 0 and params.with_prompt_log_probs:
         return "with_prompt_log_probs: ask for them where it begins"
+    if params.num_top_log_probs:
+        return "num_top_log_probs: the likeliest tokens are not asked of it; leave it out"
     return None
 
 

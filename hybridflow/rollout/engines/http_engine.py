@@ -16,7 +16,7 @@ from hybridflow.rollout.calls import take_all
 from hybridflow.rollout.engines.answers import (
     Answer,
     failed,
-    going_on_refusal,
+    other_refusal,
     request_seed,
     response_of,
     stopped,
@@ -94,7 +94,7 @@ class HttpEngine:
     def refusal(self, request: Request) -> str | None:
         """Return why a request cannot be met, or None if it can."""
         reason = model_refusal(request, None, self.vocab_size)
-        return reason or going_on_refusal(request) or self.api.refusal(request)
+        return reason or other_refusal(request) or self.api.refusal(request)
 
     def weights_changed(self) -> None:
         """Do nothing: a server's weights do not follow the trainer's."""

@@ -76,8 +76,11 @@ class UserEngine:
         of = f"max_context of {type(self.module).__name__}"
         if reason := model_refusal(request, self.max_context, self.vocab_size, of):
             return reason
-        if params.has_texts or params.with_prompt_log_probs:
-            return "stop, bad, with_prompt_log_probs: an actor of your own works on tokens, and tells of new ones alone"
+        if params.has_texts or params.with_prompt_log_probs or params.num_top_log_probs:
+            return (
+                "stop, bad, with_prompt_log_probs, num_top_log_probs: an actor of your own works on tokens, and tells "
+                "of new ones alone"
+            )
         plain = SamplingParams(max_new_tokens=1)
         strange = [name for name in vars(plain) if name not in _BY_GENERATE]
         strange = [name for name in strange if getattr(params, name) != getattr(plain, name)]

@@ -24,10 +24,10 @@ from hybridflow.rollout.engines.answers import (
     Answer,
     LogProbsKind,
     failed,
-    going_on_refusal,
     known_tokens,
     num_before_stop,
     num_left,
+    other_refusal,
     range_refusal,
     request_seed,
     response_of,
@@ -185,7 +185,7 @@ class VllmEngine:
             return reason
         if params.stop or params.bad or params.bad_ids:
             return "stop, bad, bad_ids: vLLM in this process works on tokens, and does not keep sequences of them out"
-        return going_on_refusal(request) or range_refusal(params)
+        return other_refusal(request) or range_refusal(params)
 
     def generate(
         self, requests: list[Request], purpose: str = "rollout", progress: Progress | None = None

@@ -39,6 +39,10 @@ class DataError(HybridflowError):
     """A prompt file, tokenizer or sample is malformed."""
 
 
+class ContextError(DataError):
+    """A prompt is too long for the model's context."""
+
+
 class RewardError(HybridflowError):
     """A reward function raised, or returned something other than one finite number per sample."""
 

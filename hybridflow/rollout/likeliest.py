@@ -40,8 +40,11 @@ def likeliest(
     """
     columns = Columns(logits.shape[-1], group, vocab_size)
     found: list[TopLogProbs] = []
-    for part in zip(*(each.split(CHUNK_TOKENS) for each in (logits, temperatures, chosen, log_probs)), strict=True):
-        ids, values = _chunk(*part, min(count, vocab_size), columns)
+    for first in range(0, len(logits), CHUNK_TOKENS):
+        part = slice(first, first + CHUNK_TOKENS)
+        ids, values = _chunk(
+            logits[part], temperatures[part], chosen[part], log_probs[part], min(count, vocab_size), columns
+        )
         rows = zip(ids.tolist(), values.isfinite().tolist(), values.tolist(), strict=True)
         found += [[(token, value) for token, is_finite, value in zip(*row, strict=True) if is_finite] for row in rows]
     return found

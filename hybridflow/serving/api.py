@@ -9,19 +9,24 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridflow.data.chat import KWARGS, read_kwargs
 from hybridflow.data.tokenizer import Tokenizer, split_stop
-from hybridflow.errors import DataError
+from hybridflow.errors import ContextError, DataError
+from hybridflow.rollout.request import MOST_TOP
 from hybridflow.rollout.texts import text_before_stop
 from hybridflow.serving.options import Options, check_ids, check_together, is_int, read_options
 from hybridflow.serving.prompts import encode_chat, encode_text
+from hybridflow.serving.scores import Tops, chat_scores, text_scores
 
 _MOST_SAMPLES = 256
 _FEWEST_TOKENS = 16
 """``max_tokens`` of a completion that names none, as OpenAI has it."""
+
+_TOO_LONG = "context_length_exceeded"
+"""By this code harnesses tell a prompt that does not fit from a wrong request, and go on with the others."""
 
 _PASSED_OVER = frozenset({"user", "metadata", "store", "service_tier"})
 
@@ -50,17 +55,18 @@ class ApiError(Exception):
 
     Attributes:
         status: Of HTTP.
+        code: Names what clients look for; None: nothing.
     """
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.code = status, code
 
     def body(self) -> dict[str, Any]:
         """Return the error as OpenAI's clients expect it."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = "server_error" if self.status >= 500 else kinds.get(self.status, "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": None, "code": None}}
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +82,7 @@ class Ask:
         with_usage: Whether a stream ends with the counts.
         with_log_probs: Whether log-probabilities are sent.
         echo: Whether the prompt is part of the text.
+        is_prompt_alone: Whether nothing but the prompt is wanted; a token is sampled all the same.
     """
 
     is_chat: bool
@@ -86,6 +93,7 @@ class Ask:
     with_usage: bool
     with_log_probs: bool
     echo: bool
+    is_prompt_alone: bool
 
     @property
     def stop(self) -> Sequence[str]:
@@ -128,6 +136,8 @@ def read_ask(body: bytes, served: Served, *, is_chat: bool) -> Ask:
     fields = {name: value for name, value in fields.items() if value is not None and name not in _PASSED_OVER}
     try:
         return _ask(fields, served, is_chat=is_chat)
+    except ContextError as error:
+        raise ApiError(400, str(error), _TOO_LONG) from None
     except DataError as error:
         raise ApiError(400, _renamed(str(error))) from None
 
@@ -145,8 +155,10 @@ def _ask(fields: Mapping[str, Any], served: Served, *, is_chat: bool) -> Ask:
         raise ApiError(404, f"no model {fields['model']!r:.80} here; the one that is served is {served.name!r}")
     if fields.get("suffix"):
         raise ApiError(400, "suffix is not computed; leave it out")
-    if fields.get("top_logprobs"):
-        raise ApiError(400, "top_logprobs: only the sampled token's log-probability is given; leave it out, or set 0")
+    echo = _flag(fields, "echo")
+    is_prompt_alone = echo and fields.get("max_tokens") == 0
+    if is_prompt_alone:
+        fields = {**fields, "max_tokens": 1}
     options = _sampling(fields, served)
     count = options.pop("n", 1)
     if "best_of" in fields and fields["best_of"] != count:
@@ -157,14 +169,13 @@ def _ask(fields: Mapping[str, Any], served: Served, *, is_chat: bool) -> Ask:
     _limit_lengths(options, prompts, served, is_chat=is_chat)
     if served.tokenizer is None and (options.get("stop") or options.get("bad")):
         raise ApiError(400, "stop and bad_words are texts, and the model has no tokenizer; use stop_token_ids")
-    with_log_probs, echo = _with_log_probs(fields, is_chat=is_chat), _flag(fields, "echo")
+    num_top = _num_top(fields, is_chat=is_chat)
+    with_log_probs = num_top is not None
     is_streamed = _flag(fields, "stream")
     if is_streamed and (echo or with_log_probs):
         raise ApiError(400, f"{'echo' if echo else 'logprobs'} cannot be streamed; leave one of them out")
-    if echo and fields.get("logprobs") == 1:
-        raise ApiError(400, "logprobs=1 with echo asks for the likeliest tokens too; they are not given, so set 0")
-    if echo and with_log_probs:
-        options["with_prompt_log_probs"] = True
+    if with_log_probs:
+        options |= {"num_top_log_probs": num_top, "with_prompt_log_probs": echo}
     return Ask(
         is_chat=is_chat,
         prompts=prompts,
@@ -174,6 +185,7 @@ def _ask(fields: Mapping[str, Any], served: Served, *, is_chat: bool) -> Ask:
         with_usage=_with_usage(fields),
         with_log_probs=with_log_probs,
         echo=echo,
+        is_prompt_alone=is_prompt_alone,
     )
 
 
@@ -193,6 +205,7 @@ def _limit_lengths(options: Options, prompts: Sequence[list[int]], served: Serve
             400,
             f"a prompt of {longest} tokens with max_tokens={options['max_new_tokens']} exceeds the context of "
             f"{served.max_context} tokens; shorten the prompt, or ask for fewer",
+            _TOO_LONG,
         )
     check_together(options, served.vocab_size, "request")
     if options.get("min_new_tokens"):
@@ -261,15 +274,19 @@ def _flag(fields: Mapping[str, Any], name: str) -> bool:
     return value
 
 
-def _with_log_probs(fields: Mapping[str, Any], *, is_chat: bool) -> bool:
-    if is_chat:
-        return _flag(fields, "logprobs")
-    value = fields.get("logprobs")
+def _num_top(fields: Mapping[str, Any], *, is_chat: bool) -> int | None:
+    """Return how many of the likeliest tokens to tell beside each token's log-probability; None: neither is wanted."""
+    name = "top_logprobs" if is_chat else "logprobs"
+    value = fields.get(name, 0 if is_chat and _flag(fields, "logprobs") else None)
     if value is None:
-        return False
-    if not is_int(value) or value not in (0, 1):
-        raise ApiError(400, f"logprobs: found {value!r:.60}, expected 0 or 1: the sampled token's alone is given")
-    return True
+        return None
+    if not is_int(value) or not 0 <= value <= MOST_TOP:
+        raise ApiError(400, f"{name}: found {value!r:.60}, expected an integer from 0 to {MOST_TOP}")
+    if is_chat and not _flag(fields, "logprobs"):
+        if value:
+            raise ApiError(400, f"top_logprobs={value} needs logprobs=true beside it")
+        return None
+    return int(value)
 
 
 def _with_usage(fields: Mapping[str, Any]) -> bool:
@@ -287,6 +304,8 @@ class Sample:
         tokens: Of the response.
         log_probs: Of each of them.
         prompt_log_probs: Of the prompt's tokens but the first; None: not asked for.
+        top_log_probs: The likeliest tokens in the place of each of ``tokens``; None: not asked for.
+        prompt_top_log_probs: The same of the prompt's tokens but the first.
         finish: ``stop``, ``length`` or ``failed``.
         error: Why it failed.
         is_refused: Whether it failed since what was asked for cannot be had here.
@@ -298,6 +317,8 @@ class Sample:
     finish: str
     error: str | None
     is_refused: bool = False
+    top_log_probs: Tops | None = None
+    prompt_top_log_probs: Tops | None = None
 
 
 def failure(sample: Sample) -> ApiError:
@@ -310,9 +331,16 @@ def failure(sample: Sample) -> ApiError:
 
 def completion(ask: Ask, served: Served, samples: Sequence[Sample], answer_id: str) -> dict[str, Any]:
     """Return the whole answer; samples prompt by prompt, none of which failed."""
+    if ask.is_prompt_alone:
+        samples = [_without_response(sample) for sample in samples]
     make = _chat_choice if ask.is_chat else _text_choice
     choices = [make(ask, served, sample, index) for index, sample in enumerate(samples)]
     return {**head(ask, served, answer_id), "choices": choices, "usage": usage(ask, samples)}
+
+
+def _without_response(sample: Sample) -> Sample:
+    tops: Tops | None = None if sample.top_log_probs is None else []
+    return replace(sample, tokens=[], log_probs=[], top_log_probs=tops, finish="length")
 
 
 def head(ask: Ask, served: Served, answer_id: str, *, is_piece: bool = False) -> dict[str, Any]:
@@ -351,18 +379,15 @@ def text_of(ask: Ask, served: Served, tokens: Sequence[int]) -> str:
 def _text_choice(ask: Ask, served: Served, sample: Sample, index: int) -> dict[str, Any]:
     prompt = ask.prompts[index // ask.count]
     text, tokens, log_probs = text_of(ask, served, sample.tokens), sample.tokens, list(sample.log_probs)
+    tops = sample.top_log_probs
     if ask.echo:
         text = ("" if served.tokenizer is None else served.tokenizer.decode(prompt)) + text
         tokens = [*prompt, *tokens]
         log_probs = [None, *(sample.prompt_log_probs or ()), *log_probs]
+        tops = None if tops is None else [None, *(sample.prompt_top_log_probs or ()), *tops]
     choice = {"index": index, "text": text, "token_ids": tokens, "finish_reason": sample.finish, "logprobs": None}
     if ask.with_log_probs:
-        choice["logprobs"] = {
-            "tokens": _pieces(served, tokens),
-            "token_logprobs": log_probs,
-            "top_logprobs": None,
-            "text_offset": None,
-        }
+        choice["logprobs"] = text_scores(served.tokenizer, tokens, log_probs, tops)
     return choice
 
 
@@ -371,14 +396,5 @@ def _chat_choice(ask: Ask, served: Served, sample: Sample, index: int) -> dict[s
     choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": sample.finish, "logprobs": None}
     choice["token_ids"] = sample.tokens
     if ask.with_log_probs:
-        pairs = zip(_pieces(served, sample.tokens), sample.log_probs, strict=True)
-        choice["logprobs"] = {
-            "content": [{"token": text, "logprob": number, "bytes": None, "top_logprobs": []} for text, number in pairs]
-        }
+        choice["logprobs"] = chat_scores(served.tokenizer, sample.tokens, sample.log_probs, sample.top_log_probs)
     return choice
-
-
-def _pieces(served: Served, tokens: Sequence[int]) -> list[str]:
-    if served.tokenizer is None:
-        return [str(token) for token in tokens]
-    return [served.tokenizer.decode([token]) for token in tokens]

@@ -15,7 +15,7 @@ _MOST_TOKENS = 2**31 - 1
 Options = dict[str, Any]
 """Fields of ``SamplingParams``, and ``n``, those that were given alone."""
 
-_NAMES = {field.name for field in fields(SamplingParams)} - {"with_prompt_log_probs"} | {"n"}
+_NAMES = {field.name for field in fields(SamplingParams)} - {"with_prompt_log_probs", "num_top_log_probs"} | {"n"}
 
 
 def read_options(given: Mapping[str, Any], where: str) -> Options:

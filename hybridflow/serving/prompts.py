@@ -12,7 +12,7 @@ from typing import Any
 
 from hybridflow.data.chat import KWARGS, chat_template, read_kwargs, read_messages, render_chat
 from hybridflow.data.tokenizer import Tokenizer, start_of
-from hybridflow.errors import DataError
+from hybridflow.errors import ContextError, DataError
 from hybridflow.foreign import open_regular
 from hybridflow.serving.options import Options, check_ids, check_together, is_int, read_options
 
@@ -111,7 +111,8 @@ def encode_text(text: str, tokenizer: Tokenizer, max_context: int) -> list[int]:
     """Return a text's tokens, after the beginning of a sequence where the tokenizer has one.
 
     Raises:
-        DataError: It has half of a surrogate pair, or is too long for the context.
+        DataError: It has half of a surrogate pair.
+        ContextError: It is too long for the context.
     """
     try:
         text.encode("utf-8")
@@ -133,7 +134,8 @@ def encode_chat(
         kwargs: Other variables of the template.
 
     Raises:
-        DataError: The tokenizer has no template, the messages are not for it, or too long for the context.
+        DataError: The tokenizer has no template, or the messages are not for it.
+        ContextError: They are too long for the context.
     """
     template = chat_template(tokenizer)
     if template is None:
@@ -148,7 +150,7 @@ def _encoded(text: str, tokenizer: Tokenizer, max_context: int) -> list[int]:
     if len(text) > max_context:
         most = max_context * _longest_piece(tokenizer)  # type: ignore[arg-type]  # each is hashed as itself
         if len(text) > most:
-            raise DataError(
+            raise ContextError(
                 f"the prompt has {len(text)} characters, the context {max_context} tokens, which have at most {most}; "
                 "shorten the prompt"
             )

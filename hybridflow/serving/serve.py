@@ -114,6 +114,8 @@ class _Replica:
             prompt_log_probs=None if prompt is None else finite_or_none(prompt),
             finish=response.finish,
             error=response.error,
+            top_log_probs=response.top_log_probs,
+            prompt_top_log_probs=response.prompt_top_log_probs,
             is_refused=response.finish == "failed" and self._is_refused(request, response),
         )
         return {"id": self._forget(request), "sample": asdict(sample)}

@@ -20,7 +20,7 @@ from hybridflow.exit_status import DONE, REQUEST
 from hybridflow.serving.desk import Desk
 from tests.e2e.commands import fork_ranks
 from tests.support.hf_models import write_model, write_tokenizer
-from tests.support.plain_models import greedy, token_log_probs
+from tests.support.plain_models import NEAR_TIE, greedy, token_log_probs
 from tests.support.waiting import wait_until
 
 ARGUMENTS = ["serve", "--model", "model", "--port", "0", "--max-concurrent", "4", "--seed", "5"]
@@ -176,6 +176,12 @@ def test_streams_chats_and_log_probs(folder):
         status, answer = client.post(**body, logprobs=0, echo=True)
         chat = {"messages": [{"role": "user", "content": "7"}], "max_tokens": 9, "temperature": 0}
         path = "/v1/chat/completions"
+        # As harnesses ask for log-likelihoods; half of these prompts end with the likeliest tokens.
+        texts = ["7+7=", "12+3=15", "1+1=2"]
+        likely = client.post(prompt=texts, max_tokens=6, temperature=0, echo=True, ignore_eos=True)[1]["choices"]
+        prompts = [each["token_ids"] for each in client.post(prompt=texts, max_tokens=0, echo=True)[1]["choices"]]
+        evaluated = {"prompt": [*prompts, *(each["token_ids"] for each in likely)], "logprobs": 1, "echo": True}
+        evaluated |= {"max_tokens": 1, "temperature": 0, "seed": 1234}
         return {
             "whole": client.text(**body),
             "stream": client.post(**body, stream=True)[1],
@@ -184,6 +190,7 @@ def test_streams_chats_and_log_probs(folder):
             "chat stream": client.post(path, **chat, stream=True)[1],
             "plain": client.text(prompt="7+1=", max_tokens=9, temperature=0),
             "refused": client.post(prompt="1" * 2000, max_tokens=1)[0],
+            "evaluated": client.post(**evaluated)[1]["choices"],
             "forbidden": client.post(prompt="1", stop_token_ids=[*range(num_tokens)], min_tokens=1, max_tokens=4),
         }
 
@@ -200,6 +207,7 @@ def test_streams_chats_and_log_probs(folder):
     assert "".join(each["delta"].get("content", "") for each in pieces(found["chat stream"])) == found["plain"][0][0]
     assert found["refused"] == 400
     assert found["forbidden"][0] == 400 and "every token is forbidden" in found["forbidden"][1]["error"]["message"]
+    check_evaluated(folder, found["evaluated"])
     # The log-probabilities of prompt and answer, by transformers, at temperature 1.
     tokens = torch.tensor(found["scored"]["token_ids"])
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").eval()
@@ -207,6 +215,27 @@ def test_streams_chats_and_log_probs(folder):
         scores = token_log_probs(model(tokens[None]).logits[0], tokens)
     assert found["scored"]["logprobs"]["token_logprobs"][0] is None
     assert (scores - torch.tensor(found["scored"]["logprobs"]["token_logprobs"][1:])).abs().max() <= 1e-4
+
+
+def check_evaluated(folder, choices):
+    """Log-likelihoods, and whether each token is the likeliest, by ``transformers``."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    flags = []
+    for choice in choices:
+        tokens, scores = torch.tensor(choice["token_ids"]), choice["logprobs"]
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0]
+        expected = token_log_probs(logits, tokens)
+        best = logits[:-1].topk(2).values
+        assert (expected - torch.tensor(scores["token_logprobs"][1:])).abs().max() <= 1e-4
+        assert scores["top_logprobs"][0] is None
+        for place, (number, top) in enumerate(
+            zip(scores["token_logprobs"][1:], scores["top_logprobs"][1:], strict=True)
+        ):
+            if best[place, 0] - best[place, 1] > NEAR_TIE:
+                flags.append(number == max(top.values()))
+                assert flags[-1] == (int(logits[place].argmax()) == int(tokens[place + 1]))
+    assert 10 < sum(flags) < len(flags) - 5, "some are the likeliest, and some are not"
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -46,6 +46,14 @@ class Letters:
 SERVED = Served(name="letters", tokenizer=Letters(), vocab_size=257, max_context=64)
 
 
+def chatting(folder, template="{% for message in messages %}{{ message.content }}{% endfor %}"):
+    """A model whose tokenizer has a chat template."""
+    tokenizer = Letters()
+    tokenizer.path = folder / "tokenizer.json"
+    (folder / "chat_template.jinja").write_text(template)
+    return replace(SERVED, tokenizer=tokenizer)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
@@ -376,8 +384,9 @@ def test_the_name_of_a_special_token_ends_a_sample_as_the_token_does(stop, texts
         ({"prompt": "a", "n": 257}, "at most 256 samples"),
         ({"prompt": ["a"] * 300}, "at most 256"),
         ({"prompt": "a", "max_tokens": 4, "max_completion_tokens": 4}, "mean the same"),
-        ({"prompt": "a", "logprobs": 5}, "0 or 1"),
-        ({"prompt": "a", "logprobs": 1, "echo": True}, "logprobs=1 with echo asks for the likeliest"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs: found 21, expected an integer from 0 to 20"),
+        ({"prompt": "a", "logprobs": True}, "logprobs: found True, expected an integer from 0 to 20"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens: found 0, expected an integer of at least 1"),
         ({"prompt": "a", "best_of": 3}, "best_of=3"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "stream": 1}, "true or false"),
@@ -466,6 +475,68 @@ def test_an_answer_with_echo_and_log_probs_has_a_number_for_each_token_but_the_f
         assert "not finite" in str(failure(each)) and failure(each).status == status
     forbidden = replace(failed, is_refused=True, error=f"token 0: {FAILURES[NOTHING_LEFT]}")
     assert "bad_words" in str(failure(forbidden)) and "min_tokens" in str(failure(forbidden))
+
+
+def test_the_likeliest_tokens_stand_beside_each_token_and_the_likelier_of_one_text_counts():
+    top = [[(120, -0.5), (121, -1.0)], [(121, -0.25), (256, -2.0)]]
+    sample = Sample(
+        tokens=[121, 256],
+        log_probs=[-1.0, -2.0],
+        prompt_log_probs=[-3.0],
+        finish="stop",
+        error=None,
+        top_log_probs=top,
+        prompt_top_log_probs=[[(0xC3, -0.125), (0xE2, -1.5)]],
+    )
+    asked = ask(prompt="ab", echo=True, logprobs=2)
+    assert asked.params["num_top_log_probs"] == 2 and asked.params["with_prompt_log_probs"]
+    # Halves of letters have the same text; the token itself is there too, where it is not among the likeliest.
+    expected = [None, {"\ufffd": -0.125, "b": -3.0}, {"x": -0.5, "y": -1.0}, {"y": -0.25, "": -2.0}]
+    assert completion(asked, SERVED, [sample], "cmpl-1")["choices"][0]["logprobs"]["top_logprobs"] == expected
+    alone = completion(ask(prompt="ab", echo=True, logprobs=2, max_tokens=0), SERVED, [sample], "cmpl-1")
+    (choice,) = alone["choices"]
+    assert choice["text"] == "ab" and choice["finish_reason"] == "length" and choice["token_ids"] == [97, 98]
+    assert choice["logprobs"]["token_logprobs"] == [None, -3.0] and choice["logprobs"]["top_logprobs"] == expected[:2]
+    assert alone["usage"]["completion_tokens"] == 0
+    for number in (0, None):
+        plain = replace(sample, top_log_probs=None, prompt_top_log_probs=None)
+        body = {} if number is None else {"logprobs": number}
+        (choice,) = completion(ask(prompt="ab", echo=True, max_tokens=0, **body), SERVED, [plain], "c")["choices"]
+        scores = choice["logprobs"]
+        assert scores is None if number is None else scores["token_logprobs"] == [None, -3.0]
+
+
+def test_log_probs_of_a_chat_have_the_bytes_of_whole_letters(tmp_path):
+    served, message = chatting(tmp_path), {"role": "user", "content": "a"}
+    asked = read_ask(
+        json.dumps({"messages": [message], "logprobs": True, "top_logprobs": 1}).encode(), served, is_chat=True
+    )
+    sample = Sample(
+        tokens=[120, 0xC3],
+        log_probs=[-1.0, -2.0],
+        prompt_log_probs=None,
+        finish="length",
+        error=None,
+        top_log_probs=[[(121, -0.5)], [(0xC3, -2.0)]],
+    )
+    first, second = completion(asked, served, [sample], "chat-1")["choices"][0]["logprobs"]["content"]
+    likeliest = {"token": "y", "logprob": -0.5, "bytes": [121]}
+    assert first == {"token": "x", "logprob": -1.0, "bytes": [120], "top_logprobs": [likeliest]}
+    assert second["bytes"] is None and second["top_logprobs"][0]["logprob"] == second["logprob"]
+    for body, found in (
+        ({"top_logprobs": 3}, "needs logprobs=true"),
+        ({"logprobs": 2}, "true or false"),
+        ({"logprobs": True, "top_logprobs": 21}, "from 0 to 20"),
+    ):
+        with pytest.raises(ApiError, match=found):
+            read_ask(json.dumps({"messages": [message], **body}).encode(), served, is_chat=True)
+
+
+def test_a_prompt_that_does_not_fit_is_told_by_the_code_of_openai():
+    for body in ({"prompt": "a" * 64}, {"prompt": "a" * 321}, {"prompt": "a", "max_tokens": 64}):
+        with pytest.raises(ApiError) as refused:
+            ask(**body)
+        assert refused.value.body()["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("given", ["run", "run/checkpoints/step_000003", "run/checkpoints/step_000003/actor"])

@@ -53,6 +53,7 @@ _QUIET_S = 60
 """A body, or the next request, must be there within it. A client that reads none of its answer has up to twice that."""
 
 _END_S = 5
+_LATE = 408
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _ROUTES = "GET /health, GET /v1/models, POST /v1/completions and POST /v1/chat/completions"
 
@@ -247,12 +248,17 @@ class _Connection(H11Protocol):
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    """Answer with an error, and close the connection; the rest of the body is not read."""
+    """Answer with an error. uvicorn drops the rest of the body as it comes: a client that sends reads no answer yet.
+
+    Where nothing more of the body may come the connection is closed.
+    """
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, f"no {request.method} {request.scope['path']:.80}; there are {_ROUTES}")
     elif not isinstance(error, ApiError):
         error = ApiError(500, f"an error of the server's own: {type(error).__name__}")
-    headers = {"Connection": "close", **({"WWW-Authenticate": "Bearer"} if error.status == 401 else {})}
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+    if error.status == _LATE or "Expect" in request.headers:
+        headers["Connection"] = "close"
     return _json(error.status, error.body(), headers)
 
 
@@ -375,7 +381,7 @@ async def _body(request: Request) -> bytes:
     try:
         return await asyncio.wait_for(_read(request), _QUIET_S)
     except asyncio.TimeoutError:
-        raise ApiError(408, f"the body was not there within {_QUIET_S:g} s") from None
+        raise ApiError(_LATE, f"the body was not there within {_QUIET_S:g} s") from None
 
 
 async def _read(request: Request) -> bytes:

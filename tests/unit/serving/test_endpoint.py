@@ -145,7 +145,10 @@ def test_bodies_have_a_limit_however_they_come():
         assert raw(end, chunked + b'10\r\n{"prompt": "ab"}\r\n0\r\n\r\n').split()[1] == b"200"
         # No more of it is waited for.
         assert b"413" in raw(end, chunked + b"%x\r\n" % (2 * MAX_BODY_BYTES) + b"a" * (MAX_BODY_BYTES + 1))[:20]
-        assert raw(end, POST + b"Content-Length: %d\r\n\r\n" % (MAX_BODY_BYTES + 1)).split()[1] == b"413"
+        length = {"Content-Length": str(MAX_BODY_BYTES + 1)}
+        assert call(end, "POST", "/v1/completions", None, {**JSON, **length})[0] == 413
+        waiting = POST + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % (MAX_BODY_BYTES + 1)
+        assert raw(end, waiting).split()[1] == b"413", "its body never comes, and the connection is closed"
         assert raw(end, POST + b"Content-Length: 100\r\n\r\nshort", is_last=True) == b"", "nobody is there to answer"
         assert desk.num_running == 0
 
@@ -215,6 +218,22 @@ def test_pipelined_requests_have_their_answers_in_order(endpoint):
     last = GET + b"Connection: close\r\n\r\n"
     answer = raw(endpoint, (GET + b"\r\n") * 500 + asking(prompt="ab") + last)
     assert answer.count(b"HTTP/1.1 200 ") == 502 and answer.rfind(b'"ba"') < answer.rfind(b'"status"')
+
+
+def test_who_sends_a_long_body_in_vain_reads_why_and_may_ask_again():
+    """A connection that is closed with bytes unread is reset, and of the answer the client sees nothing."""
+    body = json.dumps({"prompt": "ab"}).encode().ljust(MAX_BODY_BYTES - 1)
+    with serving(token=b"secret") as (end, _, _):
+        connection = http.client.HTTPConnection("127.0.0.1", end.port, timeout=30)
+        for path, token, expected in [
+            ("/v1/completions", "wrong", 401),
+            ("/v1/embeddings", "secret", 404),
+            ("/v1/completions", "secret", 200),
+        ]:
+            connection.request("POST", path, body, {**JSON, "Authorization": f"Bearer {token}"})
+            response = connection.getresponse()
+            assert response.status == expected and json.loads(response.read())
+        connection.close()
 
 
 def test_a_bad_body_behind_a_refused_head_is_not_for_the_console(caplog):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hybridflow.data.chat import KWARGS, read_kwargs
+from hybridflow.data.chat import KWARGS, chat_template, read_kwargs
 from hybridflow.data.tokenizer import Tokenizer, split_stop
 from hybridflow.errors import ContextError, DataError
 from hybridflow.rollout.request import MOST_TOP
@@ -20,6 +20,7 @@ from hybridflow.rollout.texts import text_before_stop
 from hybridflow.serving.options import Options, check_ids, check_together, is_int, read_options
 from hybridflow.serving.prompts import encode_chat, encode_text
 from hybridflow.serving.scores import Tops, chat_scores, text_scores
+from hybridflow.serving.tools import numbered, read_tools, split_calls
 
 _MOST_SAMPLES = 256
 _FEWEST_TOKENS = 16
@@ -28,7 +29,14 @@ _FEWEST_TOKENS = 16
 _TOO_LONG = "context_length_exceeded"
 """By this code harnesses tell a prompt that does not fit from a wrong request, and go on with the others."""
 
-_PASSED_OVER = frozenset({"user", "metadata", "store", "service_tier"})
+_PASSED_OVER = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
+    }
+)
+_NEUTRAL = {"response_format": {"type": "text"}, "modalities": ["text"], "top_k": -1}
+"""Values that ask for what is done anyhow."""
 
 # Name here -> name in the interface, where they differ.
 _SAMPLING: dict[str, tuple[str, ...]] = {
@@ -47,7 +55,7 @@ _SAMPLING: dict[str, tuple[str, ...]] = {
 _THEIRS = {name: theirs[0] for name, theirs in _SAMPLING.items()} | {"bad_ids": "bad_words"}
 _COMMON = frozenset({"model", "stream", "stream_options", "logprobs", "ignore_eos"})
 _COMPLETION = frozenset({"prompt", "echo", "best_of", "suffix"})
-_CHAT = frozenset({"messages", "top_logprobs", KWARGS, "reasoning_effort"})
+_CHAT = frozenset({"messages", "top_logprobs", KWARGS, "reasoning_effort", "tools", "tool_choice"})
 
 
 class ApiError(Exception):
@@ -82,6 +90,7 @@ class Ask:
         with_usage: Whether a stream ends with the counts.
         with_log_probs: Whether log-probabilities are sent.
         echo: Whether the prompt is part of the text.
+        has_tools: Whether calls of tools are looked for.
         is_prompt_alone: Whether nothing but the prompt is wanted; a token is sampled all the same.
     """
 
@@ -93,6 +102,7 @@ class Ask:
     with_usage: bool
     with_log_probs: bool
     echo: bool
+    has_tools: bool
     is_prompt_alone: bool
 
     @property
@@ -134,12 +144,23 @@ def read_ask(body: bytes, served: Served, *, is_chat: bool) -> Ask:
     if not isinstance(fields, dict):
         raise ApiError(400, f"the body is {type(fields).__name__}, expected a JSON object")
     fields = {name: value for name, value in fields.items() if value is not None and name not in _PASSED_OVER}
+    fields = {name: value for name, value in fields.items() if name not in _NEUTRAL or value != _NEUTRAL[name]}
     try:
         return _ask(fields, served, is_chat=is_chat)
     except ContextError as error:
         raise ApiError(400, str(error), _TOO_LONG) from None
     except DataError as error:
         raise ApiError(400, _renamed(str(error))) from None
+
+
+def check_name(name: Any, served: Served) -> None:
+    """Refuse another model than the one that is served.
+
+    Raises:
+        ApiError: It is another.
+    """
+    if name != served.name:
+        raise ApiError(404, f"no model {name!r:.80} here; the one that is served is {served.name!r}", "model_not_found")
 
 
 def _renamed(message: str) -> str:
@@ -149,10 +170,11 @@ def _renamed(message: str) -> str:
 
 def _ask(fields: Mapping[str, Any], served: Served, *, is_chat: bool) -> Ask:
     known = _COMMON | (_CHAT if is_chat else _COMPLETION) | {name for names in _SAMPLING.values() for name in names}
+    if "response_format" in fields:
+        raise ApiError(400, "response_format: no form is enforced; leave it out, and ask for the form in a message")
     if strangers := sorted(set(fields) - known):
         raise ApiError(400, f"unknown parameters {', '.join(strangers)}; known are {', '.join(sorted(known))}")
-    if fields.get("model", served.name) != served.name:
-        raise ApiError(404, f"no model {fields['model']!r:.80} here; the one that is served is {served.name!r}")
+    check_name(fields.get("model", served.name), served)
     if fields.get("suffix"):
         raise ApiError(400, "suffix is not computed; leave it out")
     echo = _flag(fields, "echo")
@@ -163,7 +185,11 @@ def _ask(fields: Mapping[str, Any], served: Served, *, is_chat: bool) -> Ask:
     count = options.pop("n", 1)
     if "best_of" in fields and fields["best_of"] != count:
         raise ApiError(400, f"best_of={fields['best_of']!r:.20} is not computed; leave it out")
-    prompts = _prompts(fields, served, is_chat=is_chat)
+    template = None if served.tokenizer is None or not is_chat else chat_template(served.tokenizer)
+    tools = read_tools(fields, template)
+    prompts = [_chat_prompt(fields, tools, served)] if is_chat else _text_prompts(fields, served)
+    if not all(prompts):
+        raise ApiError(400, "a prompt has no tokens; give at least one")
     if len(prompts) * count > _MOST_SAMPLES:
         raise ApiError(400, f"{len(prompts)} prompts of n={count} samples: at most {_MOST_SAMPLES} samples a request")
     _limit_lengths(options, prompts, served, is_chat=is_chat)
@@ -185,6 +211,7 @@ def _ask(fields: Mapping[str, Any], served: Served, *, is_chat: bool) -> Ask:
         with_usage=_with_usage(fields),
         with_log_probs=with_log_probs,
         echo=echo,
+        has_tools=bool(tools),
         is_prompt_alone=is_prompt_alone,
     )
 
@@ -234,26 +261,28 @@ def _sampling(fields: Mapping[str, Any], served: Served) -> Options:
     return options
 
 
-def _prompts(fields: Mapping[str, Any], served: Served, *, is_chat: bool) -> list[list[int]]:
-    value = fields.get("messages" if is_chat else "prompt")
+def _chat_prompt(fields: Mapping[str, Any], tools: list[Any], served: Served) -> list[int]:
+    messages = _given(fields, "messages")
+    if served.tokenizer is None:
+        raise ApiError(400, "the model has no tokenizer, so it takes no messages; use /v1/completions with token ids")
+    effort = {name: fields[name] for name in ("reasoning_effort",) if name in fields}
+    kwargs = {**served.chat_template_kwargs, **effort, **read_kwargs(fields.get(KWARGS, {}), KWARGS)}
+    return encode_chat(messages, served.tokenizer, served.max_context, tools or None, kwargs)
+
+
+def _text_prompts(fields: Mapping[str, Any], served: Served) -> list[list[int]]:
+    value = _given(fields, "prompt")
+    several = value if isinstance(value, list) and not all(map(is_int, value)) else [value]
+    if len(several) > _MOST_SAMPLES:
+        raise ApiError(400, f"{len(several)} prompts; at most {_MOST_SAMPLES} in a request")
+    return [_prompt(each, served) for each in several]
+
+
+def _given(fields: Mapping[str, Any], name: str) -> Any:
+    value = fields.get(name)
     if value is None or value == [] or value == "":
-        raise ApiError(400, f"{'messages' if is_chat else 'prompt'} is missing or empty")
-    if is_chat:
-        if served.tokenizer is None:
-            raise ApiError(
-                400, "the model has no tokenizer, so it takes no messages; use /v1/completions with token ids"
-            )
-        effort = {name: fields[name] for name in ("reasoning_effort",) if name in fields}
-        kwargs = {**served.chat_template_kwargs, **effort, **read_kwargs(fields.get(KWARGS, {}), KWARGS)}
-        prompts = [encode_chat(value, served.tokenizer, served.max_context, None, kwargs)]
-    else:
-        several = value if isinstance(value, list) and not all(map(is_int, value)) else [value]
-        if len(several) > _MOST_SAMPLES:
-            raise ApiError(400, f"{len(several)} prompts; at most {_MOST_SAMPLES} in a request")
-        prompts = [_prompt(each, served) for each in several]
-    if not all(prompts):
-        raise ApiError(400, "a prompt has no tokens; give at least one")
-    return prompts
+        raise ApiError(400, f"{name} is missing or empty")
+    return value
 
 
 def _prompt(value: Any, served: Served) -> list[int]:
@@ -351,11 +380,13 @@ def head(ask: Ask, served: Served, answer_id: str, *, is_piece: bool = False) ->
 
 
 def piece(ask: Ask, text: str, index: int, finish: str | None, *, is_first: bool) -> dict[str, Any]:
-    """Return a choice in a piece of a stream, the first of that choice or a later one."""
+    """Return a choice in a piece of a stream, the first of that choice or a later one; with tools the only one."""
     if ask.is_chat:
-        delta = {"content": text} if text or is_first else {}
+        said, calls = split_calls(text) if ask.has_tools else (text, [])
+        delta: dict[str, Any] = {"content": said} if said or is_first else {}
         delta = {"role": "assistant", **delta} if is_first else delta
-        return {"index": index, "delta": delta, "finish_reason": finish}
+        delta |= {"tool_calls": numbered(calls)} if calls else {}
+        return {"index": index, "delta": delta, "finish_reason": "tool_calls" if calls else finish}
     return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
 
 
@@ -392,8 +423,13 @@ def _text_choice(ask: Ask, served: Served, sample: Sample, index: int) -> dict[s
 
 
 def _chat_choice(ask: Ask, served: Served, sample: Sample, index: int) -> dict[str, Any]:
-    message = {"role": "assistant", "content": text_of(ask, served, sample.tokens)}
-    choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": sample.finish, "logprobs": None}
+    text = text_of(ask, served, sample.tokens)
+    text, calls = split_calls(text) if ask.has_tools else (text, [])
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls:
+        message |= {"content": text or None, "tool_calls": calls}
+    finish = "tool_calls" if calls else sample.finish
+    choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": finish, "logprobs": None}
     choice["token_ids"] = sample.tokens
     if ask.with_log_probs:
         choice["logprobs"] = chat_scores(served.tokenizer, sample.tokens, sample.log_probs, sample.top_log_probs)

@@ -110,6 +110,7 @@ class Endpoint:
         routes = [
             Route("/health", self._health),
             Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
             Route("/v1/completions", _Completions(self, is_chat=False), methods=["POST"]),
             Route("/v1/chat/completions", _Completions(self, is_chat=True), methods=["POST"]),
         ]
@@ -164,6 +165,11 @@ class Endpoint:
     async def _models(self, request: Request) -> Response:
         self.check_client(request)
         return _json(200, api.models(self.served, self._since_s))
+
+    async def _model(self, request: Request) -> Response:
+        self.check_client(request)
+        api.check_name(request.path_params["name"], self.served)
+        return _json(200, api.models(self.served, self._since_s)["data"][0])
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -347,8 +353,10 @@ class _Completions:
                 else:
                     text, finish = api.text_of(ask, served, event.sample.tokens), event.sample.finish
                     samples.append(event.sample)
+                # A call is known when it is whole.
+                is_held = ask.has_tools and finish is None
                 is_first, before = event.place not in sent, sent.get(event.place, "")
-                if finish is not None or (text.startswith(before) and len(text) > len(before)):
+                if finish is not None or (not is_held and text.startswith(before) and len(text) > len(before)):
                     sent[event.place] = text
                     choice = api.piece(ask, text[len(before) :], event.place, finish, is_first=is_first)
                     await send(_server_sent({**begin, "choices": [choice]}))

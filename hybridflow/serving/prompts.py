@@ -15,6 +15,7 @@ from hybridflow.data.tokenizer import Tokenizer, start_of
 from hybridflow.errors import ContextError, DataError
 from hybridflow.foreign import open_regular
 from hybridflow.serving.options import Options, check_ids, check_together, is_int, read_options
+from hybridflow.serving.tools import with_parsed_arguments
 
 HDF5_SUFFIXES = (".h5", ".hdf5")
 _FORMS = ("prompt", "prompt_ids", "messages")
@@ -142,7 +143,8 @@ def encode_chat(
         raise DataError(
             f"the tokenizer {tokenizer.path} has no chat_template, so it takes no messages; give the text as a prompt"
         )
-    text = render_chat(template, tokenizer, read_messages(messages, "messages"), tools, kwargs)
+    messages = with_parsed_arguments(read_messages(messages, "messages"), template)
+    text = render_chat(template, tokenizer, messages, tools, kwargs)
     return _encoded(text, tokenizer, max_context)
 
 

@@ -22,14 +22,19 @@ from hybridflow.serving.command import _serve
 from hybridflow.serving.desk import Desk
 from hybridflow.serving.endpoint import MAX_BODY_BYTES, Endpoint
 from tests.support.waiting import wait_until
-from tests.unit.serving.test_generate import Letters
+from tests.unit.serving.test_generate import ADD, TOOLS_TEMPLATE, Letters, chatting
 
 SERVED = Served(name="letters", tokenizer=Letters(), vocab_size=257, max_context=64)
 JSON = {"Content-Type": "application/json"}
 
 
 class Echoing:
-    """Answers each sample with its prompt reversed, letter by letter, unless it begins with x: that never ends."""
+    """Answers each sample with its prompt reversed, letter by letter, unless it begins with x: that never ends.
+
+    Or with the tokens that it is to say.
+    """
+
+    says = None
 
     def __init__(self, desk):
         self.desk, self.seen, self.is_over = desk, [], False
@@ -44,7 +49,7 @@ class Echoing:
                     self._answer(command)
 
     def _answer(self, command):
-        tokens = command["prompt"][::-1]
+        tokens = command["prompt"][::-1] if self.says is None else self.says
         for sample_id in command["ids"]:
             for length in range(1, len(tokens)) if command["is_streamed"] else ():
                 self.desk.deliver(sample_id, tokens[length - 1 : length], None)
@@ -113,7 +118,8 @@ def asking(**body):
 def test_answers_and_refusals():
     with serving() as (end, desk, engine):
         assert call(end, "GET", "/health") == (200, {"status": "ok"})
-        assert call(end, "GET", "/v1/models")[1]["data"][0]["id"] == "letters"
+        (listed,) = call(end, "GET", "/v1/models")[1]["data"]
+        assert listed["id"] == "letters" and call(end, "GET", "/v1/models/letters") == (200, listed)
         status, answer = call(end, "POST", "/v1/completions", {"prompt": ["abc", "de"], "n": 2, "stop": "a"})
         assert status == 200
         assert [choice["text"] for choice in answer["choices"]] == ["cb", "cb", "ed", "ed"]
@@ -121,6 +127,7 @@ def test_answers_and_refusals():
         for method, path, body, headers, expected in [
             ("GET", "/v1/nothing", None, JSON, 404),
             ("POST", "/v1/nothing", {}, JSON, 404),
+            ("GET", "/v1/models/other/one", None, JSON, 404),
             ("POST", "/v1/completions/", {}, JSON, 404),
             ("PUT", "/v1/completions", {}, JSON, 405),
             ("POST", "/v1/completions", b"{nonsense", JSON, 400),
@@ -271,10 +278,7 @@ def test_pieces_of_a_stream_are_the_text():
 
 
 def test_the_first_piece_of_each_choice_of_a_chat_says_who_speaks(tmp_path):
-    tokenizer = Letters()
-    tokenizer.path = tmp_path / "tokenizer.json"
-    (tmp_path / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    with serving(served=replace(SERVED, tokenizer=tokenizer)) as (end, _, _):
+    with serving(served=chatting(tmp_path)) as (end, _, _):
         body = {"messages": [{"role": "user", "content": "abc"}], "n": 2, "stream": True}
         connection = http.client.HTTPConnection("127.0.0.1", end.port, timeout=30)
         connection.request("POST", "/v1/chat/completions", json.dumps(body), JSON)
@@ -286,6 +290,21 @@ def test_the_first_piece_of_each_choice_of_a_chat_says_who_speaks(tmp_path):
     for first, *later in deltas.values():
         assert first["role"] == "assistant" and "content" in first
         assert len(later) > 1 and not any("role" in delta for delta in later)
+
+
+def test_a_call_of_a_tool_is_one_piece_of_a_stream(tmp_path):
+    served = replace(chatting(tmp_path, TOOLS_TEMPLATE), max_context=4096)
+    text = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    with serving(served=served) as (end, _, engine):
+        engine.says = list(text.encode())
+        body = {"messages": [{"role": "user", "content": "a"}], "tools": [ADD], "stream": True}
+        connection = http.client.HTTPConnection("127.0.0.1", end.port, timeout=30)
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), JSON)
+        (event,) = connection.getresponse().read().decode().split("\n\n")[:-2]
+    (choice,) = json.loads(event.removeprefix("data: "))["choices"]
+    (call,) = choice["delta"]["tool_calls"]
+    assert call["index"] == 0 and call["function"] == {"name": "now", "arguments": "{}"}
+    assert choice["finish_reason"] == "tool_calls" and choice["delta"]["content"] == ""
 
 
 def test_a_token_is_needed_once_there_is_one():

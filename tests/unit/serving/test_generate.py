@@ -532,6 +532,85 @@ def test_log_probs_of_a_chat_have_the_bytes_of_whole_letters(tmp_path):
             read_ask(json.dumps({"messages": [message], **body}).encode(), served, is_chat=True)
 
 
+# What Qwen2.5's template says of tools, in short.
+TOOLS_TEMPLATE = r"""{% for tool in tools or [] %}{{ tool | tojson }}{{ "\n" }}{% endfor %}
+{% if tools %}Call: <tool_call>{"name": <name>, \"arguments\": <object>}</tool_call>{{ "\n" }}{% endif %}
+{% for m in messages %}{{ m.role }}:{{ m.content }}
+{% for call in m.tool_calls or [] -%}
+<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>
+{%- endfor %}{{ "!" }}{% endfor %}"""
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def test_tools_are_in_the_prompt_and_calls_in_the_answer(tmp_path):
+    served = replace(chatting(tmp_path, TOOLS_TEMPLATE), max_context=4096)
+    called = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": [1]}'}}
+    messages = [
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+    ]
+
+    def asking(**body):
+        return read_ask(json.dumps({"messages": messages, **body}).encode(), served, is_chat=True)
+
+    # JSON in a field of the request, an object in the text.
+    turns = 'user:1+1\n!assistant:\n<tool_call>{"name": "add", "arguments": {"a": [1]}}</tool_call>!tool:2\n!'
+    for body in ({}, {"tools": []}, {"tools": [ADD], "tool_choice": "none"}):
+        asked = asking(**body)
+        assert bytes(asked.prompts[0]).decode() == turns and not asked.has_tools
+    asked = asking(tools=[ADD], parallel_tool_calls=False, tool_choice="auto")
+    prompt = bytes(asked.prompts[0]).decode()
+    assert json.loads(prompt.splitlines()[0]) == ADD and prompt.endswith(turns)
+
+    def answered(text, asked=asked):
+        sample = Sample(
+            tokens=list(text.encode()), log_probs=[0.0] * len(text), prompt_log_probs=None, finish="stop", error=None
+        )
+        return completion(asked, served, [sample], "chat-1")["choices"][0]
+
+    calls = '<tool_call>\n{"name": "add", "arguments": {"a": "é"}}\n</tool_call> <tool_call>{"name": "now"}</tool_call>'
+    choice = answered(f"Wait.\n{calls}")
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Wait."
+    functions = [call["function"] for call in choice["message"]["tool_calls"]]
+    assert functions == [{"name": "add", "arguments": '{"a": "é"}'}, {"name": "now", "arguments": "{}"}]
+    assert len({call["id"] for call in choice["message"]["tool_calls"]}) == 2
+    for text in ("no call", "<tool_call>{", "<tool_call>{nonsense}</tool_call>", '<tool_call>{"name": 1}</tool_call>'):
+        choice = answered(text)
+        assert choice["message"] == {"role": "assistant", "content": text} and choice["finish_reason"] == "stop"
+    text = '<tool_call>{"name": "now"}</tool_call>'
+    assert answered(text, asking())["message"]["content"] == text, "nobody asked for calls"
+    assert answered(text)["message"]["content"] is None
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ({"tools": [{"name": "add"}]}, "tools: found"),
+        ({"tools": {}}, "tools: found"),
+        ({"tools": [ADD], "tool_choice": "required"}, "tool_choice: found 'required'"),
+        ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}}, "cannot be forced"),
+        ({"response_format": {"type": "json_object"}}, "response_format: no form is enforced"),
+    ],
+)
+def test_what_a_chat_cannot_have_is_refused(tmp_path, body, found):
+    served, messages = chatting(tmp_path, TOOLS_TEMPLATE), [{"role": "user", "content": "a"}]
+    with pytest.raises(ApiError, match=found) as refused:
+        read_ask(json.dumps({"messages": messages, **body}).encode(), served, is_chat=True)
+    assert refused.value.status == 400
+    plain = chatting(tmp_path, "{{ tools | tojson }} <tool_call>{{ messages[0].content }}")
+    with pytest.raises(ApiError, match="the chat template does not ask for calls"):
+        read_ask(json.dumps({"messages": messages, "tools": [ADD]}).encode(), plain, is_chat=True)
+
+
+def test_values_that_ask_for_what_is_done_anyhow_are_taken(tmp_path):
+    body = {"response_format": {"type": "text"}, "modalities": ["text"], "top_k": -1, "prompt_cache_key": "a"}
+    asked = read_ask(
+        json.dumps({"messages": [{"role": "user", "content": "a"}], **body}).encode(), chatting(tmp_path), is_chat=True
+    )
+    assert "top_k" not in asked.params
+
+
 def test_a_prompt_that_does_not_fit_is_told_by_the_code_of_openai():
     for body in ({"prompt": "a" * 64}, {"prompt": "a" * 321}, {"prompt": "a", "max_tokens": 64}):
         with pytest.raises(ApiError) as refused:

@@ -69,9 +69,13 @@ class Hub:
         self._is_told = False
 
     def welcome(self, rank: int, host: str, process: Process, now_s: float) -> None:
-        """Note that a rank has come."""
+        """Note that a rank has come; tell it what all others were told before."""
         first = self._ranks[0]
         self._ranks[rank] = _Rank(host=host, process=process, is_here=True, heard_s=now_s)
+        if self._stop is not None:
+            self.to(rank, {"stop": self._stop})
+        if self._cause is not None:
+            self.to(rank, {"end": asdict(self._cause)})
         if all(each.is_here for each in self._ranks):
             others = [number for number, each in enumerate(self._ranks) if each.host != first.host]
             self.to_all({"deputy": others[0] if others else 1, "host": first.host, "process": first.process})

@@ -99,6 +99,21 @@ def test_first_failure_counts_and_all_leave_with_its_status_once_all_have_answer
     assert job.printed == ["hybridflow: rank 2 on x, in actor.update: text of 2"]
 
 
+def test_rank_that_comes_late_is_told_to_stop_and_to_end(job):
+    # Rank 0 may fail at once, for instance because the run directory holds a run, before it has heard of the others.
+    job.hub.take(0, {"stop": "received SIGTERM"}, 1.0)
+    job.hub.take(0, failure(0), 1.0)
+    job.hub.turn(1.0)
+    job.asked.clear()
+    job.hub.welcome(1, "a", (11, 1), 1.1)
+    (one, stop), (two, end) = job.asked
+    assert (one, stop, two, end["end"]["text"]) == (1, {"stop": "rank 0 on a received SIGTERM"}, 1, "text of 0")
+    for rank in range(4):
+        job.hub.take(rank, place(), 1.2)
+    job.hub.turn(1.2)
+    assert job.exits() == [2]
+
+
 def test_rank_that_waited_in_vain_is_no_cause_where_another_knows_one(job):
     job.hub.take(0, failure(0, "waited", 1), 1.0)
     job.pass_time(2.0, from_s=1.0)

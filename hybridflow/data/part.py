@@ -210,7 +210,9 @@ class _Part:
             place = piece.place(number) if isinstance(piece, ReadRows) else place_of(piece, number)
             self.shown.append(message.replace(HERE, place, 1))
         if is_fatal:
-            raise DataError(self.shown[-1])
+            # The first row of a file is rather one of many that a key misreads.
+            is_first = number == 0 and (isinstance(piece, ReadRows) or piece.start == 0)
+            raise DataError(self.shown[-1] + ("" if is_first else "; data.on_bad_row=skip leaves such rows out"))
         reason = re.sub(r"\d+", "N", message.removeprefix(f"{HERE}: ").partition(";")[0])[:80]
         reason = reason if reason in self.bad or len(self.bad) < _REASONS else "other reasons"
         self.bad[reason] = self.bad.get(reason, 0) + 1

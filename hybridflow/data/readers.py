@@ -40,12 +40,22 @@ class Piece(NamedTuple):
 
 
 def format_of(path: str, named: FileFormat | None) -> FileFormat:
-    """Return a file's format: the named one, or else the one of its name or kind."""
+    """Return a file's format: the named one, or else the one of its name or kind.
+
+    Raises:
+        DataError: It is none that is read.
+    """
     if named is not None:
         return named
     if not is_address(path) and os.path.isdir(path):
         return "datasets"
-    return _ENDINGS.get(os.path.splitext(path)[1].lower(), "jsonl")
+    ending = os.path.splitext(path)[1].lower()
+    if ending in (".csv", ".tsv"):
+        raise DataError(
+            f"{path}: {ending[1:].upper()} is not read; write it as JSONL, for instance with pandas: read_csv(FILE, "
+            "dtype=str).to_json('rows.jsonl', orient='records', lines=True)"
+        )
+    return _ENDINGS.get(ending, "jsonl")
 
 
 def cut(file: File, file_format: FileFormat, *, max_row_bytes: int) -> list[Piece]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,11 @@ from hybridflow.errors import DataError
 Row = dict[str, Any]
 
 _FREE_ROWS, _MAX_ROWS_PER_BYTE = 1 << 20, 50
+
+_LIST = re.compile(rb"\s*\[\s*(\{|$)")
+"""How a file of one list begins, in which other programs keep rows."""
+
+_REMEDY = "expected one object on each line, as `jq -c '.[]' FILE > rows.jsonl` writes them"
 
 HERE = "<here>"
 """Stands in messages for the place of a row, which is looked up when somebody is to read it."""
@@ -23,9 +29,12 @@ def object_of(line: bytes) -> Row | DataError:
     except UnicodeDecodeError as error:
         return DataError(f"{HERE}: not UTF-8: {error.reason} at byte {error.start}; save the file as UTF-8")
     except (ValueError, RecursionError) as error:
+        if _LIST.match(line):
+            return DataError(f"{HERE}: begins a list of JSON; {_REMEDY}")
         return DataError(f"{HERE}: not valid JSON: {error}; expected one object on each line")
     if not isinstance(row, dict):
-        return DataError(f"{HERE}: expected a JSON object, found {type(row).__name__} {row!r:.60}")
+        remedy = f"; {_REMEDY}" if _LIST.match(line) else ""
+        return DataError(f"{HERE}: expected a JSON object, found {type(row).__name__} {row!r:.60}{remedy}")
     return {name: value for name, value in row.items() if value is not None}
 
 

@@ -41,8 +41,8 @@ def _loaded(path: str) -> Any:
     except Exception as error:
         reason = " ".join(str(error).split())
         raise DataError(
-            f"{path}: is no directory that datasets has saved: {type(error).__name__}: {reason:.200}; name a file, or "
-            "what save_to_disk has written"
+            f"{path}: is no directory that datasets has saved: {type(error).__name__}: {reason:.200}; name what "
+            f"save_to_disk has written, a file, or a pattern such as {path.rstrip('/')}/*.parquet"
         ) from error
     if isinstance(found, datasets.DatasetDict):
         raise DataError(f"{path}: holds the splits {', '.join(found)}; name one of them: {path.rstrip('/')}/SPLIT")

@@ -51,10 +51,19 @@ def cache_folder() -> Path:
 
 def download_hint(path: str) -> str:
     """Return how to get a model that is not there, if the path may be a name of the hub; else empty."""
-    owner = path.partition("/")[0]
-    if not _NAME.fullmatch(path) or owner in _LOCAL or os.path.isdir(owner):
+    return f"; `hf download {path}` puts a model of that name into the cache" if _may_be_name(path) else ""
+
+
+def data_set_hint(path: str) -> str:
+    """Return how to get a data set that is not there, if the path may be a name of the hub; else empty."""
+    if not _may_be_name(path) or os.path.splitext(path)[1]:
         return ""
-    return f"; `hf download {path}` puts a model of that name into the cache"
+    return f"; `hf download {path} --repo-type dataset --local-dir {path}` fetches a data set of that name"
+
+
+def _may_be_name(path: str) -> bool:
+    owner = path.partition("/")[0]
+    return _NAME.fullmatch(path) is not None and owner not in _LOCAL and not os.path.isdir(owner)
 
 
 def _cached(name: str) -> Path | None:

@@ -16,7 +16,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.data.chat import template_in
 from hybridflow.errors import ConfigError, DataError, WriteError, did_you_mean
 from hybridflow.exit_status import DONE
-from hybridflow.families.hub_cache import download_hint, find_model
+from hybridflow.families.hub_cache import data_set_hint, download_hint, find_model
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.launch.init_fields import fields_in, first_row
 from hybridflow.observe.console import complain
@@ -182,7 +182,9 @@ def _known_algorithm(text: str) -> None:
 def _there(option: str) -> Callable[[str], None]:
     def check(text: str) -> None:
         if "*" not in text and "://" not in text and not os.path.exists(text):
-            raise ConfigError(f"{option} {text!r}: no such file or directory; name one that is there")
+            raise ConfigError(
+                f"{option} {text!r}: no such file or directory; name one that is there{data_set_hint(text)}"
+            )
 
     return check
 
@@ -243,13 +245,18 @@ def _values(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _fields(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the keys that name fields of the data; warn of those that it lacks."""
-    row = first_row(arguments.data)
+    try:
+        row = first_row(arguments.data)
+    except (DataError, OSError) as error:
+        # The recipe is right once the data are.
+        complain(str(error))
+        return {}
     if row is None:
         return {}
     named, lacking = fields_in(row, ALGORITHMS[arguments.algorithm].traits)
     if lacking:
         complain(
-            f"{arguments.data}: its first row has {', '.join(map(repr, sorted(row)))}; set "
+            f"{arguments.data}: its first row has the fields {', '.join(map(repr, sorted(row)))}; set "
             f"{' and '.join(f'data.{key}' for key in lacking)} in the recipe to the names of yours"
         )
     return named

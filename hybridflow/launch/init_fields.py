@@ -9,8 +9,8 @@ from hybridflow.config.algorithm import AlgorithmTraits
 from hybridflow.config.data import DataConfig
 from hybridflow.data.files import find_files, is_address
 from hybridflow.data.prompts import value_of
-from hybridflow.data.readers import cut, format_of, read
-from hybridflow.data.rows import are_messages
+from hybridflow.data.readers import cut, format_of, place_of, read
+from hybridflow.data.rows import HERE, are_messages
 from hybridflow.errors import DataError
 
 _MOST_ROW_BYTES = 1 << 24
@@ -27,16 +27,20 @@ _OTHER_NAMES = {
 
 
 def first_row(path: str) -> Mapping[str, Any] | None:
-    """Return the first row of the data; None where it cannot be read here: training says why."""
+    """Return the first row of the data; None where there is none, or it lies elsewhere.
+
+    Raises:
+        DataError: It cannot be read.
+    """
     if is_address(path):
         return None
-    try:
-        for piece in cut(find_files(path)[0], format_of(path, None), max_row_bytes=_MOST_ROW_BYTES):
-            for row in read(piece, max_row_bytes=_MOST_ROW_BYTES):
-                if row is not None:
-                    return None if isinstance(row, DataError) else row
-    except (DataError, OSError):
-        pass
+    file = find_files(path)[0]
+    for piece in cut(file, format_of(file.path, None), max_row_bytes=_MOST_ROW_BYTES):
+        for number, row in enumerate(read(piece, max_row_bytes=_MOST_ROW_BYTES)):
+            if isinstance(row, DataError):
+                raise DataError(str(row).replace(HERE, place_of(piece, number), 1))
+            if row is not None:
+                return row
     return None
 
 

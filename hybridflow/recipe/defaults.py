@@ -22,7 +22,7 @@ from hybridflow.config.trainer import TrainerConfig
 from hybridflow.data.files import is_gzip
 from hybridflow.data.prompts import value_of
 from hybridflow.data.readers import format_of
-from hybridflow.errors import ConfigError, LayoutError
+from hybridflow.errors import ConfigError, DataError, LayoutError
 from hybridflow.foreign import open_regular
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.recipe.nested import inner, put_under
@@ -211,7 +211,11 @@ def _steps(values: Mapping[str, Any], traits: AlgorithmTraits) -> int:
 def _num_rows(values: Mapping[str, Any]) -> int | None:
     """Return the number of lines of a JSONL file, compressed or not; None for other data, and for much of it."""
     path, made = inner(values, "data.train"), inner(values, "data.arithmetic.num_train")
-    if not isinstance(path, str) or format_of(path, inner(values, "data.file_format")) != "jsonl":
+    try:
+        if not isinstance(path, str) or format_of(path, inner(values, "data.file_format")) != "jsonl":
+            return None
+    except DataError:
+        # Who reads it tells of it.
         return None
     if type(made) is int and not os.path.exists(path):
         return made

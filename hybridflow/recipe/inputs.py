@@ -19,7 +19,7 @@ from hybridflow.config.recipe import MODEL_SECTIONS, Recipe
 from hybridflow.data.files import is_address
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError, MissingFileError
-from hybridflow.families.hub_cache import find_model
+from hybridflow.families.hub_cache import data_set_hint, find_model
 from hybridflow.plugins import split_name
 from hybridflow.recipe.nested import inner
 from hybridflow.sections import to_dict
@@ -88,7 +88,8 @@ def check_inputs(recipe: Recipe, folder: Path | None) -> None:
     for section, key, name in _paths(to_dict(recipe)):
         path = section[key]
         if not _is_there(path):
-            raise MissingFileError(f"{name}={path!r}: no such file{places(path, folder)}; name one that is there")
+            hint = data_set_hint(path) if name.startswith("data.") else ""
+            raise MissingFileError(f"{name}={path!r}: no such file{places(path, folder)}; name one that is there{hint}")
 
 
 def tokenizer_path(recipe: Recipe) -> Path | None:

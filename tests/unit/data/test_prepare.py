@@ -152,8 +152,12 @@ def test_bad_rows_are_skipped_and_told_of(tmp_path, monkeypatch):
     lines[7], lines[20], lines[21], lines[59] = "{", '{"prompt": "1"}', "", '{"prompt": "2"}'
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(lines))
-    with pytest.raises(DataError, match=r"rows\.jsonl:8: not valid JSON"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:8: not valid JSON.*; data\.on_bad_row=skip leaves such"):
         store_of(path, tmp_path / "stores")
+    first = tmp_path / "first.jsonl"
+    first.write_text('{"question": "1"}\n')
+    with pytest.raises(DataError, match="set data.prompt_field to its name here$"):
+        store_of(first, tmp_path / "stores")
     shape = replace(SHAPE, data=replace(DATA, on_bad_row="skip"))
     kept = [(f"{path}:{number + 1}", row) for number, row in enumerate(ROWS) if number not in (7, 20, 21, 59)]
     for num_workers in (1, 4):

@@ -196,7 +196,8 @@ def test_prompts_fit_exactly_or_are_named(tokenizer):
     prompt = encode_prompt(example, tokenizer, max_new_tokens=4, max_context=10)
     assert prompt == (tokenizer.bos_id, *tokenizer.encode("10+1="))
     with pytest.raises(
-        DataError, match=r"f:2: prompt of 6 tokens.*=4 = 10 exceeds model.max_context=9; .* to 5 tokens"
+        DataError,
+        match=r"f:2: prompt of 6 tokens.*=4 = 10 exceeds model.max_context=9; .* to 5 tokens.*max_prompt_tokens=5",
     ):
         encode_prompt(example, tokenizer, max_new_tokens=4, max_context=9)
 

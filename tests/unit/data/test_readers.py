@@ -159,6 +159,15 @@ LINE = json.dumps(GOOD).encode() + b"\n"
         (LINE + b"\x00\x00", "rows.jsonl:2: not valid JSON"),
         (LINE.decode().encode("utf-16"), "rows.jsonl:1: not UTF-8"),
         (b"", "rows.jsonl: holds no rows"),
+        (
+            b"[" + LINE.strip() + b"]\n",
+            "found list [{'prompt': '1+1=', 'answer': '2'}]; expected one object on each line, as `jq",
+        ),
+        (
+            b"[\n" + LINE + b"]\n",
+            "rows.jsonl:1: begins a list of JSON; expected one object on each line, as `jq -c '.[]'",
+        ),
+        (b"[1, 2]\n", "rows.jsonl:1: expected a JSON object, found list [1, 2]"),
     ],
 )
 def test_malformed_lines(tmp_path, content, says):
@@ -282,7 +291,7 @@ def test_hdf5_by_a_relative_path_after_a_change_of_folder(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("rows", "spoil", "says"),
     [
-        ([GOOD], without_arrow, "saved: is no directory that datasets has saved"),
+        ([GOOD], without_arrow, "what save_to_disk has written, a file, or a pattern such as "),
         ([GOOD], lambda path: [cut_in_half(file) for file in path.glob("*.arrow")], "saved: is no directory that data"),
         ([GOOD], lambda path: (path / "state.json").write_text("{"), "saved: is no directory that datasets has saved"),
         ([GOOD], lambda path: (path / "state.json").unlink(), "saved: is no directory that datasets has saved"),
@@ -300,6 +309,13 @@ def test_malformed_directories_of_datasets(tmp_path, rows, spoil, says):
     with pytest.raises(DataError) as caught:
         examples_of_file(path, DATA)
     assert says in str(caught.value), caught.value
+
+
+def test_files_of_other_programs_are_told_apart_by_their_names(tmp_path):
+    (tmp_path / "rows.csv").write_text("prompt,answer\n1+1=,2\n")
+    with pytest.raises(DataError, match=r"rows\.csv: CSV is not read; write it as JSONL, for instance with pandas"):
+        examples_of_file(tmp_path / "rows.csv", DATA)
+    assert readers.format_of("rows.csv", "jsonl") == "jsonl"
 
 
 def test_splits_are_named(tmp_path):

@@ -102,11 +102,20 @@ def test_the_fields_of_the_first_row_are_named(algorithm, row, keys, lacking, fo
     assert (f"; set {lacking} in the recipe" in told) if lacking else told == "", told
 
 
-def test_data_that_cannot_be_read_here_keep_the_usual_names(folder, capsys):
-    for text in ("", "no JSON\n", "[]\n"):
-        (folder / "train.jsonl").write_text(text)
-        assert init("--algorithm", "grpo", "--force") == 0
-        assert capsys.readouterr().err == ""
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", ""),
+        ("\n[]\n", "train.jsonl:2: expected a JSON object"),
+        ('[{"a": 1}]', "found list [{'a': 1}]; expected one"),
+    ],
+)
+def test_data_that_cannot_be_read_are_told_of_and_keep_the_usual_names(text, says, folder, capsys):
+    (folder / "train.jsonl").write_text(text)
+    assert init("--algorithm", "grpo", "--force") == 0
+    told = capsys.readouterr().err
+    assert says in told if says else told == "", told
+    assert yaml.safe_load((folder / "recipe.yaml").read_text())["data"]["train"] == "train.jsonl"
 
 
 def test_the_reward_that_is_written_scores_what_is_right_highest(folder):
@@ -157,6 +166,7 @@ def test_nothing_is_written_over(folder, capsys):
         (["--algorithm", "grpo"], "init: --model, --data: missing; give them, or start on a terminal"),
         (["--algorithm", "distill", *GIVEN], "init: --teacher: missing"),
         (["--algorithm", "grpo", *GIVEN, "--data", "none.jsonl"], "--data 'none.jsonl': no such file"),
+        (["--algorithm", "grpo", *GIVEN, "--data", "my/data"], "name one that is there; `hf download my/data --repo"),
         (["--algorithm", "grpo", *GIVEN, "--held-out", "none.jsonl"], "--held-out 'none.jsonl': no such file"),
         (["--algorithm", "grpo", *GIVEN, "--model", "."], "recipe.yaml: model.path='.': expected a directory"),
         (["--algorithm", "grpo", *GIVEN, "--ranks", "0"], "--ranks 0: expected a number of at least 1"),

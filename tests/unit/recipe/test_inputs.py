@@ -165,6 +165,10 @@ OWN = "def score(response, level):\n    return float(level)\n"
 
 FAILS = {
     "no training file": (["data.train=gone.jsonl"], "data.train='gone.jsonl': no such file in "),
+    "a name of the hub": (
+        ["data.train=openai/gsm8k"],
+        "name one that is there; `hf download openai/gsm8k --repo-type dataset --local-dir openai/gsm8k` fetches a",
+    ),
     "no held-out file": (["data.held_out=gone.jsonl"], "data.held_out='gone.jsonl': no such file in "),
     "another field": (["data.prompt_field=question"], "train.jsonl:1: no field 'question'; found ['level', 'prompt']"),
     "no answer to compare with": (["reward={}"], "train.jsonl:1: no field 'answer'; found ['level', 'prompt'], and"),

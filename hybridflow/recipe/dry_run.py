@@ -178,20 +178,23 @@ def _try_environment(settings: EnvironmentConfig, example: Example) -> str:
 
 
 def _try_reward(settings: RewardConfig, role: str, example: Example) -> str:
-    """Score the answer as if it were the response. Raises RewardError: it has no score, and needs one."""
+    """Score the answer as if it were the response, and no text: many a reward fails on what is no answer.
+
+    Raises:
+        RewardError: One of both has no score, and needs one.
+    """
     with contextlib.closing(Scorer(make_kind(settings, role), settings, role)) as scorer:
-        response = as_text(example.answer)
-        fields = {"prompt": example.prompt, "response": response, "answer": example.answer}
-        sample = Sample(**fields, place=example.place, fields=example.row)
-        (score,) = scorer.scores([sample])
+        sample = Sample(
+            prompt=example.prompt, response="", answer=example.answer, place=example.place, fields=example.row
+        )
+        right = as_text(example.answer)
+        (empty, *rest) = scorer.scores([sample, *([sample._replace(response=right)] if right else [])])
         if scorer.counts.failed:
             return (
                 f"{scorer.counts.first_failure}; the run would go on, as {role}.on_failure={settings.on_failure} says"
             )
-        given = f"the answer of {example.place} as a response"
-        if not response:
-            there = ", ".join(example.row)
-            given = (
-                f"an empty response to {example.place}, which has no answer (fields: {there}; see data.answer_field)"
-            )
-        return f"{role} {scorer.kind.name!r}: gives {score:g} for {given}"
+        given = f"gives {empty:g} for an empty response to {example.place}"
+        if rest:
+            return f"{role} {scorer.kind.name!r}: {given}, and {rest[0]:g} for its answer as a response"
+        there = ", ".join(example.row)
+        return f"{role} {scorer.kind.name!r}: {given}, which has no answer (fields: {there}; see data.answer_field)"

@@ -204,6 +204,7 @@ WRONG = """
     def step(self, response): return "", int(response), True
 \nclass Even(Odd):
     def reset(self, prompt, answer): return None
+\ndef silent(response, answer): return 1.0 if response else None
 """
 
 
@@ -284,7 +285,12 @@ def test_a_dry_run_tells_what_it_has_tried(folders, capsys):
     assert (status, error) == (0, "") and "on train.jsonl:1 with response '': ValueError: invalid literal" in told
     arithmetic = ["data.train=a.jsonl", "data.held_out=b.jsonl", "data.arithmetic={num_train: 4, num_held_out: 2}"]
     status, told, error = dry(folders, capsys, *arithmetic)
-    assert (status, error) == (0, "") and "reward 'exact_match': gives 1 for the answer of data.train" in told
+    assert (status, error) == (0, "") and "reward 'exact_match': gives 0 for an empty response to data.train" in told
+    assert ", and 1 for its answer as a response\n" in told
+    # Many a reward has nothing to return for what is no answer.
+    silent = f"reward.function={module(here, WRONG)}:silent"
+    status, told, error = dry(folders, capsys, silent, "data.answer_field=level")
+    assert status == 2 and "on train.jsonl:1 with response '': returned None; expected a finite number" in error
 
 
 def test_a_dry_run_looks_for_the_weights(folders, capsys):

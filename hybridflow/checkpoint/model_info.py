@@ -38,5 +38,7 @@ def read_model_info(folder: Path) -> ModelInfo:
 def _remedy(folder: Path) -> str:
     if not folder.exists():
         return "name a directory that is there"
+    if (folder / "actor" / manifest.NAME).is_file():
+        return f"of a checkpoint name a model: {folder / 'actor'}"
     steps = complete_steps(folder)
     return f"of a run name a model: {step_path(folder, max(steps)) / 'actor'}" if steps else "name the directory itself"

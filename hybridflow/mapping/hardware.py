@@ -219,7 +219,10 @@ def hardware(name: str) -> Hardware:
             f"name one of {', '.join(_TABLE)} (--hardware, cluster.hardware)"
         )
     if path.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"hardware {name}: not one of {', '.join(hardware_names())}, and no file NAME.yaml")
+        raise ConfigError(
+            f"hardware {name}: expected one of {', '.join(hardware_names())}, or "
+            "a file NAME.yaml (--hardware, cluster.hardware)"
+        )
     try:
         return read_section(Hardware, read_yaml(path), source=str(path))
     except ConfigError as error:

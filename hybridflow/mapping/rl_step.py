@@ -116,7 +116,7 @@ def spread_lengths(number: int, mean: float, longest: int) -> tuple[int, ...]:
         ConfigError: The mean is longer than the longest.
     """
     if not 1 <= mean <= longest:
-        raise ConfigError(f"--response {mean:g}: expected 1 to rollout.max_new_tokens={longest}")
+        raise ConfigError(f"--response {mean:g}: expected 1 to rollout.max_new_tokens={longest}; raise that key, too")
     normal = NormalDist()
     shape = [math.exp(_SPREAD * normal.inv_cdf((index + 0.5) / number)) for index in range(number)]
     low, high = 0.0, float(longest) / min(shape)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from hybridflow.config.recipe import Recipe
@@ -15,7 +16,7 @@ from hybridflow.errors import CheckpointError
 from hybridflow.sections import resume_rules, to_dict
 
 
-def check_resume(recipe: Recipe, saved: Mapping[str, Any]) -> None:
+def check_resume(recipe: Recipe, saved: Mapping[str, Any], checkpoint: Path) -> None:
     """Refuse to go on from a checkpoint with another value of a key that must match.
 
     A key that one of the two versions of hybridflow does not know is not compared.
@@ -23,6 +24,7 @@ def check_resume(recipe: Recipe, saved: Mapping[str, Any]) -> None:
     Args:
         recipe: The recipe of this start.
         saved: The recipe that the checkpoint was written with, as ``to_dict`` gave it.
+        checkpoint: The directory of the checkpoint.
 
     Raises:
         CheckpointError: A key that must match differs; names it and both values.
@@ -32,7 +34,8 @@ def check_resume(recipe: Recipe, saved: Mapping[str, Any]) -> None:
         if key in before and before[key] != now[key]:
             raise CheckpointError(
                 f"{recipe.run_dir}: the checkpoint was written with {key}={before[key]}, the recipe now has "
-                f"{now[key]}; resume with the same, or start another run_dir"
+                f"{now[key]}; resume with the same, or set another run_dir, and model={checkpoint / 'actor'} to begin "
+                "there with the trained weights"
             )
 
 

@@ -55,7 +55,7 @@ def try_resume(recipe: Recipe) -> None:
     found = load_latest(Path(recipe.run_dir))
     if found is not None:
         with reading_state(found):
-            check_resume(recipe, found.state["recipe"])
+            check_resume(recipe, found.state["recipe"], found.path)
 
 
 def _check_writable(run_dir: Path) -> None:

@@ -77,7 +77,7 @@ def find_resume_point(job: Job, *, resume: bool) -> ResumePoint:
         found = load_latest(run_dir) if resume else None
         if found is not None:
             with reading_state(found):
-                check_resume(job.recipe, found.state["recipe"])
+                check_resume(job.recipe, found.state["recipe"], found.path)
             opened = {role: open_role(found, role) for role in found.roles}
             if "actor" in opened:
                 _check_tokenizer(job.tokenizer, found, opened["actor"])

@@ -109,6 +109,11 @@ def test_critic_and_reward_are_cut_as_what_they_are(recipe_file, tmp_path):
             ["model.path=run"],
             ["a directory without either", "of a run name a model: run/checkpoints/step_000003/"],
         ),
+        (
+            {},
+            ["model.path=run/checkpoints/step_000003"],
+            ["of a checkpoint name a model: run/checkpoints/step_000003/a"],
+        ),
         ({}, ["model.path=[3]"], ["model.path: expected text or null, found [3]"]),
         ({}, ["model=3"], ["model: expected a section"]),
         ({"model_type": None}, [], ["model.path=", "config.json: model_type=None", "llama"]),
@@ -125,7 +130,8 @@ def test_critic_and_reward_are_cut_as_what_they_are(recipe_file, tmp_path):
 )
 def test_what_cannot_be_is_refused_with_the_remedy(recipe_file, tmp_path, monkeypatch, changes, overrides, says):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run/checkpoints/step_000003").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step_000003/actor").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step_000003/actor/manifest.json").touch()
     write_config(tmp_path / "model", LLAMA, **changes)
     given = [text.replace("MODEL", str(tmp_path / "model")) for text in overrides]
     complains(lambda: load_recipe(recipe_file, given), says, ConfigError)

@@ -7,6 +7,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pytest
@@ -256,20 +257,24 @@ def change(key: Key, folder: Any) -> tuple[Recipe, Recipe]:
     raise AssertionError(f"{key.name}: no other value was accepted; add one to VALUES, GIVEN or ALSO. {refusals}")
 
 
+STEP = Path("runs/x/checkpoints/step_000003")
+
+
 def hold(key: Key, saved: Recipe, now: Recipe) -> None:
     """Check that a resume with the second recipe is accepted or refused as the key's field says."""
     kept = json.loads(json.dumps(to_dict(saved)))
-    check_resume(saved, kept)
+    check_resume(saved, kept, STEP)
     before, after = (value_at(to_dict(recipe), key.name) for recipe in (saved, now))
     assert before != after
     if key.may_change:
-        check_resume(now, kept)
+        check_resume(now, kept, STEP)
         return
     with pytest.raises(CheckpointError) as caught:
-        check_resume(now, kept)
+        check_resume(now, kept, STEP)
     is_section = typing.get_origin(key.hint) is not dict
     shown = ["a section" if isinstance(value, dict) and is_section else str(value) for value in (before, after)]
     assert f"written with {key.name}={shown[0]}, the recipe now has {shown[1]}; resume with" in str(caught.value)
+    assert "another run_dir, and model=runs/x/checkpoints/step_000003/actor to begin there" in str(caught.value)
 
 
 @pytest.mark.parametrize("key", LEAVES, ids=lambda key: key.name)
@@ -321,4 +326,5 @@ def test_the_number_of_leaf_keys_is_frozen():
     ],
 )
 def test_files_whose_content_is_held_against_the_checkpoint_may_lie_elsewhere(changes, folder):
-    check_resume(load(("algorithm=grpo", *changes), folder), to_dict(load(("algorithm=grpo",), folder)))
+    saved = to_dict(load(("algorithm=grpo",), folder))
+    check_resume(load(("algorithm=grpo", *changes), folder), saved, STEP)

@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 
+from hybridflow.data.chat import chat_template
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 from hybridflow.exit_status import DONE, FAILURE, REQUEUE
@@ -112,6 +113,11 @@ def generate(arguments: argparse.Namespace, world: World) -> int:
         if world.rank == 0:
             run = identity(arguments, sha256, placed.model.dtype, placed.model.max_context)
             results.prepare(run, is_forced=arguments.force)
+            if _are_plain(tasks, placed.tokenizer):
+                print_out(
+                    'hybridflow: prompts are plain text; for a chat model a line is {"messages": [{"role": "user", '
+                    '"content": TEXT}]}'
+                )
     # One looks: the others might already see what the first of them writes, and deal the rest in another way.
     found = placed.everyone.decide("the results of earlier starts", sorted(results.find()) if world.rank == 0 else None)
     there = {(prompt_index, index) for prompt_index, index in found}
@@ -188,6 +194,12 @@ def _tasks(
         except DataError as error:
             bad[prompt.prompt_index] = str(error)
     return tasks, bad
+
+
+def _are_plain(tasks: Sequence[Task], tokenizer: Tokenizer | None) -> bool:
+    """Return whether a prompt is text that goes past the tokenizer's chat template, which is seldom meant."""
+    has_template = tokenizer is not None and chat_template(tokenizer) is not None
+    return has_template and any("prompt" in task.prompt.fields for task in tasks)
 
 
 def _task(prompt: Prompt, ids: list[int], tokenizer: Tokenizer | None, options: Options, max_context: int) -> Task:

@@ -9,6 +9,7 @@ from hybridflow.checkpoint.job_file import latest_step, step_path
 from hybridflow.config.data import DataSourceConfig
 from hybridflow.config.recipe import MODEL_SECTIONS, Recipe
 from hybridflow.data.arithmetic import ensure_files
+from hybridflow.data.chat import chat_template
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.preferences import JudgedResponse, encode_responses, pairs_of
 from hybridflow.data.problems import FOLDER, example_in, held_out_shape, open_problems, open_stores, training_shape
@@ -72,6 +73,13 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
         held_out=() if has_preferences else tuple((each, prompt_tokens(each, tokenizer)) for each in held_out),
         held_out_pairs=_pairs(recipe, tokenizer, held_out) if has_preferences and held_out else (),
     )
+
+
+def is_plain(job: Job) -> bool:
+    """Return whether prompts are plain text although the tokenizer has a chat template, which is seldom meant."""
+    if job.tokenizer is None or job.train.num_rows is None or chat_template(job.tokenizer) is None:
+        return False
+    return not job.train.example(0).begins
 
 
 def _pairs(

@@ -41,7 +41,7 @@ from hybridflow.trainer import checkpoints
 from hybridflow.trainer.banner import banner
 from hybridflow.trainer.decisions import Decisions
 from hybridflow.trainer.initial_weights import read_weights, spread_weights
-from hybridflow.trainer.open import open_job
+from hybridflow.trainer.open import is_plain, open_job
 from hybridflow.trainer.plan import JobPlan, placement_warnings, plan_job, transformers_note
 from hybridflow.trainer.progress import Progress
 from hybridflow.trainer.record import Record
@@ -187,7 +187,15 @@ class Trainer(Role):
             num_held_out = len(job.held_out) + len(job.held_out_pairs)
             rows, spec = job.train.num_rows, self.roles.actor.spec
             device = job.world.device_text()
-            text = banner(job.recipe, plan.meshes, spec, device=device, num_rows=rows, num_held_out=num_held_out)
+            text = banner(
+                job.recipe,
+                plan.meshes,
+                spec,
+                device=device,
+                num_rows=rows,
+                num_held_out=num_held_out,
+                is_plain=is_plain(job),
+            )
             say_event("start", text, device=device, num_rows=rows, num_held_out=num_held_out)
         self._checkpoints = checkpoints.Checkpoints(job, self.roles.by_name, start)
         self._everyone = job.world.coordinator(plan.meshes["job"].ranks)

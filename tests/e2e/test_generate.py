@@ -90,6 +90,20 @@ def test_lines_are_in_order_and_greedy_ones_are_those_of_transformers(folder, wh
         assert (theirs - torch.tensor(row["log_probs"][: len(expected)])).abs().max() <= 1e-4
 
 
+def test_text_that_goes_past_a_chat_template_is_told_of(folder, whole):
+    template = folder / "model/chat_template.jinja"
+    template.write_text("{% for each in messages %}<{{ each.content }}>{% endfor %}")
+    (folder / "talk.jsonl").write_text('{"messages": [{"role": "user", "content": "1+1="}]}\n')
+    words = "hybridflow: prompts are plain text; for a chat model a line is "
+    try:
+        for out, more, is_plain in (("past.jsonl", (), True), ("said.jsonl", ("--prompts", "talk.jsonl"), False)):
+            done = generate(folder, out, *more)
+            assert (done.codes, done.err) == ((DONE,), "") and (words in done.out) is is_plain
+    finally:
+        template.unlink()
+    assert [row["text"] for row in rows(folder, "past.jsonl")] == [row["text"] for row in whole]
+
+
 def seeing_what_another_writes(rank):
     """A hook: rank 1 looks so late for earlier results that it finds one that rank 0 has just made."""
     if rank == 1:

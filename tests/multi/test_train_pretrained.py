@@ -20,6 +20,7 @@ from hybridflow.placement.pretrained import assets_of
 from hybridflow.recipe.load import recipe_from_dict
 from hybridflow.trainer.checkpoints import find_resume_point
 from hybridflow.trainer.initial_weights import read_weights, spread_weights
+from hybridflow.trainer.open import is_plain
 from hybridflow.trainer.plan import plan_job
 from hybridflow.trainer.record import Record
 from hybridflow.trainer.stopping import Stopping
@@ -199,6 +200,10 @@ def test_the_trained_actor_is_exported_and_trained_on(folder):
     assert json.loads((folder / "next/checkpoints/step_000002/actor/manifest.json").read_text())["family"] == "qwen2"
 
 
+def plain(world: World, values: dict[str, Any]) -> bool:
+    return is_plain(open_with_data(world, values)[0])
+
+
 def small_files(world: World, values: dict[str, Any]) -> dict[str, dict[str, bytes]]:
     job, _ = open_with_data(world, values)
     return {role: assets_of(job, role)[1] for role in ("actor", "base", "critic")}
@@ -209,6 +214,8 @@ def test_the_chat_template_of_the_prompts_is_written_with_the_actor(folder, own)
     """Else who serves it would make other prompts than it has learned from, or none at all."""
     write_tokenizer(folder / "causal", has_start=True, chat_template=own)
     values = recipe(folder, "grpo", cluster={"ranks": 1}, actor={})
+    # A person is told that prompts of text go past a template.
+    assert run_ranks(plain, 1, values) == [own is not None]
     (before,) = run_ranks(small_files, 1, values)
     assert all("chat_template.jinja" not in files for files in before.values())
     (folder / "chat.txt").write_text("{% for each in messages %}{{ each.content }}{% endfor %}")

@@ -8,16 +8,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.families.assets import CONFIG, to_json
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.adapters import is_factor
 from hybridflow.models.user_model import ActorModel, CriticModel
@@ -288,7 +289,7 @@ def _make(auto_class: str, folder: Path, model: ModelConfig, filling: Filling) -
             with without:
                 module = auto.from_config(config, **asked)
             module.tie_weights()
-    except (ImportError, KeyError, OSError, RuntimeError, SafetensorError, ValueError) as error:
+    except Exception as error:  # of a malformed config.json, or in the directory's own code, that may be anything
         raise ConfigError(
             f"{folder}: transformers {library.__version__} cannot make the model: {type(error).__name__}: "
             f"{' '.join(str(error).split())[:400]}; update transformers, restore the directory, or, if you trust its "
@@ -425,11 +426,14 @@ def renaming(values: Mapping[str, Any]) -> Callable[[Mapping[str, Tensor]], dict
     library = _library("writing a model that runs in transformers needs transformers")
     if values.get("model_type") not in library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return dict
-    known = {key: value for key, value in copy.deepcopy(dict(values)).items() if key != "auto_map"}
+    known = {key: value for key, value in values.items() if key != "auto_map"}
     try:
-        with torch.device("meta"):
-            module = library.AutoModelForCausalLM.from_config(library.AutoConfig.for_model(**known))
-    except (AttributeError, ImportError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        # From a file, since transformers writes some numbers in a form that it understands there alone.
+        with tempfile.TemporaryDirectory() as folder, torch.device("meta"):
+            (Path(folder) / CONFIG).write_bytes(to_json(known))
+            config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
+            module = library.AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # see _make
         raise ConfigError(
             f"model_type={values['model_type']!r}: transformers {library.__version__} cannot make the model, which "
             f"tells the names in its files: {type(error).__name__}: {' '.join(str(error).split())[:400]}; write it "

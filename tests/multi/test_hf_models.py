@@ -33,7 +33,7 @@ from hybridflow.rollout.request import SamplingParams
 from tests.multi.models import nine_requests, place
 from tests.multi.test_train_pretrained import batch, begun, close, lines, run, sequences, their_log_probs
 from tests.multi.test_train_pretrained import recipe as of_directories
-from tests.support.checkpoint_cases import tensors_of
+from tests.support.checkpoint_cases import edit_json, tensors_of
 from tests.support.complaints import complains
 from tests.support.conversions import convert
 from tests.support.hf_models import randomize, write_model, write_tokenizer
@@ -407,6 +407,11 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "learned positions": ("GPT2", "LMHeadModel", {"n_positions": 64}),
     "ALiBi": ("Bloom", "ForCausalLM", {"seq_length": 64, "n_layer": 2, "n_head": 4}),
+    "an infinity in config.json": (
+        "Mamba2",
+        "ForCausalLM",
+        {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 2, "max_position_embeddings": 64},
+    ),
     "states instead of keys": ("Mamba", "ForCausalLM", {"state_size": 8, "max_position_embeddings": 64}),
     "a mixture of experts": ("Qwen2Moe", "ForCausalLM", EXPERTS),
     "bf16": ("Granite", "ForCausalLM", {}),
@@ -602,6 +607,15 @@ def test_a_directory_that_lacks_a_tensor_or_has_another_is_refused(folder, tmp_p
     complains(
         make, ["model.layers.7.mlp.up_proj.weight: is in the files", "one of 1", "mend config.json"], CheckpointError
     )
+
+
+@pytest.mark.parametrize("changes", [{"layer_norm_eps": "x"}, {"pad_token_id": 4000}])
+def test_a_config_that_transformers_cannot_read_is_told_in_one_sentence(tmp_path, changes):
+    write_model(tmp_path / "other", "StableLm")
+    edit_json(tmp_path / "other/config.json", **changes)
+    words = [str(tmp_path / "other"), "cannot make the model", "restore the directory"]
+    model = settings(tmp_path / "other")
+    complains(lambda: make_actor(tmp_path / "other", model, filling="never"), words, ConfigError)
 
 
 def test_the_plan_says_what_runs_in_transformers(folder, capsys):

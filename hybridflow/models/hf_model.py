@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -418,7 +417,8 @@ def names_as_saved(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]
 def renaming(values: Mapping[str, Any]) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
     """Return ``names_as_saved`` for the model of a parsed ``config.json``, which is made without memory.
 
-    A model whose code came with its directory keeps its names: that code does not run here.
+    A number of no dims, which our checkpoints hold as a list of one, has none again. A model whose code came with its
+    directory keeps its names and lists: that code does not run here.
 
     Raises:
         ConfigError: ``transformers`` cannot be imported, or cannot make the model.
@@ -439,4 +439,11 @@ def renaming(values: Mapping[str, Any]) -> Callable[[Mapping[str, Tensor]], dict
             f"tells the names in its files: {type(error).__name__}: {' '.join(str(error).split())[:400]}; write it "
             "with the version that it was trained with"
         ) from error
-    return functools.partial(names_as_saved, module)
+    numbers = {name for name, each in module.state_dict().items() if each.dim() == 0}
+
+    def rename(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return names_as_saved(
+            module, {name: each.view(()) if name in numbers else each for name, each in state.items()}
+        )
+
+    return rename

@@ -412,6 +412,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "ForCausalLM",
         {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 2, "max_position_embeddings": 64},
     ),
+    "numbers of no dims": ("Apertus", "ForCausalLM", {}),
     "states instead of keys": ("Mamba", "ForCausalLM", {"state_size": 8, "max_position_embeddings": 64}),
     "a mixture of experts": ("Qwen2Moe", "ForCausalLM", EXPERTS),
     "bf16": ("Granite", "ForCausalLM", {}),

@@ -368,9 +368,8 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
         # Code and labels do not travel along, and what is written lies in no codes.
         gone = ("auto_map", "num_labels", "id2label", "label2id", "quantization_config")
         kept = {key: value for key, value in original.items() if key not in gone}
-        # Newer files lack what older readers go by, who would compute other positions without a word.
-        older = {key: config[key] for key in (*_OLDER, *described.family.aliases.values()) if key in config}
-        config = {**older, **kept, **head}
+        aliases = {key: config[key] for key in described.family.aliases.values() if key in config}
+        config = {**aliases, **_with_older_rotary(kept, config, described), **head}
         if described.family.further_layers is not None and described.family.further_layers[1] in config:
             config[described.family.further_layers[1]] = 0
     elif original is not None:
@@ -379,6 +378,26 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
         if key in config:
             config[key] = dtype
     return config if "dtype" in config or "torch_dtype" in config else {**config, "dtype": dtype}
+
+
+def _with_older_rotary(kept: Mapping[str, Any], config: Mapping[str, Any], described: Described) -> dict[str, Any]:
+    """Return a ``config.json`` with the keys that older readers go by.
+
+    Newer files lack these keys, and older readers would compute other positions without a word. All readers prefer
+    ``rope_scaling`` to ``rope_parameters``, and what lies beside the one to what lies within the other.
+
+    Args:
+        kept: The original.
+        config: What is written of the model where there is none.
+        described: The model.
+    """
+    older = {key: config[key] for key in _OLDER if key in config}
+    if kept.get("rope_scaling") is not None:
+        return {**older, **kept}
+    longest = kept.get("max_position_embeddings", described.family.defaults["max_position_embeddings"])
+    if described.model.rotary_scaling is not None and longest != config["max_position_embeddings"]:
+        older["rope_scaling"] = {**older["rope_scaling"], "factor": described.model.rotary_scaling.factor}
+    return {**older, **kept, **{key: value for key, value in older.items() if kept.get(key) != value}}
 
 
 def _with_longest(original: Mapping[str, Any], described: Described) -> dict[str, Any]:

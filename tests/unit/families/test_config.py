@@ -637,6 +637,38 @@ def test_phi3_is_written_with_the_three_keys_that_older_readers_allow(max_contex
     assert written["something_new"] == 1
 
 
+ROTATED = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+LONGROPE = {"rope_type": "longrope", "long_factor": LONG[:12], "short_factor": SHORT[:12]}
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("llama", {"rope_parameters": {**LONGROPE, "factor": 2.0, "original_max_position_embeddings": 16}}),
+        ("gemma2", {"rope_parameters": {**LONGROPE, "factor": 4.0, "original_max_position_embeddings": 64}}),
+        ("qwen3", {"rope_parameters": ROTATED, "rope_theta": 77.0}),
+        ("mistral", {"rope_parameters": ROTATED, "rope_theta": None}),
+        ("glm", {"rope_parameters": {**ROTATED, "partial_rotary_factor": 0.25}, "partial_rotary_factor": 0.5}),
+    ],
+)
+def test_what_is_added_for_older_readers_changes_no_position(name, keys):
+    """Of newer files with a factor that is no ratio of contexts, or with two bases of which one is unused."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    values = {**sizes(1, 48, 64, 2, 2, 64, 32), "model_type": name, "head_dim": 24, "torch_dtype": "float32", **keys}
+    keys["rope_parameters"].setdefault("rope_theta", 1e4)
+
+    def positions(file):
+        config = transformers.AutoConfig.for_model(**copy.deepcopy(file))
+        frequencies, scale = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, "cpu", seq_len=99)
+        return frequencies.tolist(), scale
+
+    written = update_config(values, read_config(values, where="config.json"), dtype="float32")
+    assert positions(written) == positions(values)
+    assert written["rope_parameters"] == values["rope_parameters"]
+
+
 @pytest.mark.parametrize(
     ("name", "keys", "layers"),
     [

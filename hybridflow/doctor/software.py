@@ -27,12 +27,10 @@ OPTIONAL = {
     # module: (distribution, what is used without it)
     "transformer_engine": ("transformer-engine", "megatron-core's local layers are used"),
     "apex": ("apex", "the fused Adam of Transformer Engine is used if that is there, else torch's"),
-    "flash_attn": ("flash-attn", "torch's own attention is used"),
 }
 
 _ATTENTION = {
     "varlen": "torch on packed tokens",
-    "flash_attn": "flash-attn on packed tokens",
     "rectangles": "torch on padded tokens",
 }
 

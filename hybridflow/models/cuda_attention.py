@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import inspect
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,9 +14,9 @@ from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 from hybridflow.models.scoring import Scoring
 from hybridflow.parallel.copies import to_device
 
-Backend = Literal["varlen", "flash_attn", "triton", "rectangles"]
-"""``varlen``: torch's own, on packed tokens. ``flash_attn``: the package's. ``triton``: ours, also with caps and sinks.
-``rectangles``: sequences of like length side by side, through torch's scaled dot-product attention."""
+Backend = Literal["varlen", "triton", "rectangles"]
+"""``varlen``: torch's own, on packed tokens. ``triton``: ours, also with caps and sinks. ``rectangles``: sequences of
+like length side by side, through torch's scaled dot-product attention."""
 
 _LARGEST_HEAD = 256
 _FRUGAL = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
@@ -41,23 +39,9 @@ def backend(
     # The backward pass of wide heads needs the shared memory of the larger GPUs.
     widest = _LARGEST_HEAD if capability == (8, 0) or capability[0] in (9, 10) else 192
     if is_half and not has_cap and capability >= (8, 0) and head % 8 == 0 and head <= widest:
-        if varlen_settings():
-            return "varlen"
-        if importlib.util.find_spec("flash_attn") is not None:
-            return "flash_attn"
+        return "varlen"
     # Through torch these would need masks or scores as large as the square of the longest sequence.
     return "triton" if (has_cap or has_window) and head <= _LARGEST_HEAD else "rectangles"
-
-
-@functools.cache
-def varlen_settings() -> frozenset[str]:
-    """Return what torch's attention on packed tokens can be told; nothing where it has no windows and no scale."""
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return frozenset()
-    from torch.nn.attention.varlen import varlen_attn
-
-    found = frozenset(inspect.signature(varlen_attn).parameters)
-    return found if {"scale", "window_size"} <= found else frozenset()
 
 
 class Chunks:
@@ -107,36 +91,25 @@ class Chunks:
             key, value = self._of_sequences(key), self._of_sequences(value)
         where = self.query_starts, self.key_starts, self.most_queries, self.most_keys
         seen = self._window(scoring)
-        window = (-1 if seen is None else seen - 1, 0)
-        context: Any
         if backend == "varlen":
+            # Takes a second to import, for what a CPU does not need.
             from torch.nn.attention.varlen import varlen_attn
 
-            # torch 2.11 takes query groups without being told.
-            groups: dict[str, Any] = {}
-            if "enable_gqa" in varlen_settings():
-                groups["enable_gqa"] = query.shape[1] != key.shape[1]
-            context = varlen_attn(query, key, value, *where, scale=scoring.scale, window_size=window, **groups)
-        elif backend == "flash_attn":
-            from flash_attn import flash_attn_varlen_func
-
-            context = flash_attn_varlen_func(
+            found = varlen_attn(
                 *(query, key, value, *where),
-                softmax_scale=scoring.scale,
-                causal=True,
-                window_size=window,
-                deterministic=torch.are_deterministic_algorithms_enabled(),
+                scale=scoring.scale,
+                window_size=(-1 if seen is None else seen - 1, 0),
+                enable_gqa=query.shape[1] != key.shape[1],
             )
-        else:
-            from hybridflow.models import attention_kernels
+            assert isinstance(found, Tensor), "nothing else was asked for"
+            return found
+        from hybridflow.models.attention_kernels import packed_attention, packed_attention_with_sinks
 
-            inputs = *(query, key, value, *where), scoring.scale, scoring.softcap or 0.0, seen or 0
-            if scoring.sinks is None:
-                context = attention_kernels.packed_attention(*inputs)[0]
-            else:
-                context = attention_kernels.packed_attention_with_sinks(scoring.sinks, *inputs)
-        found: Tensor = context
-        return found
+        inputs = *(query, key, value, *where), scoring.scale, scoring.softcap or 0.0, seen or 0
+        if scoring.sinks is not None:
+            return packed_attention_with_sinks(scoring.sinks, *inputs)
+        context: Tensor = packed_attention(*inputs)[0]
+        return context
 
 
 class Sequences(Chunks):

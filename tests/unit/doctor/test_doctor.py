@@ -238,12 +238,7 @@ def test_torch_that_cannot_be_imported_and_cuda_that_does_not_answer():
             NOTE,
             "2.12, not used: megatron-core needs; megatron-core's local layers",
         ),
-        (
-            "flash_attn",
-            {"flash_attn": "installed", "flash_attn_error": "undefined symbol"},
-            PROBLEM,
-            "undefined symbol",
-        ),
+        ("apex", {"apex": "installed", "apex_error": "undefined symbol"}, PROBLEM, "undefined symbol"),
         ("apex", {"apex": "0.9", "apex_is_nvidia": False}, PROBLEM, "another project"),
         ("apex", {"failure": "python3 was ended by SIGABRT: abort"}, NOTE, "SIGABRT"),
     ],

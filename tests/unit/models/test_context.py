@@ -42,7 +42,7 @@ def test_each_token_has_one_rank_and_causal_work_is_even(size):
 @pytest.mark.parametrize("window", [None, 1, 3, 20])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_ranks_queries_see_what_they_would_see_in_whole_sequences(monkeypatch, size, window, softcap):
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     generator = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(34, heads, 8, generator=generator) for heads in (4, 2, 2))
     lengths, flat = [len(each) for each in PLACES], torch.tensor([place for each in PLACES for place in each])

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
-import torch.nn.attention.varlen
 from torch.nn.functional import scaled_dot_product_attention
 
 from hybridflow.models import cuda_attention
@@ -41,48 +36,15 @@ def test_what_computes_it(dtype, head, scoring, capability, expected):
     assert cuda_attention.backend(dtype, head, capability, **scoring) == expected
 
 
-@pytest.mark.parametrize(
-    ("is_installed", "scoring", "expected"),
-    [
-        pytest.param(True, PLAIN, "flash_attn", id="flash-attn"),
-        pytest.param(False, PLAIN, "rectangles", id="neither"),
-        pytest.param(False, WINDOW, "triton", id="neither, with a window"),
-    ],
-)
-def test_what_computes_it_with_an_older_torch(monkeypatch, is_installed, scoring, expected):
-    monkeypatch.setattr(cuda_attention, "varlen_settings", frozenset)
-    found = SimpleNamespace() if is_installed else None
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
-    assert cuda_attention.backend.__wrapped__(torch.bfloat16, 128, HOPPER, **scoring) == expected
-
-
 def test_a_window_that_all_sequences_fit_into_is_none(monkeypatch):
     monkeypatch.setattr(cuda_attention, "_capability", lambda device: HOPPER)
     sequences, query = Sequences([5, 3], torch.arange(8), CPU), torch.zeros(8, 2, 16)
     assert [sequences.backend(query, Scoring(scale=1.0, window=each)) for each in (4, 5)] == ["triton", "rectangles"]
 
 
-def test_a_torch_whose_packed_attention_lacks_windows_or_groups_counts_as_without(monkeypatch):
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", lambda query, key, value, is_causal=False: None)
-    assert not cuda_attention.varlen_settings.__wrapped__()
-
-
-def test_a_torch_that_takes_query_groups_without_being_told_is_not_told(monkeypatch):
-    told = []
-
-    def varlen_attn(query, key, value, *where, scale, window_size=(-1, -1)):
-        told.append((len(where), scale, window_size))
-        return query
-
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
-    settings = cuda_attention.varlen_settings.__wrapped__()
-    monkeypatch.setattr(cuda_attention, "varlen_settings", lambda: settings)
-    sequences, query, key = Sequences([5, 3], torch.arange(8), CPU), torch.zeros(8, 2, 16), torch.zeros(8, 1, 16)
-    sequences.attend(query, key, key, Scoring(scale=0.25), "varlen")
-    assert told == [(4, 0.25, (-1, 0))]
-
-
-def packed_by_hand(query, key, value, query_starts, key_starts, most_queries, most_keys, *, scale, window_size):
+def varlen_attn(
+    query, key, value, query_starts, key_starts, most_queries, most_keys, *, scale, window_size, enable_gqa
+):
     """Attend as flash attention documents it: a sequence's last query sees its last key."""
     found = []
     for index in range(len(query_starts) - 1):
@@ -93,38 +55,28 @@ def packed_by_hand(query, key, value, query_starts, key_starts, most_queries, mo
         mask = (gap <= window_size[1]) if window_size[1] >= 0 else torch.ones_like(gap, dtype=torch.bool)
         if window_size[0] >= 0:
             mask &= gap >= -window_size[0]
-        context = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
+        context = scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+        )
         found.append(context[0].transpose(0, 1))
     return torch.cat(found)
-
-
-def varlen_attn(*given, scale, window_size, enable_gqa):
-    assert enable_gqa
-    return packed_by_hand(*given, scale=scale, window_size=window_size)
-
-
-def flash_attn_varlen_func(*given, softmax_scale, causal, window_size, deterministic):
-    assert causal and not deterministic
-    return packed_by_hand(*given, scale=softmax_scale, window_size=window_size)
 
 
 SHARED = [[0, 1, 2, 3, 4], [0, 1, 2, *range(5, 30)], [0, 1, 2], [30, 31, 32], [30, 31], [33]]
 APART = [[0, 1, 2, 3], [4], [*range(5, 12)]]
 
 
-@pytest.mark.parametrize("backend", ["varlen", "flash_attn"])
 @pytest.mark.parametrize("window", [None, 1, 3, 20, 100])
 @pytest.mark.parametrize("places", [SHARED, APART])
-def test_packed_kernels_are_told_of_own_queries_and_all_keys(monkeypatch, places, window, backend):
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
+def test_packed_kernels_are_told_of_own_queries_and_all_keys(monkeypatch, places, window):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     generator, tokens = torch.Generator().manual_seed(1), max(map(max, places)) + 1
     packed = [torch.randn(tokens, heads, 8, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
     lengths, flat = [len(each) for each in places], torch.tensor([place for each in places for place in each])
     scoring = Scoring(scale=0.4, window=window)
     sequences = Sequences(lengths, flat, CPU)
     expected = PackedAttention(lengths, CPU, flat).attend(0, *packed, scoring)
-    context = sequences.attend(*packed, scoring, backend)
+    context = sequences.attend(*packed, scoring, "varlen")
     torch.testing.assert_close(context, expected, atol=1e-6, rtol=0)
     weight = torch.randn(context.shape, generator=generator)
     pairs = (torch.autograd.grad((each * weight).sum(), packed) for each in (context, expected))

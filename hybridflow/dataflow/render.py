@@ -64,10 +64,9 @@ def _lines(program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh], i
         elif isinstance(instruction, Loop | Branch):
             line += f", decided on {instruction.mesh}"
         yield line
-        for index, body in enumerate(bodies(instruction)):
-            if len(bodies(instruction)) > 1 and body:
-                label = ("then", "otherwise")[index] if isinstance(instruction, Branch) else "at the same time"
-                yield f"{indent}  {label}"
+        for body in bodies(instruction):
+            if body and not isinstance(instruction, Loop):
+                yield f"{indent}  {'then' if isinstance(instruction, Branch) else 'at the same time'}"
                 yield from _lines(body, meshes, indent + "    ")
             else:
                 yield from _lines(body, meshes, indent + "  ")

@@ -117,9 +117,8 @@ class Executor:
                         with current_activity(_turn(instruction, value)):
                             self._run(instruction.body, dict(scope), {**decided, instruction.decision: value})
                 case Branch():
-                    value = self._decide(instruction)
-                    body = instruction.then if value else instruction.otherwise
-                    self._run(body, dict(scope), {**decided, instruction.decision: value})
+                    if value := self._decide(instruction):
+                        self._run(instruction.then, dict(scope), {**decided, instruction.decision: value})
                 case Concurrent():
                     raise AssertionError("a rank's own schedule has no concurrent bodies: project the program first")
 

@@ -75,12 +75,11 @@ class Loop:
 
 @dataclass(frozen=True)
 class Branch:
-    """Run one of two bodies, as the decision taken on the mesh says."""
+    """Run the body if the decision, taken on the mesh, is truthy."""
 
     decision: str
     mesh: str
     then: tuple[Instruction, ...]
-    otherwise: tuple[Instruction, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def bodies(instruction: Instruction) -> tuple[tuple[Instruction, ...], ...]:
         case Loop():
             return (instruction.body,)
         case Branch():
-            return (instruction.then, instruction.otherwise)
+            return (instruction.then,)
         case Concurrent():
             return instruction.branches
         case _:
@@ -239,6 +238,6 @@ def _project(
         if isinstance(instruction, Loop):
             instruction = replace(instruction, body=inner[0])
         elif isinstance(instruction, Branch):
-            instruction = replace(instruction, then=inner[0], otherwise=inner[1])
+            instruction = replace(instruction, then=inner[0])
         own.append(instruction)
     return tuple(own)

@@ -95,7 +95,7 @@ def test_samples_come_in_order_of_id_with_their_order() -> None:
 
 def test_loops_and_branches_pass_their_decisions_on() -> None:
     body = (*compile_flow(Flow(elements=(SAMPLE,)), MESHES), Call("r.show", "r", "show", "m", ("tokens",)))
-    program = (Loop("step", "job", (*body, Branch("odd", "job", body[-1:], ()))),)
+    program = (Loop("step", "job", (*body, Branch("odd", "job", body[-1:]))),)
     steps = iter([1, 2, 0])
     seen = iter([False, True])
     assert run(program, step=lambda: next(steps), odd=lambda: next(seen)).log == [

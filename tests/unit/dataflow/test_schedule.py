@@ -218,8 +218,8 @@ def test_validation_and_saving_are_branches_of_the_training_loop() -> None:
     (loop,) = project(program, 4, SPLIT)
     assert isinstance(loop, Loop)
     # Rank 4 has no part in the validation, but in the decision about it.
-    assert loop.body[-2] == Branch("validate", "job", (), ())
-    assert loop.body[-1] == Branch("save", "job", (save[1],), ())
+    assert loop.body[-2] == Branch("validate", "job", ())
+    assert loop.body[-1] == Branch("save", "job", (save[1],))
 
 
 def test_rollout_one_step_ahead_of_training() -> None:

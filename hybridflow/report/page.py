@@ -103,7 +103,7 @@ def _data(run_dirs: Sequence[Path], plans: Sequence[Any], share: float) -> dict[
         timeline_bytes=int(_TIMELINE_BYTES * part),
     )
     runs = [describe_run(run_dir, budget) for run_dir in run_dirs]
-    for run, label, plan in zip(runs, _labels(runs, run_dirs), plans, strict=True):
+    for run, label, plan in zip(runs, _labels(run_dirs), plans, strict=True):
         run |= {"label": label, "planned": plan and asdict(plan)}
     metrics = {name for run in runs for kind in ("metrics", "sparse") for name in run["curves"][kind]}
     return {
@@ -138,7 +138,7 @@ def _asset(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _labels(runs: Sequence[dict[str, Any]], run_dirs: Sequence[Path]) -> list[str]:
+def _labels(run_dirs: Sequence[Path]) -> list[str]:
     """Return a name for each run that no other one has: that of its directory, or the whole path."""
     names = [run_dir.resolve().name for run_dir in run_dirs]
     return names if len(set(names)) == len(names) else [str(run_dir) for run_dir in run_dirs]

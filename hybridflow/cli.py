@@ -338,7 +338,7 @@ def _train(arguments: argparse.Namespace) -> int:
         told = _SINGLE_TASK if start.launcher == "alone" else None
         recipe = recipe_for_ranks(recipe, arguments.recipe, arguments.overrides, start.size, told=told)
         if start.rank >= recipe.cluster.ranks:
-            from hybridflow.parallel.world import stand_by
+            from hybridflow.parallel.rendezvous import stand_by
 
             stand_by(start, start_deadline_s=recipe.cluster.start_deadline_s, signals=signals)
             return DONE

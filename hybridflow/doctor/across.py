@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +25,8 @@ from hybridflow.doctor.finding import Finding
 from hybridflow.doctor.network import Talk, speak
 from hybridflow.doctor.rounds import MAX_ROUNDS
 from hybridflow.doctor.software import versions
-from hybridflow.parallel.start import Start
-from hybridflow.parallel.world import open_store
+from hybridflow.parallel.rendezvous import open_store
+from hybridflow.parallel.start import Start, node_name
 
 _LEAVE_S = 5.0
 
@@ -63,11 +62,6 @@ class Allocation:
     reports: tuple[NodeReport, ...]
     pairs: Mapping[tuple[str, str], float]
     findings: tuple[Finding, ...]
-
-
-def node_name() -> str:
-    """Return Slurm's name of this node, or else its own name."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def look_across(

@@ -17,6 +17,7 @@ import contextlib
 import math
 import os
 import re
+import socket
 import sys
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -104,6 +105,11 @@ class Start:
             on = f" on {host}" if host else ""
             parts.append(f"rank{'s' if len(listed) > 1 else ''} {format_ranks(listed)}{on}")
         return ", ".join(parts)
+
+
+def node_name() -> str:
+    """Return Slurm's name of this node, or else its own name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def shared_by(nodes: Sequence[Hashable]) -> int:

@@ -19,7 +19,7 @@ from hybridflow.errors import DataError
 from hybridflow.exit_status import REQUEUE
 from hybridflow.observe.metrics import read_metrics
 from hybridflow.observe.starts import read_starts
-from hybridflow.parallel import world
+from hybridflow.parallel import rendezvous
 from hybridflow.roles.actor import Actor
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.session import Session
@@ -231,7 +231,7 @@ def test_with_fewer_ranks_the_fallback_goes_on(tmp_path, unbroken):
 
 def meeting_the_last(num_ranks):
     """A hook: so short a job would be over before a rank without work finds it; the others train when it has."""
-    open_store, run = world.open_store, Trainer.run
+    open_store, run = rendezvous.open_store, Trainer.run
 
     def opened(start, **deadline):
         store = open_store(start, **deadline)
@@ -244,7 +244,7 @@ def meeting_the_last(num_ranks):
         return run(trainer)
 
     def hook(rank):
-        world.open_store, Trainer.run = opened, run_later
+        rendezvous.open_store, Trainer.run = opened, run_later
 
     return hook
 

@@ -331,7 +331,7 @@ def test_process_that_runs_is_told_from_stopped_gone_and_another():
 
 def test_a_rank_may_open_all_the_files_that_the_system_lets_it(tmp_path):
     # Imported here, since programs of other tests import this file, and need no torch.
-    from hybridflow.parallel import world
+    from hybridflow.parallel import rendezvous
     from tests.e2e.commands import fork_ranks
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -343,7 +343,7 @@ def test_a_rank_may_open_all_the_files_that_the_system_lets_it(tmp_path):
 
         # Beside those that the process of the tests has left open.
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 200, most))
-        world.open_store = open_store
+        rendezvous.open_store = open_store
 
     done = fork_ranks(["train", "quickstart"], tmp_path, num_ranks=4, start_only=[0], hook=hook)
     assert (done.codes, done.out.splitlines()[-1]) == ((1,), "True"), done.err

@@ -9,7 +9,6 @@ import contextlib
 import copy
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -284,8 +283,9 @@ def _make(auto_class: str, folder: Path, model: ModelConfig, filling: Filling) -
                 folder, config=config, local_files_only=True, use_safetensors=True, output_loading_info=True, **asked
             )
         else:
-            without: AbstractContextManager[Any] = torch.device("meta") if filling == "never" else _without_values()
-            with without:
+            from transformers.initialization import no_init_weights
+
+            with torch.device("meta") if filling == "never" else no_init_weights():
                 module = auto.from_config(config, **asked)
             module.tie_weights()
     except Exception as error:  # of a malformed config.json, or in the directory's own code, that may be anything
@@ -328,16 +328,6 @@ def _library(what: str) -> Any:
     except ImportError as error:
         raise ConfigError(f"{what}, which cannot be imported: {error}; pip install transformers") from error
     return transformers
-
-
-def _without_values() -> AbstractContextManager[Any]:
-    """Return what skips the computation of initial values."""
-    try:
-        from transformers.initialization import no_init_weights
-    except ImportError:  # of an older one, which is slower to start then
-        return nullcontext()
-    made: AbstractContextManager[Any] = no_init_weights()
-    return made
 
 
 @torch.no_grad()
@@ -407,10 +397,8 @@ def has_scorer(model_type: str) -> bool:
 
 def names_as_saved(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename tensors as in a saved directory: transformers 5 keeps the experts of a layer in one tensor in memory."""
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # of an older one, where both have the same names
-        return dict(state)
+    from transformers.core_model_loading import revert_weight_conversion
+
     return dict(revert_weight_conversion(model, dict(state)))
 
 

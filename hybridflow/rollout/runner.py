@@ -29,19 +29,19 @@ class Cache(Protocol):
 
 
 class Runner(Protocol):
-    """Computes a stage and shard of a model, over a cache of its own making."""
+    """Computes a stage and shard of a model, over a cache of its own making.
+
+    Attributes:
+        can_cut: Whether ``decode`` knows top k, top p and min p.
+        can_edit: Whether ``decode`` knows penalties, biases and forbidden tokens.
+    """
+
+    can_cut: bool
+    can_edit: bool
 
     @property
     def can_decode(self) -> bool:
         """Return whether ``decode`` can be called, once ``prepare`` was."""
-
-    @property
-    def can_cut(self) -> bool:
-        """Return whether ``decode`` knows top k, top p and min p."""
-
-    @property
-    def can_edit(self) -> bool:
-        """Return whether ``decode`` knows penalties, biases and forbidden tokens."""
 
     def prepare(self) -> None:
         """Derive from the weights what is not there."""
@@ -75,6 +75,8 @@ class PlainRunner:
         keeps_choices: Whether its caches keep the choices of experts.
     """
 
+    can_cut = can_edit = False
+
     def __init__(
         self,
         model: Transformer,
@@ -92,16 +94,6 @@ class PlainRunner:
     def can_decode(self) -> bool:
         """Return whether the whole model is on this rank's CPU."""
         return self._fast is not None and self._groups.tp.size() == self._groups.pp.size() == 1
-
-    @property
-    def can_cut(self) -> bool:
-        """See ``Runner``."""
-        return False
-
-    @property
-    def can_edit(self) -> bool:
-        """See ``Runner``."""
-        return False
 
     def prepare(self) -> None:
         """See ``Runner``."""

@@ -40,6 +40,8 @@ class GpuRunner:
         max_steps: Most steps in a row.
     """
 
+    can_cut = can_edit = True
+
     def __init__(
         self, model: Transformer, groups: ProcessGroupCollection, vocab_size: int, *, max_rows: int, max_steps: int
     ) -> None:
@@ -63,16 +65,6 @@ class GpuRunner:
     def can_decode(self) -> bool:
         """Return whether a step needs nothing of the host, nor of another stage."""
         return self._decoder is not None
-
-    @property
-    def can_cut(self) -> bool:
-        """See ``Runner``."""
-        return True
-
-    @property
-    def can_edit(self) -> bool:
-        """See ``Runner``."""
-        return True
 
     def prepare(self) -> None:
         """Find the weights, which may have moved, and copy adapters anew after a change; all else is read in place.

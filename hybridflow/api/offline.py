@@ -23,7 +23,7 @@ from hybridflow.config.roles import LoRAConfig
 from hybridflow.data.preferences import encode_responses
 from hybridflow.data.problems import shape_of
 from hybridflow.data.prompts import Example, encode_solution, prompt_tokens
-from hybridflow.data.shaping import Shaper, examples_of
+from hybridflow.data.shaping import Shaper, end_of, examples_of
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.flows.registry import ALGORITHMS
@@ -216,12 +216,12 @@ class OfflineTrainer:
     def _problems(
         self, tokenizer: Tokenizer, recipe: Recipe, everyone: Coordinator, needs_answer: bool
     ) -> GivenProblems:
-        context = recipe.model.max_context
+        context, shape = recipe.model.max_context, shape_of(recipe, tokenizer)
         read: Callable[..., Any] = encode_responses if recipe.traits.has_preferences else encode_solution
         kept, found, num_dropped = [], [], 0
         for example in self._examples(tokenizer, recipe):
             try:
-                found.append(read(example, tokenizer, max_context=context))
+                found.append(read(example, tokenizer, max_context=context, end_id=end_of(example, shape, tokenizer)))
             except DataError as error:
                 if not self._drops:
                     # Which is the less of the two.

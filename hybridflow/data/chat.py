@@ -26,6 +26,8 @@ KWARGS = "chat_template_kwargs"
 _MOST_CHARACTERS = 1 << 20
 # JSON writes a character beyond 16 bits as 12, and the error beside the text is short.
 _MOST_ANSWER_BYTES = 12 * _MOST_CHARACTERS + (1 << 16)
+_SAID, _NEXT = "0o7h", "7h0o"
+"""Texts that no template writes by itself."""
 _START_S, _RENDER_S = 60.0, 5.0
 _MEMORY_BYTES = 1 << 29
 
@@ -83,6 +85,37 @@ def render_chat(
     text = _shared(os.getpid(), template, json.dumps(special_tokens(tokenizer))).render(messages, tools, kwargs)
     check_special(text, [messages, tools, kwargs], tokenizer)
     return text
+
+
+def turn_end_id(template: str, tokenizer: Tokenizer, kwargs: Mapping[str, Any]) -> int:
+    """Return the token with which a template ends what an assistant says.
+
+    It is the first of the tokenizer's ``stop_ids`` that the template writes there. Where the template writes none, it
+    is the end of sequence.
+
+    Args:
+        template: From ``chat_template``.
+        tokenizer: What will encode the text.
+        kwargs: Other variables of the template.
+
+    Raises:
+        DataError: As for ``render_chat``.
+    """
+    if len(tokenizer.stop_ids) == 1:
+        return tokenizer.eos_id
+    return _turn_end_id(template, tokenizer, json.dumps(dict(kwargs)))  # type: ignore[arg-type]  # hashed as itself
+
+
+@functools.lru_cache(maxsize=4)
+def _turn_end_id(template: str, tokenizer: Tokenizer, kwargs: str) -> int:
+    messages = [
+        {"role": role, "content": text} for role, text in (("user", "1"), ("assistant", _SAID), ("user", _NEXT))
+    ]
+    text = _shared(os.getpid(), template, json.dumps(special_tokens(tokenizer))).render(
+        messages, None, json.loads(kwargs)
+    )
+    after = tokenizer.encode(text.partition(_SAID)[2].partition(_NEXT)[0])
+    return next((index for index in after if index in tokenizer.stop_ids), tokenizer.eos_id)
 
 
 def check_special(text: str, rendered: object, tokenizer: Tokenizer) -> None:

@@ -34,7 +34,7 @@ class JudgedResponse(NamedTuple):
 
     Attributes:
         prompt: Token ids, at least one.
-        tokens: Token ids of the response, its end of sequence included.
+        tokens: Token ids of the response, with what ends it.
         is_wanted: Whether it is; of a pair, whether it is the better one.
         margin: By how much the better response of a pair is better.
     """
@@ -64,21 +64,25 @@ def preferences_of(row: Row, place: str, data: DataConfig, *, is_paired: bool) -
     return tuple(replace(example, responses=(judged,)) for judged in example.responses)
 
 
-def encode_responses(example: Example, tokenizer: Tokenizer, *, max_context: int) -> tuple[JudgedResponse, ...]:
+def encode_responses(
+    example: Example, tokenizer: Tokenizer, *, max_context: int, end_id: int | None = None
+) -> tuple[JudgedResponse, ...]:
     """Encode the responses of an example, the better one first.
 
     Args:
         example: A preference; any other has none.
         tokenizer: Gives the tokens.
         max_context: Longest sequence in tokens.
+        end_id: The token that ends a response; None: the end of sequence.
 
     Raises:
         DataError: Prompt and response together exceed ``max_context``; names the file and line.
     """
     prompt = prompt_tokens(example, tokenizer)
+    end_id = tokenizer.eos_id if end_id is None else end_id
     responses = []
     for judged in example.responses:
-        tokens = (*tokens_at(example.place, judged.text, tokenizer), tokenizer.eos_id)
+        tokens = (*tokens_at(example.place, judged.text, tokenizer), end_id)
         check_length(example, len(prompt), "response", len(tokens), max_context=max_context)
         responses.append(JudgedResponse(prompt, tokens, judged.is_wanted, example.margin))
     return tuple(responses)

@@ -29,7 +29,7 @@ from hybridflow.data.preferences import JudgedResponse, encode_responses
 from hybridflow.data.prepare import Everyone, prepare
 from hybridflow.data.prompts import Example, Solution, encode_solution, prompt_tokens
 from hybridflow.data.row_store import RowStore, Stored
-from hybridflow.data.shaping import Shape, examples_of
+from hybridflow.data.shaping import Shape, end_of, examples_of
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 
@@ -170,11 +170,13 @@ class StoredProblems:
         # Checked when it was prepared; without a context any length will do.
         context = 2**62 if most is None else most
         is_imitating = self._shape.is_imitating
+        is_learned = is_imitating or bool(example.responses)
+        end_id = end_of(example, self._shape, self._tokenizer) if is_learned else None
         return _Drawn(
             example,
             prompt_tokens(example, self._tokenizer),
-            encode_solution(example, self._tokenizer, max_context=context) if is_imitating else None,
-            encode_responses(example, self._tokenizer, max_context=context),
+            encode_solution(example, self._tokenizer, max_context=context, end_id=end_id) if is_imitating else None,
+            encode_responses(example, self._tokenizer, max_context=context, end_id=end_id),
         )
 
 

@@ -171,8 +171,8 @@ def encode_prompt(example: Example, tokenizer: Tokenizer, *, max_new_tokens: int
     return prompt
 
 
-def encode_solution(example: Example, tokenizer: Tokenizer, *, max_context: int) -> Solution:
-    """Encode the warm start's text: the tokens of a prompt, and of its solution with the end of sequence.
+def encode_solution(example: Example, tokenizer: Tokenizer, *, max_context: int, end_id: int | None = None) -> Solution:
+    """Encode the warm start's text: the tokens of a prompt, and of its solution with what ends it.
 
     A row without a solution gives its answer. Each text to write in a conversation ends like that.
 
@@ -180,6 +180,7 @@ def encode_solution(example: Example, tokenizer: Tokenizer, *, max_context: int)
         example: The problem.
         tokenizer: Gives the tokens.
         max_context: Longest sequence in tokens.
+        end_id: The token that ends it; None: the end of sequence.
 
     Raises:
         DataError: Prompt and solution together exceed ``max_context``; names the file and line.
@@ -187,8 +188,9 @@ def encode_solution(example: Example, tokenizer: Tokenizer, *, max_context: int)
     prompt = prompt_tokens(example, tokenizer)
     tokens: list[int] = []
     is_written: list[bool] = []
+    end_id = tokenizer.eos_id if end_id is None else end_id
     for number, text in enumerate(example.turns):
-        part = tokens_at(example.place, text, tokenizer) + ([] if number % 2 else [tokenizer.eos_id])
+        part = tokens_at(example.place, text, tokenizer) + ([] if number % 2 else [end_id])
         tokens += part
         is_written += [number % 2 == 0] * len(part)
     check_length(example, len(prompt), "solution", len(tokens), max_context=max_context)

@@ -8,7 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from hybridflow.config.data import DataConfig, DataSourceConfig
-from hybridflow.data.chat import KWARGS, Chat, check_special, read_kwargs, read_messages, special_tokens
+from hybridflow.data.chat import (
+    KWARGS,
+    Chat,
+    check_special,
+    read_kwargs,
+    read_messages,
+    special_tokens,
+    turn_end_id,
+)
 from hybridflow.data.files import find_files
 from hybridflow.data.preferences import check_imitable, encode_responses, preferences_of
 from hybridflow.data.prompts import (
@@ -85,6 +93,22 @@ def examples_of(row: Row, place: str, begins: bool, shape: Shape) -> tuple[Examp
     else:
         found = preferences_of(row, place, shape.data, is_paired=shape.kind == "pairs")
     return tuple(replace(each, begins=True) for each in found) if begins else found
+
+
+def end_of(example: Example, shape: Shape, tokenizer: Tokenizer) -> int | None:
+    """Return the token that ends responses to an example's prompt; None: the end of sequence.
+
+    Where the chat template made the prompt, it is the template's.
+
+    Raises:
+        DataError: The template cannot be rendered; names the row.
+    """
+    if not example.begins or shape.template is None:
+        return None
+    try:
+        return turn_end_id(shape.template, tokenizer, shape.data.chat_template_kwargs)
+    except DataError as error:
+        raise DataError(f"{example.place}: {error}") from error
 
 
 def read_examples(source: DataSourceConfig, shape: Shape) -> Generator[Example, None, None]:

@@ -15,7 +15,7 @@ from hybridflow.data.preferences import JudgedResponse, encode_responses, pairs_
 from hybridflow.data.problems import FOLDER, example_in, held_out_shape, open_problems, open_stores, training_shape
 from hybridflow.data.prompts import Example, prompt_tokens
 from hybridflow.data.queues import open_queue
-from hybridflow.data.shaping import read_examples
+from hybridflow.data.shaping import Shape, end_of, read_examples
 from hybridflow.data.tokenizer import Tokenizer, check_same_pieces, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.families.assets import FOLDER as ASSETS
@@ -71,7 +71,7 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
         tokenizer=tokenizer,
         train=train,
         held_out=() if has_preferences else tuple((each, prompt_tokens(each, tokenizer)) for each in held_out),
-        held_out_pairs=_pairs(recipe, tokenizer, held_out) if has_preferences and held_out else (),
+        held_out_pairs=_pairs(recipe, shape, tokenizer, held_out) if has_preferences and held_out else (),
     )
 
 
@@ -83,10 +83,14 @@ def is_plain(job: Job) -> bool:
 
 
 def _pairs(
-    recipe: Recipe, tokenizer: Tokenizer, held_out: Sequence[Example]
+    recipe: Recipe, shape: Shape, tokenizer: Tokenizer, held_out: Sequence[Example]
 ) -> tuple[tuple[JudgedResponse, JudgedResponse], ...]:
     assert recipe.data.held_out is not None, "they come from there"
-    encoded = [encode_responses(each, tokenizer, max_context=recipe.model.max_context) for each in held_out]
+    context = recipe.model.max_context
+    encoded = [
+        encode_responses(each, tokenizer, max_context=context, end_id=end_of(each, shape, tokenizer))
+        for each in held_out
+    ]
     return pairs_of(encoded, recipe.data.held_out)
 
 

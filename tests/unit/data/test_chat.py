@@ -11,9 +11,12 @@ import pytest
 from hybridflow.config.data import DataConfig
 from hybridflow.data import chat
 from hybridflow.data.chat import Chat
-from hybridflow.data.shaping import Shape, Shaper, examples_of
+from hybridflow.data.preferences import encode_responses
+from hybridflow.data.prompts import encode_solution
+from hybridflow.data.shaping import Shape, Shaper, end_of, examples_of
+from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.errors import DataError
-from tests.support.hf_models import write_tokenizer
+from tests.support.hf_models import END, PAD, START, write_tokenizer
 
 MESSAGES = [{"role": "user", "content": "1+1="}]
 TEMPLATE = (
@@ -21,6 +24,7 @@ TEMPLATE = (
 )
 
 
+SAYS = {name: {"role": "assistant", "content": text} for name, text in (("chosen", "2"), ("rejected", "3"))}
 ENDLESS = "more than 1 s or 512 MiB"
 
 
@@ -171,6 +175,51 @@ def test_calls_of_tools_are_rendered_as_transformers_renders_them(tmp_path):
     without_content = [CALLED[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}, CALLED[2]]
     (one,) = shaped({"messages": without_content, "answer": "3"}, template=TOOLS_TEMPLATE)
     assert "[assistant]<call>" in one.prompt
+
+
+ENDS = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}END{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("end", "stops", "index"),
+    [
+        (f"{PAD}1", [0, 2], 2),
+        (END, [0, 2], 0),
+        # What the template writes ends no response, or there is one end alone.
+        (f"{START}", [0, 2], 0),
+        (PAD, [0], 0),
+    ],
+)
+def test_a_response_ends_as_its_template_ends_a_turn(end, stops, index, tmp_path):
+    """The tokens are those of transformers, up to the one that ends the turn, if it is one that ends a response."""
+    transformers = pytest.importorskip("transformers")
+    template = ENDS.replace("END", end)
+    write_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    tokenizer = open_tokenizer(tmp_path)
+    rows = {
+        "problems": {"messages": [*MESSAGES, {"role": "assistant", "content": "2"}]},
+        "pairs": {"prompt": MESSAGES, **{name: [SAYS[name]] for name in SAYS}},
+    }
+    for kind, row in rows.items():
+        (one,) = shaped(row, kind=kind, template=template, is_imitating=kind == "problems")
+        shape = Shape(data=DataConfig(train=""), kind=kind, template=template)
+        end_id = end_of(one, shape, tokenizer)
+        if kind == "problems":
+            solution = encode_solution(one, tokenizer, max_context=64, end_id=end_id)
+            found = [("2", solution.prompt, solution.tokens)]
+        else:
+            pair = encode_responses(one, tokenizer, max_context=64, end_id=end_id)
+            found = [(text, each.prompt, each.tokens) for text, each in zip("23", pair, strict=True)]
+        for text, prompt, tokens in found:
+            assert tokens == (*tokenizer.encode(text), index)
+            if index == 2 or end == END:
+                theirs = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+                    [*MESSAGES, {"role": "assistant", "content": text}], chat_template=template, return_dict=False
+                )
+                assert [*prompt, *tokens] == theirs[: len(prompt) + len(tokens)]
+    (plain,) = shaped({"prompt": "1+1=", "answer": "2"}, template=template)
+    assert end_of(plain, shape, tokenizer) is None, "no template made this prompt"
 
 
 def test_a_call_of_tools_is_no_response():

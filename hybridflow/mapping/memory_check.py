@@ -57,5 +57,5 @@ def check_memory(recipe: Recipe, memory: Sequence[RankMemory], gpu_bytes: float 
     source = "gpu_memory_gb in the site settings" if named is None else f"cluster.hardware={named}"
     found += f", a GPU has {format_bytes(int(gpu_bytes))} ({source})"
     if needed.least > gpu_bytes:
-        raise ConfigError(f"{found}; {remedy}")
+        raise ConfigError(f"{found}; {remedy}, `hybridflow plan auto` finds layouts that fit")
     return [f"{found}, and the estimate does not have all; to be safe, {_REMEDIES[phase]}"]

@@ -74,6 +74,11 @@ def replace_by_pieces(path: Path, pieces: Iterable[bytes]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
+    except OSError as error:
+        # Nobody has asked for the file aside.
+        if error.filename == str(aside):
+            error.filename = str(path)
+        raise
     finally:
         # There only if something failed.
         aside.unlink(missing_ok=True)

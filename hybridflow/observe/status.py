@@ -128,6 +128,12 @@ def _no_run(folder: Path) -> DataError:
     return DataError(f"{folder}: holds no run (none of {', '.join(_FILES)}); give the run_dir of a recipe")
 
 
+def check_run(folder: Path) -> None:
+    """Refuse a directory that is no run's. Raises DataError."""
+    if not _is_run(folder):
+        raise _no_run(folder)
+
+
 def holds_data_alone(folder: Path) -> bool:
     """Return whether a directory has the data of a run that went elsewhere, and nothing else."""
     return folder.is_dir() and [inner.name for inner in folder.iterdir()] == ["data"]
@@ -151,8 +157,7 @@ def read_status(run_dir: Path, now_s: float | None = None) -> RunStatus:
     """
     now_s = time.time() if now_s is None else now_s
     latest = run_dir / "checkpoints" / "latest"
-    if not _is_run(run_dir):
-        raise _no_run(run_dir)
+    check_run(run_dir)
     starts = read_starts(run_dir)
     start = starts[-1] if starts else None
     told = kept = _Values(_object(_read(run_dir / STATUS_FILE)))

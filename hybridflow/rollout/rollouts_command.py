@@ -88,12 +88,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: An option is wrong, or the run has no archive.
-        DataError: There is no tokenizer, or no row to be written.
+        DataError: There is no run, no tokenizer, or no row to be written.
         CheckpointError: The archive is damaged.
         WriteError: The file cannot be written.
     """
     from hybridflow.data.tokenizer import open_tokenizer
     from hybridflow.observe.console import print_out
+    from hybridflow.observe.status import check_run
     from hybridflow.rollout.archive import list_segments
 
     _check_export(arguments)
@@ -101,6 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     steps, pattern = _steps(arguments.steps), _pattern(arguments.grep)
     folder = arguments.run_dir / "rollouts"
     if not list_segments(folder):
+        check_run(arguments.run_dir)
         raise ConfigError(
             f"{folder}: holds no archive; samples enter it with each checkpoint, unless rollout.archive=false, or "
             "the run learns from given responses"

@@ -404,6 +404,9 @@ def test_what_cannot_be_exported_is_told(runs, words, told, capsys):
 
 def test_a_run_without_an_archive_and_a_damaged_one_are_told(runs, tmp_path, capsys):
     assert main(["rollouts", str(tmp_path)]) == 2
+    assert f"{tmp_path}: holds no run (" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").touch()
+    assert main(["rollouts", str(tmp_path)]) == 2
     assert "holds no archive; samples enter it with each checkpoint" in capsys.readouterr().err
     run = tmp_path / "run"
     shutil.copytree(runs[0] / "run", run)

@@ -483,4 +483,5 @@ def test_a_job_that_does_not_fit_is_refused_before_it_has_gpus(tmp_path, monkeyp
     size = "model={num_layers: 64, hidden_size: 8192, ffn_hidden_size: 28672, num_attention_heads: 64, max_context: 64}"
     time = ["--time", "1:00:00"] if command[0] == "launch" else []
     assert cli.main([*command, "grpo", size, setting, f"run_dir={tmp_path}/run", *time]) == 2
-    assert words in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert words in error and ("`hybridflow plan auto` finds layouts that fit" in error) is ("hardware" in setting)

@@ -84,6 +84,13 @@ def test_two_writers_of_a_file_do_not_meet(tmp_path):
     assert path.read_bytes() == b"first" and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_refusal_names_the_file_that_was_asked_for(tmp_path):
+    for path in (tmp_path / "gone/page.html", tmp_path):
+        with pytest.raises(OSError) as caught:
+            replace_file(path, b"text")
+        assert caught.value.filename == str(path)
+
+
 @pytest.mark.parametrize("file", WRITERS)
 def test_a_full_disk_is_told_with_the_file(tmp_path, file):
     write = WRITERS[file](tmp_path)

@@ -63,7 +63,10 @@ def prompts_of(batch: Any, place: str = "prompts") -> list[GivenPrompt]:
     elif isinstance(batch, Sequence) and not isinstance(batch, str):
         found = [_of_row(row, f"{place}[{index}]") for index, row in enumerate(batch)]
     else:
-        raise DataError(f"{place}: {type(batch).__name__}; expected texts, rows with a prompt, or token ids")
+        raise DataError(
+            f"{place}: {type(batch).__name__}; expected a list of texts or of rows with a prompt, token ids, or for a "
+            "file DataProvider(data_path=…)"
+        )
     if not found:
         raise DataError(f"{place}: no prompt; give at least one")
     return found

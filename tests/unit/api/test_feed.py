@@ -56,6 +56,7 @@ def test_columns_are_fields_too(feed):
     [
         ([{"prompt": 7}], r"prompts\[0\]: found .*; expected a text, or a row with a text or messages as 'prompt'"),
         ([{"prompt": "1", "answer": {1}}], r"prompts\[0\]: 'answer' is \{1\}.*value that JSON can hold"),
+        ("rows.jsonl", r"prompts: str; expected a list of texts .* for a file DataProvider\(data_path=…\)"),
         ({"prompt": ["1"], "level": [1, 2]}, "columns of unequal length, {'prompt': 1, 'level': 2}"),
     ],
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hybridflow.checkpoint import manifest
-from hybridflow.checkpoint.job_file import complete_steps, step_path
+from hybridflow.checkpoint.job_file import checkpoints_folder, complete_steps, step_path
 from hybridflow.errors import ConfigError
 from hybridflow.families.assets import CONFIG, FOLDER, read_json
 from hybridflow.families.model_info import ModelInfo
@@ -37,7 +37,11 @@ def read_model_info(folder: Path) -> ModelInfo:
 
 def _remedy(folder: Path) -> str:
     if not folder.exists():
-        return "name a directory that is there"
+        run_dir = next((each.parent for each in folder.parents if checkpoints_folder(each.parent) == each), None)
+        if run_dir is None:
+            return "name a directory that is there"
+        there = [step_path(run_dir, step).name for step in complete_steps(run_dir)]
+        return f"{run_dir} has {', '.join(there)}: name one of them" if there else f"train the run {run_dir} first"
     if (folder / "actor" / manifest.NAME).is_file():
         return f"of a checkpoint name a model: {folder / 'actor'}"
     steps = complete_steps(folder)

@@ -114,6 +114,8 @@ def test_critic_and_reward_are_cut_as_what_they_are(recipe_file, tmp_path):
             ["model.path=run/checkpoints/step_000003"],
             ["of a checkpoint name a model: run/checkpoints/step_000003/a"],
         ),
+        ({}, ["model.path=run/checkpoints/step_000002/actor"], ["run has step_000003: name one of them"]),
+        ({}, ["model.path=other/checkpoints/step_000000/actor"], ["nothing there; train the run other first"]),
         ({}, ["model.path=[3]"], ["model.path: expected text or null, found [3]"]),
         ({}, ["model=3"], ["model: expected a section"]),
         ({"model_type": None}, [], ["model.path=", "config.json: model_type=None", "llama"]),

@@ -91,7 +91,11 @@ def _check(options: Options, where: str) -> None:
     try:
         SamplingParams(**{"max_new_tokens": _MOST_TOKENS, **params})
     except DataError as error:
-        raise DataError(f"{where}: {str(error).removeprefix('SamplingParams.')}") from None
+        # Here 0 has been read already.
+        said = (
+            str(error).removeprefix("SamplingParams.").replace("; for 0 set greedy instead", ", or 0 for the likeliest")
+        )
+        raise DataError(f"{where}: {said}") from None
 
 
 def _bias(value: Any, where: str) -> tuple[tuple[int, Any], ...]:

@@ -33,9 +33,9 @@ _TOKEN_ID = re.compile(r"token_id:([0-9]{1,18})")
 class OpenAi:
     """See ``http_engine.Api``.
 
-    A server that is not vLLM gives text: its tokens are those of the tokenizer, where their number is right, and their
-    texts are those that the server tells, if any; and where it stopped, the end of sequence is put behind, with an
-    unknown log-probability if it told none.
+    A server that is not vLLM, and does not tell token ids unasked as ours does, gives text: its tokens are those of the
+    tokenizer, where their number is right, and their texts are those that the server tells, if any; and where it
+    stopped, the end of sequence is put behind, with an unknown log-probability if it told none.
 
     Attributes:
         model: The server's name for the model.
@@ -115,9 +115,9 @@ class OpenAi:
             raise BadAnswer(f"finish_reason={finish!r}: expected 'stop' or 'length'")
         if not isinstance(told, dict):
             raise BadAnswer("logprobs: found none, expected those of the sampled tokens; does the server allow them?")
-        if not self.is_vllm:
-            return self._read_text(request, choice, told, finish)
         tokens, prompt = choice.get("token_ids"), choice.get("prompt_token_ids")
+        if not self.is_vllm and not _is_whole(tokens, finish, request):
+            return self._read_text(request, choice, told, finish)
         if prompt is not None and prompt != known_tokens(request):
             raise BadAnswer("prompt_token_ids: found another prompt than was sent; does the server cut or add to it?")
         return Answer(
@@ -176,6 +176,13 @@ class OpenAi:
     def _names(self) -> dict[int, str]:
         assert self.tokenizer is not None, "refused before"
         return self.tokenizer.pieces()
+
+
+def _is_whole(tokens: Any, finish: str, request: Request) -> bool:
+    """Return whether a server that was not asked for ids tells those of the whole response, its end included."""
+    if not isinstance(tokens, list) or not tokens:
+        return False
+    return finish == "length" or tokens[-1] in request.params.stop_ids
 
 
 def find_model(lines: Lines, settings: SamplingEngineConfig) -> tuple[str, bool]:

@@ -462,6 +462,29 @@ def test_the_tokens_of_a_text_are_those_that_the_server_tells(serve, text, piece
         assert got.log_probs.isnan().tolist() == [at >= len(pieces or "12") for at in range(len(expected))]
 
 
+def test_ids_that_a_server_tells_unasked_are_taken_where_they_have_the_end(serve):
+    """As ``hybridflow serve`` does. The text alone would be other tokens, or none."""
+    answers = {
+        10: {"token_ids": [11, 36, 12, 13], "logprobs": {"token_logprobs": [-1.0, -2.0, -3.0, -4.0]}},
+        11: {"token_ids": [36, 8], "finish_reason": "stop", "logprobs": {"token_logprobs": [-1.0, -2.0]}},
+        # This one leaves the end out.
+        12: {
+            "token_ids": [36, 12],
+            "finish_reason": "stop",
+            "logprobs": {"token_logprobs": [-1.0, -2.0, -3.0], "tokens": ["ab", "c", "<end>"]},
+        },
+    }
+    server = serve(
+        lambda asked, number: ok(asked, **{"text": "abc", **answers[asked["prompt"][0]]}), owned_by="hybridflow"
+    )
+    settings = SamplingEngineConfig(kind="openai", urls=(server.url,), retries=0)
+    MADE.append(make_server_engine(settings, tokenizer=Pairs(), seed=3, vocab_size=VOCAB))
+    long, _, short, _, text, _ = MADE[-1].generate(requests(6, stop_ids=Pairs.stop_ids))
+    assert long.tokens.tolist() == [11, 36, 12, 13] and long.log_probs.tolist() == [-1.0, -2.0, -3.0, -4.0]
+    assert short.tokens.tolist() == [36, 8] and short.finish == "stop"
+    assert text.tokens.tolist() == [36, 12, STOP] and text.log_probs.tolist() == [-1.0, -2.0, -3.0]
+
+
 def tgi_answer(asked, number):
     tokens = tokens_of({**asked["parameters"], "prompt": asked["inputs"], "max_tokens": 4})
     tokens, finish = (tokens, "length") if asked["inputs"][0] == "a" else ([*tokens[:2], STOP], "eos_token")

@@ -113,7 +113,11 @@ def _add_generate(commands: Any) -> None:
     )
     _add_model(generate)
     generate.add_argument(
-        "--prompts", required=True, type=Path, metavar="FILE", help="JSON lines, or HDF5 with the strings in `prompt`"
+        "--prompts",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="JSON lines, Parquet, a directory of datasets, or HDF5 with the strings in `prompt`",
     )
     generate.add_argument(
         "--out", required=True, type=Path, metavar="FILE", help="JSON lines; HDF5 if the name ends in .h5 or .hdf5"
@@ -206,7 +210,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     def check() -> None:
         sampling_of(arguments)
-        if not arguments.prompts.is_file():
+        if not arguments.prompts.exists():
             raise DataError(f"--prompts {arguments.prompts}: there is no such file")
         check_free(arguments.out, is_forced=arguments.force)
 

@@ -1,24 +1,28 @@
-"""Prompts of a file: JSON lines, or HDF5. A line that is no prompt is kept with what is wrong with it. No torch."""
+"""Prompts of a file, as data files are read. A line that is no prompt is kept with what is wrong with it. No torch."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hybridflow.data.chat import KWARGS, chat_template, read_kwargs, read_messages, render_chat
+from hybridflow.data.files import File
+from hybridflow.data.readers import cut, format_of, place_of, read
+from hybridflow.data.rows import HERE, Row, are_messages
 from hybridflow.data.tokenizer import Tokenizer, start_of
 from hybridflow.errors import ContextError, DataError
-from hybridflow.foreign import open_regular
 from hybridflow.serving.options import Options, check_ids, check_together, is_int, read_options
 from hybridflow.serving.tools import with_parsed_arguments
 
 HDF5_SUFFIXES = (".h5", ".hdf5")
 _FORMS = ("prompt", "prompt_ids", "messages")
+_MOST_ROW_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,28 +50,32 @@ def read_prompts(path: Path) -> tuple[list[Prompt], str]:
     Raises:
         DataError: It cannot be read, or holds no line.
     """
+    hasher, prompts = hashlib.sha256(), []
     try:
-        if path.suffix in HDF5_SUFFIXES:
-            from hybridflow.data.arrays import read_texts
-
-            texts = read_texts(path, "prompt")
-            content = json.dumps(texts).encode()
-            prompts = [
-                _checked(Prompt(prompt_index=index, place=f"{path}: prompt {index}", fields={"prompt": text}))
-                for index, text in enumerate(texts)
-            ]
-        else:
-            with open_regular(path) as file:
-                content = file.read()
-            numbered = ((number, line) for number, line in enumerate(content.split(b"\n"), start=1) if line.strip())
-            prompts = [
-                _of_line(prompt_index, f"{path}:{number}", line) for prompt_index, (number, line) in enumerate(numbered)
-            ]
+        for prompt_index, (place, row) in enumerate(_rows(path)):
+            hasher.update(f"{row}\n".encode("utf-8", "surrogatepass"))
+            prompts.append(_of_row(prompt_index, place, row))
     except OSError as error:
         raise DataError(f"--prompts {path}: cannot be read: {error.strerror or error}") from error
     if not prompts:
         raise DataError(f"--prompts {path}: holds no prompts; expected one JSON object on each line")
-    return prompts, hashlib.sha256(content).hexdigest()
+    return prompts, hasher.hexdigest()
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Row | DataError]]:
+    """Yield the rows of a file, each with its place."""
+    if path.suffix in HDF5_SUFFIXES:
+        from hybridflow.data.arrays import read_texts
+
+        yield from (
+            (f"{path}: prompt {index}", {"prompt": text}) for index, text in enumerate(read_texts(path, "prompt"))
+        )
+        return
+    file = File(os.fspath(path), path.stat().st_size, version="")
+    for piece in cut(file, format_of(file.path, None), max_row_bytes=_MOST_ROW_BYTES):
+        for index, row in enumerate(read(piece, max_row_bytes=_MOST_ROW_BYTES)):
+            if row is not None:
+                yield place_of(piece, index), row
 
 
 def encode_prompt(
@@ -97,9 +105,10 @@ def encode_prompt(
         ids = list(fields["prompt_ids"])
     elif tokenizer is None:
         raise DataError("the model's directory has no tokenizer; give prompt_ids, or --tokenizer")
-    elif "messages" in fields:
+    elif "messages" in fields or not isinstance(fields["prompt"], str):
+        messages = fields["messages"] if "messages" in fields else fields["prompt"]
         kwargs = {**kwargs, **read_kwargs(fields.get(KWARGS, {}), KWARGS)}
-        ids = encode_chat(fields["messages"], tokenizer, max_context, fields.get("tools"), kwargs)
+        ids = encode_chat(messages, tokenizer, max_context, fields.get("tools"), kwargs)
     else:
         ids = encode_text(fields["prompt"], tokenizer, max_context)
     if not ids:
@@ -164,19 +173,15 @@ def _longest_piece(tokenizer: Tokenizer) -> int:
     return max(map(len, tokenizer.pieces().values()))
 
 
-def _of_line(prompt_index: int, place: str, line: bytes) -> Prompt:
+def _of_row(prompt_index: int, place: str, row: Row | DataError) -> Prompt:
     prompt = Prompt(prompt_index=prompt_index, place=place)
+    if isinstance(row, DataError):
+        return replace(prompt, error=str(row).removeprefix(f"{HERE}: "))
     try:
-        fields = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        return replace(prompt, error=f"not JSON in UTF-8: {error}")
-    if not isinstance(fields, dict):
-        return replace(prompt, error=f"found {type(fields).__name__}, expected a JSON object")
-    try:
-        json.dumps(fields, allow_nan=False)
+        json.dumps(row, allow_nan=False)
     except ValueError:
         return replace(prompt, error="has a number that is not finite, which JSON cannot have")
-    return _checked(replace(prompt, fields=fields))
+    return _checked(replace(prompt, fields=row))
 
 
 def _checked(prompt: Prompt) -> Prompt:
@@ -192,8 +197,8 @@ def _options(fields: dict[str, Any]) -> Options:
     if len(given) != 1:
         raise DataError(f"found {' and '.join(given) or 'none'} of {', '.join(_FORMS)}; give one of them")
     value = fields[given[0]]
-    if given[0] == "prompt" and (not isinstance(value, str) or not value):
-        raise DataError(f"prompt: found {value!r:.60}, expected a text that is not empty")
+    if given[0] == "prompt" and not (value and isinstance(value, str)) and not are_messages(value):
+        raise DataError(f"prompt: found {value!r:.60}, expected a text that is not empty, or a list of messages")
     if given[0] == "prompt_ids" and not (isinstance(value, list) and value and all(map(is_int, value))):
         raise DataError(f"prompt_ids: found {value!r:.60}, expected a list of token ids, at least one")
     sampling = fields.get("sampling", {})

@@ -178,15 +178,19 @@ def test_bad_lines_are_told_in_their_places_and_strict_stops_at_the_first(folder
     bad = ["--prompts", "bad.jsonl"]
     done = generate(folder, "bad-out.jsonl", *bad)
     assert done.codes == (FAILURE,) and "24 samples of 14 prompts, 2 failed" in done.out, done.err
-    done.complains_once("bad.jsonl:3", "not JSON", "the first of 2 that failed")
+    done.complains_once("bad.jsonl:3", "not valid JSON", "the first of 2 that failed")
     found = rows(folder, "bad-out.jsonl")
     failed = [row for row in found if row["finish"] == "failed"]
-    assert "not JSON" in failed[0]["error"] and failed[0]["place"] == "bad.jsonl:3" and "context" in failed[1]["error"]
+    assert (
+        "not valid JSON" in failed[0]["error"]
+        and failed[0]["place"] == "bad.jsonl:3"
+        and "context" in failed[1]["error"]
+    )
     # Lines after the bad ones have other numbers, so other noise; those before, and those without, are as before.
     good = [row for row in found if row["finish"] != "failed"]
     same([*good[:4], *good[-2:]], [*whole[:4], *whole[-2:]])
     strict = generate(folder, "strict.jsonl", *bad, "--strict")
-    strict.complains_once("bad.jsonl:3", "not JSON")
+    strict.complains_once("bad.jsonl:3", "not valid JSON")
     assert strict.codes == (REQUEST,) and not (folder / "strict.jsonl").exists()
     dry = generate(folder, "dry.jsonl", *bad, "--dry-run")
     assert dry.codes == (FAILURE,) and "14 prompts, 2 of them bad; 22 samples" in dry.out, dry.err

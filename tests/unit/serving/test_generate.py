@@ -1,8 +1,11 @@
 """Prompts, parameters and kept results of ``hybridflow generate``, and the form of requests, without a model."""
 
 import argparse
+import gzip
+import importlib.util
 import json
 import os
+from codecs import BOM_UTF8
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,6 +134,29 @@ def test_bad_lines_are_kept_with_what_is_wrong_and_the_others_are_unharmed(tmp_p
     for name in ("absent.jsonl", "pipe"):
         with pytest.raises(DataError, match="cannot be read"):
             read_prompts(tmp_path / name)
+
+
+def test_files_of_prompts_are_read_as_those_of_training(tmp_path):
+    messages = [{"role": "user", "content": "a"}]
+    rows = [{"prompt": "é", "id": 1}, {"prompt": messages}, {"messages": messages, "prompt": None}]
+    lines = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    (tmp_path / "marked.jsonl").write_bytes(BOM_UTF8 + lines)
+    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(lines))
+    names = ["marked.jsonl", "packed.jsonl.gz"]
+    if importlib.util.find_spec("pyarrow"):
+        import pyarrow
+        import pyarrow.parquet
+
+        table = pyarrow.table({"prompt": ["é", None, None], "messages": [None, messages, messages], "id": [1, 2, 3]})
+        pyarrow.parquet.write_table(table, tmp_path / "table.parquet")
+        names.append("table.parquet")
+    tokenizer = chatting(tmp_path).tokenizer
+    for name in names:
+        prompts, _ = read_prompts(tmp_path / name)
+        assert [prompt.error for prompt in prompts] == [None] * 3 and prompts[0].fields == {"prompt": "é", "id": 1}
+        encoded = [encode_prompt(prompt, tokenizer, 257, 64, {}) for prompt in prompts]
+        assert encoded == [[0xC3, 0xA9], [97], [97]]
+        assert prompts[1].place.endswith(f"{name}: row 1" if name == "table.parquet" else f"{name}:2")
 
 
 @given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 7))

@@ -284,13 +284,16 @@ class Session:
             scores = vocab_parallel_log_probs(
                 output[num:], following, group=replica.groups.tp, vocab_size=replica.vocab_size
             )[0]
-        tops = self._find_tops(
-            lane, step, output, torch.cat([sampled.tokens, following]), torch.cat([sampled.log_probs, scores])
-        )
+        tops = self._find_tops(lane, step, output, (sampled.tokens, following), (sampled.log_probs, scores))
         return _Outcome(take_tokens, replica.version, sampled, scores, tops)
 
     def _find_tops(
-        self, lane: _Lane, step: Step, output: Tensor, tokens: Tensor, log_probs: Tensor
+        self,
+        lane: _Lane,
+        step: Step,
+        output: Tensor,
+        tokens: tuple[Tensor, Tensor],
+        log_probs: tuple[Tensor, Tensor],
     ) -> list[tuple[int, int, TopLogProbs]]:
         """Return the likeliest tokens where they are asked for, each with the request's number and the place.
 
@@ -300,8 +303,8 @@ class Session:
             lane: Lane of the step.
             step: The step.
             output: Logits of its rows and then of what is scored, ``[rows + scored, padded_vocab/tp]``.
-            tokens: The token behind each, ``[rows + scored]``.
-            log_probs: Its log-probability, ``[rows + scored]``.
+            tokens: The token behind each, ``[rows]`` and ``[scored]``.
+            log_probs: Its log-probability, ``[rows]`` and ``[scored]``.
         """
         slots = np.concatenate([step.row_slots, step.slots[step.scored]])
         asked = np.flatnonzero(lane.num_top[slots])
@@ -318,8 +321,8 @@ class Session:
         found = likeliest(
             output[where],
             torch.tensor(temperatures, device=replica.device),
-            tokens[where],
-            log_probs[where],
+            torch.cat(tokens)[where],
+            torch.cat(log_probs)[where],
             count=int(lane.num_top[slots].max()),
             group=replica.groups.tp,
             vocab_size=replica.vocab_size,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hybridflow.exit_status import DIFFERENT, DONE, SOURCE, Ended, exit_status
 from hybridflow.families.hub_cache import find_model
 from hybridflow.observe.console import complain, format_bytes, print_out, signals_raise
+from hybridflow.parallel.process import allow_many_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,6 +86,7 @@ def add_inspect_and_diff(commands: Any) -> None:
 
 def _run(command: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     """Run a command, tell which signal or file ended it, and give the exit status."""
+    allow_many_files()
     try:
         with signals_raise():
             return command(arguments)

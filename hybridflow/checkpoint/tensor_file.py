@@ -136,8 +136,10 @@ class TensorFile:
                 (header_bytes,) = struct.unpack("<Q", handle.read(8))
                 # A private map, since torch wants memory that could be written.
                 self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: cannot be read as safetensors: {error}; restore it from a copy") from error
+        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+            # Libraries tell no number.
+            remedy = "raise ulimit -n" if os.strerror(errno.EMFILE) in str(error) else "restore it from a copy"
+            raise CheckpointError(f"{path}: cannot be read as safetensors: {error}; {remedy}") from error
         self._starts: dict[str, int] = {}
         place = 8 + header_bytes
         for key, entry in held.items():

@@ -45,6 +45,8 @@ def write_remedy(error: OSError, otherwise: str = "set another run_dir") -> str:
     """Return what to do about what could not be written: to make room helps only where there is none."""
     if passing_number(error) is not None:
         return "start again once the file system answers"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "raise ulimit -n"
     return f"make room there, or {otherwise}" if error.errno in _NO_ROOM else otherwise
 
 

@@ -21,7 +21,7 @@ def allow_many_files() -> None:
     """Let this process open as many files as the system lets it.
 
     The usual limit of 1024 stands for the sake of old programs; of 512 ranks the first alone has several connections
-    with each of the others.
+    with each of the others, and their checkpoint has that many files for each role.
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(OSError, ValueError):

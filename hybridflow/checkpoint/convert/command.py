@@ -19,6 +19,7 @@ from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import FAILURE, Ended, exit_status
 from hybridflow.families.hub_cache import find_model
 from hybridflow.observe.console import complain, format_bytes, format_seconds, print_out, signals_raise
+from hybridflow.parallel.process import allow_many_files
 from hybridflow.parallel.start import Start, find_start, rank_hint
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return the exit status."""
     rank: int | None = None
+    allow_many_files()
     try:
         with signals_raise():
             start = find_start()

@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridflow.checkpoint.convert.journal import ConversionJournal, Part
 from hybridflow.checkpoint.formats.source import Target, Writer
 from hybridflow.errors import WriteError
-from hybridflow.observe.files import sync_path
+from hybridflow.observe.files import sync_path, write_remedy
 
 _FLYING_BYTES = 300 << 20
 """Of tensors that are being written at a time, besides the one that is read meanwhile; a larger one goes alone."""
@@ -175,6 +175,6 @@ def as_write_errors(path: Path, key: str | None = None) -> Iterator[None]:
     except OSError as error:
         where = str(path) if key is None else f"{path}: {key}"
         raise WriteError(
-            f"{where}: cannot be written: {error.strerror or error}; make room or choose another OUT; what is "
-            "complete is kept, and the same command goes on from there"
+            f"{where}: cannot be written: {error.strerror or error}; {write_remedy(error, 'choose another OUT')}; what "
+            "is complete is kept, and the same command goes on from there"
         ) from error

@@ -1,14 +1,17 @@
 """``hybridflow convert`` as a user, a pipeline or a launcher meets it."""
 
+import contextlib
 import json
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -331,8 +334,6 @@ def test_targets_that_cannot_be_written(here, capsys):
 
 
 def test_file_size_limit_then_none(here):
-    import resource
-
     def limited():
         resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
         os._exit(convert(*TO_MEGATRON, "--quiet"))
@@ -340,6 +341,40 @@ def test_file_size_limit_then_none(here):
     assert wait_for([fork(limited)]) == [4]
     assert not (here / "out/m").exists() and part_folder(here / "out/m").exists()
     assert convert(*TO_MEGATRON) == 0
+
+
+@contextlib.contextmanager
+def open_files(soft: int, hard: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_more_files_than_the_usual_limit(here, capfd):
+    """As of a run of a thousand ranks; every tensor has a file of its own here."""
+    write_llama(here / "models/deep", layers=12)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    few = len(os.listdir("/proc/self/fd")) + 50
+    shards = ("--to", "hf", "--max-shard-gb", "1e-9", "--quiet")
+    with open_files(few, hard):
+        assert convert("models/deep", "out/shards", *shards) == 0
+    with open_files(few, hard):
+        assert cli.main(["inspect", "out/shards", "--verify"]) == 0
+    with open_files(few, hard):
+        assert cli.main(["diff", "out/shards", "models/deep"]) == 0
+
+    def limited(source, out, *words):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, few))
+        os._exit(convert(source, out, *words))
+
+    capfd.readouterr()
+    for source, out, status in (("models/deep", "out/more", 4), ("out/shards", "out/back", 3)):
+        assert wait_for([fork(lambda: limited(source, out, *shards))]) == [status]  # noqa: B023
+        (line,) = capfd.readouterr().err.splitlines()
+        assert "Too many open files" in line and "; raise ulimit -n" in line
 
 
 def slow_writes(seconds: float, monkeypatch) -> None:

@@ -177,6 +177,9 @@ def complete_step(
         # Renamed just before a kill, or left behind by going on from an older one: as good as unwritten.
         for number in complete_steps(run_dir):
             if saved is None or number > saved:
+                if number == best_step(run_dir):
+                    # The step may be made again, and be no better than others.
+                    (folder / "best").unlink()
                 _remove(step_path(run_dir, number))
         tmp.rename(path)
         sync_path(folder)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hybridflow.checkpoint.job_file import step_path
 from hybridflow.checkpoint.store import Checkpoint, name_best, reading_state
 from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.batch import Batch
@@ -421,9 +422,14 @@ class Trainer(Role):
         if before["num_validation"] != now.num_validation or len(sources) > 1:
             # Scores of other problems do not compare.
             return Validations()
-        if now.keep_best and not before["keep_best"]:
+        if now.keep_best and not (before["keep_best"] and self._has_checkpoint(found.best_step)):
             found.restart(checkpoint.step)
         return found
+
+    def _has_checkpoint(self, step: int | None) -> bool:
+        """Return whether a step's checkpoint is there: of a run that goes back, a better one may have replaced it."""
+        folder = None if step is None else step_path(Path(self.job.recipe.run_dir), step)
+        return folder is None or bool(self._everyone.on_lead("the best checkpoint", folder.is_dir))
 
     def ask_stop(self, reason: str) -> None:
         """Have the job save and stop at the next ``stop_if_asked``, on one rank for all, where there is no watch."""

@@ -139,6 +139,23 @@ def test_a_resume_does_not_compare_with_a_best_that_means_something_else(tmp_pat
 
 
 @pytest.mark.slow
+def test_a_run_that_goes_back_has_its_best_among_the_checkpoints_that_are_there(tmp_path):
+    write_recipe(tmp_path, RECIPE.replace("rewards:score", "judging:score"))
+    (tmp_path / "judging.py").write_text(JUDGING.replace("[0.125, 0.5, 0.25, 0.5", "[0.125, 0.25, 0.1875, 0.5"))
+    run, run_dir = ["train", "tiny.yaml", "trainer.validate_every=1", "trainer.keep_last=2"], tmp_path / "run"
+    run += ["trainer.keep_best=true", "trainer.save_every=1", "trainer.steps=3"]
+    run_well(run, tmp_path)
+    # Step 1 was the best until step 3, and is gone.
+    assert steps_of(run_dir) == ["step_000002", "step_000003"] and best_step(run_dir) == 3
+
+    (run_dir / "checkpoints/latest").write_text("step_000002\n")
+    # The process begins with 0.125 again: step 3 is no better than step 2.
+    run_well([*run, "--resume"], tmp_path)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["best_step"], summary["best_score"], best_step(run_dir)) == (2, 0.1875, 2)
+
+
+@pytest.mark.slow
 def test_the_critic_learns_alone_at_first_and_rates_follow_the_step(tmp_path):
     write_recipe(tmp_path)
     run, run_dir = ["train", "tiny.yaml", "algorithm=ppo", "trainer.steps=4", "trainer.save_every=1"], tmp_path / "run"

@@ -251,6 +251,15 @@ def test_going_on_from_an_older_one_drops_the_newer_when_it_saves(tmp_path: Path
     assert_is(tmp_path, 20, first=10)
 
 
+def test_going_on_from_an_older_one_forgets_a_best_that_is_newer(tmp_path: Path) -> None:
+    """The step is made again, and another may be the best of this way."""
+    for step in (1, 2, 3):
+        complete_step(tmp_path, step, {}, {}, keep_last=2, best=3 if step == 3 else 1)
+    (tmp_path / "checkpoints/latest").write_text("step_000002\n")
+    complete_step(tmp_path, 3, {}, {}, keep_last=2, best=1)
+    assert best_step(tmp_path) is None and names(tmp_path) == ["latest", "step_000002", "step_000003"]
+
+
 def damaged(run_dir: Path) -> str:
     """The message that a resumed job ends with."""
     with pytest.raises(CheckpointError) as caught:

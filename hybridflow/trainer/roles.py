@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hybridflow.config.recipe import CRITICS, REWARDS
 from hybridflow.dataflow.role import Role
@@ -44,6 +45,22 @@ class Roles:
     critics: Mapping[str, Critic]
     advantage: Advantage | None
     groups: Groups | None
+
+    def take_shown(self) -> list[dict[str, Any]]:
+        """Return the samples that the roles show a person, since the last call."""
+        shown = []
+        for role in self.by_name.values():
+            shown += role.shown
+            role.shown = []
+        return shown
+
+    def take_sample_stats(self) -> dict[str, list[float]]:
+        """Return what the roles recorded of single samples, since the last call."""
+        sample_stats: dict[str, list[float]] = {}
+        for role in self.by_name.values():
+            sample_stats |= role.sample_stats
+            role.sample_stats.clear()
+        return sample_stats
 
 
 def make_roles(job: Job, kl_coef: KLCoefficient) -> Roles:

@@ -1,10 +1,27 @@
-"""The learning rate of each training step. Torch-free."""
+"""The learning rates of each training step. Torch-free."""
 
 from __future__ import annotations
 
 import math
 
+from hybridflow.config.recipe import CRITICS, Recipe
 from hybridflow.config.roles import OptimizerConfig
+
+
+def learning_rates(recipe: Recipe, step: int, num_critic_steps: int) -> dict[str, float]:
+    """Return the learning rate of each role that learns, in a step.
+
+    Args:
+        recipe: The recipe.
+        step: Number of the training step, 1 for the first.
+        num_critic_steps: First steps in which only the critics learn. The actor's steps begin behind them.
+    """
+    rates = {}
+    for name in ("actor", *CRITICS):
+        if (section := getattr(recipe, name)) is not None:
+            before = num_critic_steps if name == "actor" else 0
+            rates[name] = learning_rate(section.optimizer, max(1, step - before), recipe.trainer.steps - before)
+    return rates
 
 
 def learning_rate(settings: OptimizerConfig, step: int, num_steps: int) -> float:

@@ -47,7 +47,7 @@ from hybridflow.trainer.plan import JobPlan, placement_warnings, plan_job, trans
 from hybridflow.trainer.progress import Progress
 from hybridflow.trainer.record import Record
 from hybridflow.trainer.roles import make_roles
-from hybridflow.trainer.schedule import learning_rate
+from hybridflow.trainer.schedule import learning_rates
 from hybridflow.trainer.starting import note_failure, note_start
 from hybridflow.trainer.step_metrics import Share, merge_metrics
 from hybridflow.trainer.stopping import Stopping
@@ -56,9 +56,6 @@ from hybridflow.trainer.warnings import cpu_warning, duration_warning, epochs_wa
 
 SAVE_AFTER_S = 15 * 60.0
 """A checkpoint is due when the last one is so old, where the recipe names no number of steps."""
-
-_RATE_OF = {"actor": "actor/lr", "critic": "critic/lr", "cost_critic": "cost_critic/lr"}
-"""Roles that learn -> the metric with their learning rate."""
 
 
 def train(recipe: Recipe, world: World, *, resume: bool = False) -> bool:
@@ -303,10 +300,11 @@ class Trainer(Role):
         self._checkpoints.check()
         progress, groups, about = self.progress, self.roles.groups, decided["train_step"]
         progress.step = about["step"]
-        rates = {_RATE_OF[name]: rate for name, rate in self._learning_rates(progress.step).items()}
-        share = self._record.share(self._take_metrics() | rates, self._take_sample_stats())
+        rates = learning_rates(self.job.recipe, progress.step, progress.num_critic_steps)
+        told = self._take_metrics() | {f"{name}/lr": rate for name, rate in rates.items()}
+        share = self._record.share(told, self.roles.take_sample_stats())
         progress.is_save_overdue = time.monotonic() - self._saved_at_s >= SAVE_AFTER_S
-        own = [share, self._take_shown(), progress.is_save_overdue, self._stopping.local_reason(), self._scores()]
+        own = [share, self.roles.take_shown(), progress.is_save_overdue, self._stopping.local_reason(), self._scores()]
         gathered = self._everyone.gather(own, "metrics of the step")
         shares, shown, overdue, reasons, all_scores = zip(*gathered, strict=True)
         following = about["first_prompt_index"] + about["num_prompts"]
@@ -399,7 +397,9 @@ class Trainer(Role):
         progress.step = checkpoint.step
         with reading_state(checkpoint):
             progress.next_prompt_index = operator.index(state["next_prompt_index"])
-            progress.validations = self._validations_of(checkpoint)
+            progress.validations = Validations.of_checkpoint(checkpoint, self.job.recipe)
+            if self.job.recipe.trainer.keep_best and not self._has_checkpoint(progress.validations.best_step):
+                progress.validations.restart(checkpoint.step)
             self.kl_coef.value = float(state["kl_coef"])
             self._stopping.rest_s = float(state.get("rest_s", 0.0))
             if self._multiplier is not None:
@@ -412,19 +412,6 @@ class Trainer(Role):
             steps = self.job.recipe.trainer.steps
             if 0 < steps <= progress.step:
                 say(f"{progress.step} steps are done, and trainer.steps={steps}: nothing is left to train")
-
-    def _validations_of(self, checkpoint: Checkpoint) -> Validations:
-        """Return the validations of a checkpoint, without a best one that means something else now."""
-        found = Validations(**checkpoint.state.get("validations", {}))
-        before, now = checkpoint.state["recipe"]["trainer"], self.job.recipe.trainer
-        files = (checkpoint.state["recipe"]["data"]["held_out"], self.job.recipe.data.held_out)
-        sources = {None if file is None else Path(file).resolve() for file in files}
-        if before["num_validation"] != now.num_validation or len(sources) > 1:
-            # Scores of other problems do not compare.
-            return Validations()
-        if now.keep_best and not (before["keep_best"] and self._has_checkpoint(found.best_step)):
-            found.restart(checkpoint.step)
-        return found
 
     def _has_checkpoint(self, step: int | None) -> bool:
         """Return whether a step's checkpoint is there: of a run that goes back, a better one may have replaced it."""
@@ -491,22 +478,11 @@ class Trainer(Role):
         )
         return executor.run(scope, decided)
 
-    def _learning_rates(self, step: int) -> dict[str, float]:
-        """Return the learning rate of each role that learns, in a step."""
-        recipe, alone = self.job.recipe, self.progress.num_critic_steps
-        trained = {name: getattr(recipe, name) for name in _RATE_OF}
-        # The actor's steps begin when the critics have warmed up.
-        before = {name: alone if name == "actor" else 0 for name in trained}
-        return {
-            name: learning_rate(section.optimizer, max(1, step - before[name]), recipe.trainer.steps - before[name])
-            for name, section in trained.items()
-            if section is not None
-        }
-
     def _set_learning_rates(self) -> None:
         """Set the rates of the next step, whatever step that is."""
         learners: Mapping[str, Actor | Critic] = {"actor": self.roles.actor, **self.roles.critics}
-        for name, rate in self._learning_rates(self.progress.step + 1).items():
+        progress = self.progress
+        for name, rate in learning_rates(self.job.recipe, progress.step + 1, progress.num_critic_steps).items():
             trainable = learners[name].trainable
             if trainable is not None:
                 trainable.set_learning_rate(rate)
@@ -521,7 +497,7 @@ class Trainer(Role):
         if found.step != self.progress.step:
             self.roles.actor.begin_validation(self.progress.step)
             self._execute(self._plan.validation)
-            shares = self._everyone.gather([self._take_metrics(), self._take_shown()], "validation")
+            shares = self._everyone.gather([self._take_metrics(), self.roles.take_shown()], "validation")
             self._record.timeline.reset()
             metrics = merge_metrics(own for own, _ in shares)
             self._record.draw(self.progress.step, metrics)
@@ -546,14 +522,6 @@ class Trainer(Role):
         if self.job.world.rank == 0:
             self._record.show_validation(self.progress.step, metrics, [each for rank in shown for each in rank])
 
-    def _take_shown(self) -> list[dict[str, Any]]:
-        """Return the samples that the roles of this rank show, since the last call."""
-        shown = []
-        for role in self.roles.by_name.values():
-            shown += role.shown
-            role.shown = []
-        return shown
-
     def _summarize_validations(self) -> None:
         """Report which validation was the best, and why the training ended, if for that."""
         trainer, found, summary = self.job.recipe.trainer, self.progress.validations, self._record.summary
@@ -575,14 +543,6 @@ class Trainer(Role):
         for each in measured:
             each.clear()
         return metrics
-
-    def _take_sample_stats(self) -> dict[str, list[float]]:
-        """Return what the roles of this rank recorded of single samples since the last call."""
-        sample_stats: dict[str, list[float]] = {}
-        for role in self.roles.by_name.values():
-            sample_stats |= role.sample_stats
-            role.sample_stats.clear()
-        return sample_stats
 
     def _finish(self) -> None:
         """Write what is known at the end. Collective: all ranks, which leave together."""

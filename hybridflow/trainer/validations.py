@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybridflow.config.recipe import Recipe
+
+if TYPE_CHECKING:
+    from hybridflow.checkpoint.store import Checkpoint
 
 
 @dataclass
@@ -24,6 +31,20 @@ class Validations:
     best_step: int | None = None
     best_score: float | None = None
     num_since_best: int = 0
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Checkpoint, recipe: Recipe) -> Validations:
+        """Return the validations of a checkpoint, without a best one that means something else in this recipe."""
+        found = cls(**checkpoint.state.get("validations", {}))
+        saved, now = checkpoint.state["recipe"], recipe.trainer
+        files = (saved["data"]["held_out"], recipe.data.held_out)
+        sources = {None if file is None else Path(file).resolve() for file in files}
+        if saved["trainer"]["num_validation"] != now.num_validation or len(sources) > 1:
+            # Scores of other problems do not compare.
+            return cls()
+        if now.keep_best and not saved["trainer"]["keep_best"]:
+            found.restart(checkpoint.step)
+        return found
 
     def take(self, step: int, score: float, *, is_accuracy: bool = False, is_learning: bool = True) -> None:
         """Count a validation. One of a step that was validated before, after a resume, does not count.

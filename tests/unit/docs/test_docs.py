@@ -177,7 +177,7 @@ def test_table_of_metrics_is_what_the_trainer_writes():
     calls = constant("hybridflow/roles/reward.py", "CALL_METRICS")
     written |= {f"{role}/{name}" for role in ("reward", "cost") for name in calls}
     written |= {f"{role}/{name}" for role in CRITICS for name in ("loss", "clip_share")}
-    written |= {f"{role}/{name}" for role in ("actor", *CRITICS) for name in ("grad_norm", "grad_norm_max")}
+    written |= {f"{role}/{name}" for role in ("actor", *CRITICS) for name in ("lr", "grad_norm", "grad_norm_max")}
     phases = {*PHASE_OF.values(), "reshard"}
     written |= {name for phase in phases for name in (f"time/{phase}_s", f"memory/{phase}_bytes")}
     written |= {name for phase in COMPUTING for name in (f"throughput/{phase}_tokens_per_s", f"mfu/{phase}")}

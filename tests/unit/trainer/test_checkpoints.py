@@ -11,7 +11,7 @@ from hybridflow.recipe.load import load_recipe
 from hybridflow.recipe.run_dir import check_new
 from hybridflow.sections import to_dict
 from hybridflow.trainer.checkpoints import _check_problems, find_resume_point
-from hybridflow.trainer.trainer import Trainer
+from hybridflow.trainer.validations import Validations
 
 SETTINGS = ["seed=1", "trainer.global_batch_size=256", "trainer.mini_batch_size=64"]
 
@@ -100,5 +100,5 @@ def test_the_best_validation_counts_for_its_own_held_out_file_alone(tmp_path, mo
     saved = job_of(tmp_path, "data.held_out=held.jsonl")
     state = {"recipe": to_dict(saved.recipe), "validations": {"step": 3, "best_step": 3, "best_score": 0.5}}
     job = job_of(tmp_path, f"data.held_out={file.replace('HERE', str(tmp_path))}")
-    found = Trainer._validations_of(SimpleNamespace(job=job), SimpleNamespace(step=3, state=state))
+    found = Validations.of_checkpoint(SimpleNamespace(step=3, state=state), job.recipe)
     assert found.best_score == score

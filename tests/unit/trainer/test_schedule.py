@@ -13,7 +13,7 @@ from hybridflow.errors import RewardError
 from hybridflow.recipe.load import load_recipe
 from hybridflow.sampling.validation import measure
 from hybridflow.trainer.progress import Progress
-from hybridflow.trainer.schedule import learning_rate
+from hybridflow.trainer.schedule import learning_rate, learning_rates
 from hybridflow.trainer.trainer import Trainer
 from hybridflow.trainer.validations import Validations
 
@@ -67,8 +67,7 @@ def test_the_first_of_equal_validations_is_the_best():
 def test_the_actors_rate_begins_when_the_critic_has_warmed_up():
     changes = ["critic.warmup_steps=3", "trainer.steps=7", "actor.optimizer.warmup_steps=2", "actor.optimizer.lr=1.0"]
     recipe = load_recipe("quickstart", [*changes, "actor.optimizer.schedule=linear"])
-    trainer = SimpleNamespace(job=SimpleNamespace(recipe=recipe), progress=Progress(recipe))
-    rates = [Trainer._learning_rates(trainer, step)["actor"] for step in range(1, 8)]
+    rates = [learning_rates(recipe, step, Progress(recipe).num_critic_steps)["actor"] for step in range(1, 8)]
     assert rates == pytest.approx([0.5, 0.5, 0.5, 0.5, 1.0, 0.5, 0.0])
 
 

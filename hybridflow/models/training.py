@@ -109,31 +109,11 @@ class Trainable:
         )
         self._ddp = [DistributedDataParallel(chunk.config, ddp_config, chunk, pg_collection=groups) for chunk in chunks]
         self._overlap = None if bucket_size is None else Overlap(self._ddp, chunks)
-        with gathering_within(groups.intra_dist_opt):
-            self._optimizer = get_megatron_optimizer(
-                MegatronOptimizerConfig(
-                    optimizer="adam",
-                    lr=settings.lr,
-                    adam_beta1=settings.beta1,
-                    adam_beta2=settings.beta2,
-                    adam_eps=settings.eps,
-                    weight_decay=settings.weight_decay,
-                    clip_grad=settings.clip_grad,
-                    bf16=config.bf16,
-                    params_dtype=config.params_dtype,
-                    use_distributed_optimizer=settings.distributed,
-                ),
-                self._ddp,
-                use_gloo_process_groups=False,
-                pg_collection=groups,
-            )
+        self._optimizer = _make_adam(self._ddp, groups, config, settings)
         for optimizer, inner in self._inner_optimizers():
             if any(group["is_expert_parallel"] for group in inner.param_groups):
                 # By this group the norm tells which rank counts what is whole on all: here biases of experts.
                 optimizer.tp_group = groups.expt_tp
-        for group in self._optimizer.param_groups:
-            # Megatron-LM's scheduler of rates does this, which is not used here: norms and biases do not decay.
-            group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         on_gpu = next(model.parameters()).device.type == "cuda"
         tune = use_gpu_optimizer if on_gpu else use_cpu_optimizer
         tune(inner for _, inner in self._inner_optimizers())
@@ -310,6 +290,34 @@ class Trainable:
                         device = parameter.device if group["fused"] else None
                         inner.state[parameter].setdefault("step", torch.tensor(0.0, device=device))
                 yield inner, group
+
+
+def _make_adam(
+    ddps: list[DistributedDataParallel], groups: ProcessGroupCollection, config: Any, settings: OptimizerConfig
+) -> Any:
+    """Return megatron-core's Adam for a model's chunks, each in its DDP; ``config`` is that of the model."""
+    with gathering_within(groups.intra_dist_opt):
+        optimizer = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=settings.lr,
+                adam_beta1=settings.beta1,
+                adam_beta2=settings.beta2,
+                adam_eps=settings.eps,
+                weight_decay=settings.weight_decay,
+                clip_grad=settings.clip_grad,
+                bf16=config.bf16,
+                params_dtype=config.params_dtype,
+                use_distributed_optimizer=settings.distributed,
+            ),
+            ddps,
+            use_gloo_process_groups=False,
+            pg_collection=groups,
+        )
+    for group in optimizer.param_groups:
+        # Megatron-LM's scheduler of rates does this, which is not used here: norms and biases do not decay.
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+    return optimizer
 
 
 def forget_moments(state: Mapping[str, Mapping[str, Tensor]]) -> None:

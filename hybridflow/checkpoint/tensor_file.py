@@ -235,10 +235,6 @@ class HeldTensors:
         """Read a tensor in host memory, not to be written."""
         return self._tensors[key].detach().cpu()
 
-    def read_stacked(self, keys: Sequence[str]) -> Tensor | None:
-        """Return None: the tensors lie apart."""
-        return None
-
     def sha256(self, key: str) -> str:
         """Return the sha256 of a tensor's bytes."""
         return hashlib.sha256(bytes_of(self.read(key))).hexdigest()

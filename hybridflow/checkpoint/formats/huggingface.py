@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridflow.checkpoint.formats.forms import from_logical, part_box, part_shapes, to_logical
 from hybridflow.checkpoint.formats.quantized import CodedTensor, coded_tensors
-from hybridflow.checkpoint.formats.source import Source, Target, num_blocks, spec_of_model, written_dtype
+from hybridflow.checkpoint.formats.source import Source, Target, num_blocks, written_dtype
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import write_bytes
 from hybridflow.checkpoint.tensor_file import HeldTensors, TensorFile, TensorFileWriter
@@ -23,6 +23,7 @@ from hybridflow.families.family import Form
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.quantization import plain_assets, read_quantization
 from hybridflow.families.weight_files import INDEX, SINGLE, find_weight_files
+from hybridflow.models.shapes import model_spec
 from hybridflow.reshard.spec import DTYPE_WORDS, Box, DType
 from hybridflow.reshard.views import TORCH_DTYPES
 
@@ -78,7 +79,7 @@ def parts_of(described: Described) -> dict[str, Parts]:
     """
     model, rules = described.model, {rule.logical: rule for rule in described.family.rules}
     found: dict[str, Parts] = {}
-    for spec in spec_of_model(model, has_value_head=described.has_value_head).tensors:
+    for spec in model_spec(model, has_value_head=described.has_value_head).tensors:
         rule = rules.get(re.sub(r"\b(layer|expert)s\.\d+", r"\1s.{\1}", spec.name))
         if rule is None:
             raise ConfigError(
@@ -148,8 +149,11 @@ class HuggingFaceSource(Source):
         if self._is_coded(parts):
             whole = tuple((0, size) for size in entry.shape)
             return self._decoded(parts, whole, TORCH_DTYPES[entry.dtype])
-        if parts.form == "stack" and (stacked := self._where[parts.names[0]].read_stacked(parts.names)) is not None:
-            return stacked
+        first = self._where[parts.names[0]]
+        if parts.form == "stack" and isinstance(first, TensorFile):
+            stacked = first.read_stacked(parts.names)
+            if stacked is not None:
+                return stacked
         values = [self._where[name].read(name) for name in parts.names]
         if tensor == _EMBEDDING and self._output_copy is not None:
             self._check_copy(parts.names[0], self._output_copy)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.checkpoint.formats.huggingface import parts_of
-from hybridflow.checkpoint.formats.source import Source, num_blocks, spec_of_model
+from hybridflow.checkpoint.formats.source import Source, num_blocks
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import (
@@ -41,6 +41,7 @@ from hybridflow.families.config_json import Described, describe
 from hybridflow.families.family import Form
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.adapters import FACTOR
+from hybridflow.models.shapes import model_spec
 from hybridflow.reshard.spec import Box, ModelSpec, TensorSpec
 from hybridflow.reshard.views import DTYPE_NAMES
 
@@ -254,7 +255,7 @@ def _base_spec(model: ModelConfig, has_value_head: bool) -> ModelSpec:
             f"num_layers={model.num_layers} num_experts={model.num_experts}: expected at most {_MOST_BLOCKS} together; "
             "give the settings that belong to the adapter"
         )
-    return spec_of_model(model, has_value_head=has_value_head)
+    return model_spec(model, has_value_head=has_value_head)
 
 
 def is_adapter(source: Source) -> bool:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hybridflow.checkpoint.formats.huggingface import MAX_SHARD_BYTES, deal
 from hybridflow.checkpoint.formats.megatron_args import layout_of, padded_vocab_size, read_args, to_args, to_model
-from hybridflow.checkpoint.formats.source import Source, Target, num_blocks, spec_of_model, written_dtype
+from hybridflow.checkpoint.formats.source import Source, Target, num_blocks, written_dtype
 from hybridflow.checkpoint.formats.torch_archive import ArchivesWriter, object_archive, places
 from hybridflow.checkpoint.formats.unpickle import Inert, MappedFile, TorchArchive, dump, read_pickle
 from hybridflow.checkpoint.job_file import read_note
@@ -36,6 +36,7 @@ from hybridflow.checkpoint.model_dir import within, write_bytes
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.families.assets import asset_names, identity_of, read_assets, read_json
 from hybridflow.families.model import ModelConfig
+from hybridflow.models.shapes import model_spec
 from hybridflow.reshard.spec import Box, DType, TensorSpec, intersect, num_elements
 from hybridflow.reshard.views import DTYPE_NAMES, TORCH_DTYPES
 
@@ -201,7 +202,7 @@ class MegatronDistSource(Source):
                 f"{METADATA} has {num_chunks} chunks; restore both from one copy"
             )
         found, explained = {}, set()
-        for spec in spec_of_model(model).tensors:
+        for spec in model_spec(model).tensors:
             forms = _forms(spec, model)
             explained |= {part.key for parts in forms for part in parts}
             there = [parts for parts in forms if all(part.key in self._stored for part in parts)]
@@ -335,7 +336,7 @@ class MegatronDistTarget(Target):
         self._source, self._model = source, source.model
         dtypes = {name: written_dtype(name, entry, dtype) for name, entry in source.tensors.items()}
         self._args = to_args(self._model, dtypes["embedding.word_embeddings.weight"])
-        specs = spec_of_model(self._model).tensors
+        specs = model_spec(self._model).tensors
         self._items = {spec.name: _items(spec, self._model, dtypes[spec.name]) for spec in specs}
         _check_dtypes(self._items)
         entries = {item.name: item.entry for items in self._items.values() for item in items}

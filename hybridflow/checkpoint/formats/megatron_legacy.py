@@ -20,12 +20,13 @@ from torch import Tensor
 
 from hybridflow.checkpoint.formats.megatron_args import layout_of, read_args, to_model
 from hybridflow.checkpoint.formats.megatron_dist import FUSED_NORMS, LATEST, find_iteration
-from hybridflow.checkpoint.formats.source import Source, num_blocks, spec_of_model
+from hybridflow.checkpoint.formats.source import Source, num_blocks
 from hybridflow.checkpoint.formats.unpickle import MappedFile, StoredTensor, TorchArchive
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.families.assets import identity_of
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.models.shapes import model_spec
 from hybridflow.reshard.spec import TensorSpec
 from hybridflow.reshard.views import DTYPE_NAMES
 
@@ -164,7 +165,7 @@ class MegatronLegacySource(Source):
             raise CheckpointError(
                 f"{self._folder}: holds {len(self._held)} tensors, too few for its args, or these have no vocabulary"
             )
-        specs = {spec.name: spec for spec in spec_of_model(model).tensors}
+        specs = {spec.name: spec for spec in model_spec(model).tensors}
         for name in [*specs, *self._held]:
             held = self._held.get(name, {})
             if name not in specs:

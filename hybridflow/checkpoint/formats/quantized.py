@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import abc
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -86,10 +86,6 @@ class CodedTensor(abc.ABC):
         """Decode the tensor."""
         entry = self.entries[key]
         return self.read_box(tuple((0, size) for size in entry.shape), TORCH_DTYPES[entry.dtype])
-
-    def read_stacked(self, keys: Sequence[str]) -> Tensor | None:
-        """Return None: decoded tensors lie apart."""
-        return None
 
     def sha256(self, key: str) -> str:
         """Return the sha256 of the decoded tensor's bytes."""

@@ -14,7 +14,7 @@ from hybridflow.checkpoint.tensor_file import cast
 from hybridflow.errors import CheckpointError
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.shapes import model_spec
-from hybridflow.reshard.spec import Box, DType, ModelSpec
+from hybridflow.reshard.spec import Box, DType
 
 _ROUTER_BIASES = (".expert_bias", ".e_score_correction_bias")
 
@@ -173,11 +173,6 @@ def num_blocks(model: ModelConfig) -> int:
     return model.num_layers * (1 if model.num_experts is None else model.num_experts)
 
 
-def spec_of_model(model: ModelConfig, *, has_value_head: bool = False) -> ModelSpec:
-    """Return the tensors of a model's settings, the vocabulary included."""
-    return model_spec(model, has_value_head=has_value_head)
-
-
 def check_shapes(
     found: Mapping[str, tuple[int, ...]],
     model: ModelConfig,
@@ -207,7 +202,7 @@ def check_shapes(
             f"{where}: found {len(found)} {kind}s, too few for its settings, or these have no vocabulary; restore it "
             "from a copy"
         )
-    expected = {spec.name: spec.shape for spec in spec_of_model(model, has_value_head=has_value_head).tensors}
+    expected = {spec.name: spec.shape for spec in model_spec(model, has_value_head=has_value_head).tensors}
     for name in [*expected, *found]:
         here, wanted = found.get(name, f"no such {kind}{hint}"), expected.get(name, f"no such {kind}")
         if here != wanted:

@@ -125,6 +125,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 128 + signal.SIGPIPE
         complain(error)
         return system_status(error)
+    except KeyboardInterrupt:
+        # The terminal has shown ^C in the line that stands there.
+        print(file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _lacks_file(error: MissingFileError) -> int:

@@ -6,7 +6,6 @@ import argparse
 import ast
 import importlib.util
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -99,11 +98,7 @@ def _init(arguments: argparse.Namespace) -> int:
     path = Path(arguments.file)
     if path.exists() and not arguments.force:
         raise WriteError(f"{path}: is there already; give another file, or --force to write over it")
-    try:
-        _answer(arguments, is_asked=sys.stdin.isatty())
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 128 + signal.SIGINT
+    _answer(arguments, is_asked=sys.stdin.isatty())
     values = _values(arguments)
     recipe = recipe_from_dict(values, source=str(path))
     functions = _functions_of(values, is_named=arguments.reward is not None)

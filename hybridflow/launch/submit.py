@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridflow.errors import ConfigError, DeadlineError
+from hybridflow.observe.console import complain
 from hybridflow.parallel.scontrol import show_job
 
 _SBATCH_DEADLINE_S = 120.0
@@ -152,7 +153,16 @@ def follow(job_id: str, log: Path) -> int:
 
     Raises:
         DeadlineError: Slurm was away for too long; the job may go on.
+        KeyboardInterrupt: The reader has seen enough, and is told what becomes of the job.
     """
+    try:
+        return _follow(job_id, log)
+    except KeyboardInterrupt:
+        complain(f"job {job_id} goes on; `scancel {job_id}` ends it, and its log is {log}")
+        raise
+
+
+def _follow(job_id: str, log: Path) -> int:
     place, last, seen = 0, "", time.monotonic()
     while True:
         state = job_state(show_job(job_id, deadline_s=_SCONTROL_DEADLINE_S))
@@ -178,7 +188,8 @@ def _print_new(log: Path, place: int) -> int:
     """Print what a log has from a place on; return where it ends now."""
     try:
         with log.open("rb") as file:
-            file.seek(place)
+            # A shorter file was begun anew: by --open-mode=truncate, or by who rotates logs.
+            place = file.seek(place if place <= file.seek(0, os.SEEK_END) else 0)
             content = file.read()
     except FileNotFoundError:
         return place

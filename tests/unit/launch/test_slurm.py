@@ -15,7 +15,7 @@ import yaml
 import hybridflow
 from hybridflow import cli
 from hybridflow.errors import ConfigError, LayoutError, WriteError
-from hybridflow.launch import snapshot
+from hybridflow.launch import snapshot, submit
 from hybridflow.launch.batch import BatchJob, render_batch, shipped_body
 from hybridflow.launch.checks import node_range, time_limit
 from hybridflow.launch.command import mpi_command
@@ -611,6 +611,34 @@ def test_state_of_a_job():
     assert (state.status, state.is_over, str(state)) == (75, True, "FAILED on n[1-2] (NonZeroExitCode)")
     assert state_of(line.replace("75:0", "0:9")).status == 137
     assert not state_of(line.replace("JobState=FAILED", "JobState=PENDING", 1)).is_over
+
+
+def put_scontrol(folder, turns):
+    """Tell of a job that runs and then is done; before each answer the shell does what that turn says."""
+    cases = "\n".join(f"{number}) {turn};;" for number, turn in enumerate(turns, 1))
+    end = f"[ $turn -lt {len(turns)} ] && state=RUNNING || state=COMPLETED"
+    put_program(
+        folder / "bin/scontrol",
+        f"echo >> turns; turn=$(wc -l < turns)\ncase $turn in\n{cases}\nesac\n{end}\n"
+        'echo "JobId=4711 JobState=$state Reason=None ExitCode=0:0 NodeList=n1"',
+    )
+
+
+def test_a_log_that_is_begun_anew_is_followed_from_its_beginning(on_a_login_node, monkeypatch, capsysbinary):
+    monkeypatch.setattr(submit, "_POLL_S", 0.01)
+    log = "runs/quickstart/slurm-4711.out"
+    turns = [f"echo a long first line > {log}", f"echo more >> {log}", f"echo anew > {log}", f"echo end >> {log}"]
+    put_scontrol(on_a_login_node, turns)
+    assert cli.main([*QUICK, "--follow", "--parsable"]) == 0
+    assert capsysbinary.readouterr().out == b"4711\na long first line\nmore\nanew\nend\n"
+
+
+def test_ctrl_c_ends_following_and_says_what_becomes_of_the_job(on_a_login_node, capsys):
+    put_scontrol(on_a_login_node, ["kill -INT $PPID", "true"])
+    assert cli.main([*QUICK, "--follow", "--parsable"]) == 130
+    last = capsys.readouterr().err.splitlines()[-2]
+    log = on_a_login_node / "runs/quickstart/slurm-4711.out"
+    assert last == f"hybridflow: job 4711 goes on; `scancel 4711` ends it, and its log is {log}"
 
 
 def test_local_and_mpi_print_what_they_would_start(capsys, tmp_path):

@@ -124,7 +124,7 @@ def _settings(job: BatchJob) -> Iterator[str]:
     site = job.site
     if site.modules or site.setup:
         yield "# A signal that comes before the job can act on it must not end it; a line that fails must."
-        yield "trap : USR1 TERM"
+        yield "trap : USR1 USR2 TERM"
         yield "set -e"
         yield from (f"module load {shlex.quote(module)}" for module in site.modules)
         yield from site.setup

@@ -138,14 +138,15 @@ def test_begins_again_where_that_helps(call, tmp_path, script, status):
     assert (found, calls) == (75 if again else status, again[:1])
 
 
+@pytest.mark.parametrize("signal", ["USR1", "USR2"])
 @pytest.mark.parametrize("script", ["train.sbatch", "sweep.sbatch", "hetjob.sbatch"])
-def test_what_does_not_stop_in_time_is_requeued_before_the_time_is_up(call, tmp_path, script):
+def test_what_does_not_stop_in_time_is_requeued_before_the_time_is_up(call, tmp_path, script, signal):
     (tmp_path / "lr.txt").write_text("a=1\nb=1\n")
     argv = ["tiny.yaml", "lr.txt"] if script == "sweep.sbatch" else ["tiny.yaml"]
     job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS_PER_NODE": "1", **ARRAY}
-    found, calls, _ = call(script, *argv, HANGS="USR1", LEFT="0:15", **job)
+    found, calls, _ = call(script, *argv, HANGS=signal, LEFT="0:15", **job)
     assert found == 75 and ["scontrol", "requeue", "12_2" if script == "sweep.sbatch" else "7"] in calls
-    found, calls, _ = call(script, *argv, HANGS="USR1", LEFT="10:15", STATUS="0", **job)
+    found, calls, _ = call(script, *argv, HANGS=signal, LEFT="10:15", STATUS="0", **job)
     assert found == 0 and not any(words[:2] == ["scontrol", "requeue"] for words in calls)
 
 
@@ -155,7 +156,7 @@ def test_a_time_limit_that_leaves_no_time_to_begin_ends_the_job_at_its_third_sta
     argv = ["tiny.yaml", "lr.txt"] if script == "sweep.sbatch" else ["tiny.yaml"]
     job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS_PER_NODE": "1", **ARRAY}
     # Preemption may come as often as it likes.
-    for signal, restarts, end in (("USR1", "1", 75), ("USR1", "2", 2), ("TERM", "2", 75)):
+    for signal, restarts, end in (("USR1", "1", 75), ("USR1", "2", 2), ("USR2", "2", 2), ("TERM", "2", 75)):
         found, calls, said = call(script, *argv, HANGS=signal, STATUS="75", SLURM_RESTART_COUNT=restarts, **job)
         assert found == end and ("submit with a longer --time" in said) == (end == 2), said
         assert any(words[:2] == ["scontrol", "requeue"] for words in calls) == (end == 75)

@@ -27,7 +27,7 @@ def test_what_survival_rests_on():
     assert commands[commands.index("fi") + 1 :][:3] == [
         "asked= soon=",
         "trap 'asked=yes' TERM",
-        "trap 'asked=yes; [ $SECONDS -ge 60 ] || soon=yes' USR1",
+        "trap 'asked=yes; [ $SECONDS -ge 60 ] || soon=yes' USR1 USR2",
     ]
     assert subprocess.run(["bash", "-n", SCRIPT], check=False).returncode == 0
 
@@ -103,6 +103,11 @@ def test_ranks_are_the_tasks_of_the_job_and_words_stay_words(run, tmp_path):
     assert (status, is_requeued) == (0, False) and not (tmp_path / "bad").exists()
     ranks = ["--nodes=3", "--nodelist=n1,n2,n3", "--ntasks=6", "--ntasks-per-node=2", "--overlap", "--wait=150"]
     assert step == [*ranks, "hybridflow", "train", *nasty, "--resume"]
+
+
+def test_a_job_whose_nodes_have_no_number_of_ranks_is_told_so(run, tmp_path):
+    assert run(0, SLURM_NTASKS_PER_NODE="", SLURM_NTASKS="6") == (2, [], False)
+    assert "submit with --ntasks-per-node" in (tmp_path / "said").read_text()
 
 
 @pytest.mark.parametrize("given", [2, 3, 4])

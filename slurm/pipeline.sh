@@ -8,6 +8,8 @@
 #   evaluate   OUT/model           → OUT/evaluation   accuracy on data.held_out, in summary.json
 # The recipe's section `model` has beside `path` what says nothing else than MODEL: best max_context and dtype alone.
 # A job that fails ends those after it. Modules and containers are set in train.sbatch and convert.sbatch.
+# Run again, the runs go on where they were, and what leads to an OUT/start or OUT/model that is there is left out. For more
+# steps of RL, move OUT/model and OUT/evaluation away first.
 set -euo pipefail
 # ---- edit for your site -------------------------------------------------------------------------------------------
 options=()                                        # of every job: (--account=ACCOUNT --partition=PARTITION)
@@ -22,6 +24,10 @@ fi
 slurm=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 recipe=$1 model=$2 out=$3
 shift 3
+if [ -e "$out/evaluation" ] && [ ! -e "$out/model" ]; then
+    echo "pipeline.sh: $out/evaluation has the weights of a model that was in $out/model before, and would be resumed; move it away" >&2
+    exit 2
+fi
 mkdir -p "$out"
 
 # Submit a job that waits for the last one: submit NAME [option of sbatch ...] SCRIPT [argument ...]
@@ -35,11 +41,19 @@ submit() {
     echo "$name: job $last"
 }
 
-submit convert "${convert[@]}" "$slurm/convert.sbatch" "$model" "$out/start" --to megatron
-submit sft "${train[@]}" "$slurm/train.sbatch" "$recipe" "$@" "run_dir=$out/sft" "model.path=$out/start" \
-    trainer.steps=0
-submit rl "${train[@]}" "$slurm/train.sbatch" "$recipe" "$@" "run_dir=$out/rl" \
-    "model.path=$out/sft/checkpoints/step_000000/actor" warm_start=null "trainer.steps=$steps"
-submit export "${convert[@]}" "$slurm/convert.sbatch" "$out/rl" "$out/model" --to hf
+if [ -e "$out/model" ]; then
+    echo "$out/model is there, and is evaluated"
+else
+    if [ -e "$out/start" ]; then
+        echo "$out/start is there, and is trained"
+    else
+        submit convert "${convert[@]}" "$slurm/convert.sbatch" "$model" "$out/start" --to megatron
+    fi
+    submit sft "${train[@]}" "$slurm/train.sbatch" "$recipe" "$@" "run_dir=$out/sft" "model.path=$out/start" \
+        trainer.steps=0
+    submit rl "${train[@]}" "$slurm/train.sbatch" "$recipe" "$@" "run_dir=$out/rl" \
+        "model.path=$out/sft/checkpoints/step_000000/actor" warm_start=null "trainer.steps=$steps"
+    submit export "${convert[@]}" "$slurm/convert.sbatch" "$out/rl" "$out/model" --to hf
+fi
 submit evaluate "${train[@]}" "$slurm/train.sbatch" "$recipe" "$@" "run_dir=$out/evaluation" \
     "model.path=$out/model" warm_start=null trainer.steps=0

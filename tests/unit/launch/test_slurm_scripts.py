@@ -253,6 +253,19 @@ def script_of(words):
     return next(word for word in words if word.endswith(".sbatch"))
 
 
+def test_pipeline_that_is_run_again_leaves_out_what_is_there(call, tmp_path):
+    names = ["convert", "sft", "rl", "export", "evaluate"]
+    for made, left in (("o t/start", names[1:]), ("o t/sft", names[1:]), ("o t/model", names[4:])):
+        (tmp_path / made).mkdir(parents=True)
+        status, calls, _ = call("pipeline.sh", "my.yaml", "models/a", "o t")
+        assert status == 0 and [words[2] for words in calls] == [f"--job-name={name}" for name in left]
+        assert not any(word.startswith("--dependency") for word in calls[0])
+    # A run resumes from its checkpoint, which has the weights of the model before.
+    (tmp_path / "o t/model").rename(tmp_path / "o t/evaluation")
+    status, calls, said = call("pipeline.sh", "my.yaml", "models/a", "o t")
+    assert (status, calls) == (2, []) and "o t/evaluation has the weights of a model that was in o t/model before" in said
+
+
 def test_pipeline_without_its_arguments_submits_nothing(call):
     status, calls, said = call("pipeline.sh", "my.yaml", "models/a")
     assert (status, calls) == (2, []) and said.startswith("usage: slurm/pipeline.sh RECIPE MODEL OUT")

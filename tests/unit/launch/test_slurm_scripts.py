@@ -263,7 +263,8 @@ def test_pipeline_that_is_run_again_leaves_out_what_is_there(call, tmp_path):
     # A run resumes from its checkpoint, which has the weights of the model before.
     (tmp_path / "o t/model").rename(tmp_path / "o t/evaluation")
     status, calls, said = call("pipeline.sh", "my.yaml", "models/a", "o t")
-    assert (status, calls) == (2, []) and "o t/evaluation has the weights of a model that was in o t/model before" in said
+    assert (status, calls) == (2, [])
+    assert "o t/evaluation has the weights of a model that was in o t/model before" in said
 
 
 def test_pipeline_without_its_arguments_submits_nothing(call):

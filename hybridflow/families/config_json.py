@@ -547,8 +547,8 @@ def _written_rotary(family: Family, model: ModelConfig) -> dict[str, Any]:
             "full_attention": config["rope_parameters"],
             "sliding_attention": {"rope_theta": local, "rope_type": "default"},
         }
-    if "partial_rotary_factor" in family.defaults:
-        share = 1.0 if model.rotary_dim is None else model.rotary_dim / model.head_size
+    share = 1.0 if model.rotary_dim is None else model.rotary_dim / model.head_size
+    if family.defaults.get("partial_rotary_factor", 1.0) != 1.0 or share != 1.0:
         config["partial_rotary_factor"] = config["rope_parameters"]["partial_rotary_factor"] = share
     return config
 

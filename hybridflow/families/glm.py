@@ -39,7 +39,7 @@ GLM = Family(
     defaults=_DEFAULTS,
     always={"rotary_interleaved": True},
     computed=NO_DROPOUT,
-    scalings=("linear", "llama3"),
+    scalings=("linear", "llama3", "yarn"),
     rules=(*EMBEDDINGS, *NORMS, *ATTENTION, *QKV_BIAS, *FUSED_FEED_FORWARD),
 )
 
@@ -51,7 +51,7 @@ GLM4 = Family(
     defaults=_DEFAULTS,
     always={"rotary_interleaved": True, "post_norms": True},
     computed=NO_DROPOUT,
-    scalings=("linear", "llama3"),
+    scalings=("linear", "llama3", "yarn"),
     rules=(
         *GLM.rules,
         Rule(
@@ -89,7 +89,7 @@ GLM4_MOE = Family(
     },
     always={"router_score": "sigmoid", "router_bias": True},
     computed=NO_DROPOUT,
-    scalings=("linear", "llama3"),
+    scalings=("linear", "llama3", "yarn"),
     further_layers=("eh_proj.weight", "num_nextn_predict_layers"),
     rules=(*EMBEDDINGS, *NORMS, *ATTENTION, *QKV_BIAS, *QK_NORM, *MIXTURE),
 )

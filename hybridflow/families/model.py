@@ -453,11 +453,6 @@ def _check_rotary(model: ModelConfig, scaling: RotaryScaling, owner: str) -> Non
             f"{owner}.beta_slow={scaling.beta_slow} is not below {owner}.beta_fast={scaling.beta_fast}; lower the "
             "first or raise the second"
         )
-    if scaling.kind in ("yarn", "longrope") and model.rotary_dim not in (None, model.head_size):
-        raise ConfigError(
-            f"{owner}.kind={scaling.kind} with rotary_dim={model.rotary_dim} is not computed; only 'linear' and "
-            "'llama3' are for heads that are rotated in part: choose one of them"
-        )
     for key in ("short_factor", "long_factor"):
         found = len(getattr(scaling, key))
         expected = model.rotary_size // 2 if scaling.kind == "longrope" else 0

@@ -1,4 +1,4 @@
-"""Phi-3: fused projections, LongRoPE, and a sliding window."""
+"""Phi-3 and Phi-4: fused projections, LongRoPE, and a sliding window; in Phi-4-mini a part of each head is rotated."""
 
 from hybridflow.families.family import COMMON_KEYS, EMBEDDINGS, FUSED_FEED_FORWARD, NO_DROPOUT, NORMS, Family, Rule
 
@@ -12,6 +12,7 @@ PHI3 = Family(
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,
         "tie_word_embeddings": False,
+        "partial_rotary_factor": 1.0,
         "pad_token_id": 32000,
     },
     computed={**NO_DROPOUT, "resid_pdrop": (0.0,), "embd_pdrop": (0.0,)},

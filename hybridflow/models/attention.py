@@ -327,9 +327,12 @@ class GroupedSelfAttention(SelfAttention):
 
     Attributes:
         rotation: Which of how many kinds of rotary embedding it has.
+        scaled_part: Dims at the beginning of each query and key head, and the factor on them that goes with stretched
+            frequencies; None: it is on the scores.
     """
 
     rotation = 0, 1
+    scaled_part: tuple[int, float] | None = None
     _table: Tensor | None = None
 
     def forward(
@@ -355,6 +358,11 @@ class GroupedSelfAttention(SelfAttention):
         Collective: tp. ``groups`` are this rank's query groups, 1 where several ranks share one.
         """
         query, key, value = self._project(hidden_states, key_value_states, output_gate, split_qkv)
+        if self.scaled_part is not None:
+            num_dims, factor = self.scaled_part
+            query, key = (
+                torch.cat([each[..., :num_dims] * factor, each[..., num_dims:]], dim=-1) for each in (query, key)
+            )
         if self._table is not None:
             from hybridflow.models.layer_kernels import turned
 

@@ -43,7 +43,7 @@ from hybridflow.models.latent_attention import LatentSelfAttention
 from hybridflow.models.layers import Chunks
 from hybridflow.models.lora import Dropout, attach
 from hybridflow.models.norm import ProjectionNorm, RmsNorm, normalize_output
-from hybridflow.models.rotary import all_frequencies, score_scale
+from hybridflow.models.rotary import all_frequencies, rotary_factor, score_scale
 from hybridflow.models.scoring import Scoring
 from hybridflow.models.sequence_parallel import SequenceSwitch
 from hybridflow.parallel.accelerators import has_transformer_engine
@@ -465,6 +465,8 @@ def _finish_layer(
     if model.attention_sinks:
         core.add_sinks()
     has_other_rotation = index in model.no_rope_layers or (has_window and model.local_rotary_base is not None)
+    if model.kv_lora_rank is None and model.rotary_size < model.head_size and rotary_factor(model) != 1:
+        layer.self_attention.scaled_part = model.rotary_size, rotary_factor(model)
     if _has_two_rotations(model):
         layer.self_attention.rotation = int(has_other_rotation), 2
     core.scoring = Scoring(

@@ -65,11 +65,11 @@ def rotary_factor(model: ModelConfig) -> float:
 def score_scale(model: ModelConfig) -> float:
     """Return the factor on attention scores, that of stretched frequencies included where it is on whole heads.
 
-    In latent attention a part of each head turns, and ``rotary_factor`` is on that part alone.
+    Where a part of each head turns, ``rotary_factor`` is on that part alone.
     """
     scale = model.plain_scale
     if model.kv_lora_rank is None:
-        return scale * rotary_factor(model) ** 2
+        return scale * rotary_factor(model) ** 2 if model.rotary_size == model.head_size else scale
     scaling = model.rotary_scaling
     if scaling is None or scaling.mscale_all_dim is None:
         return scale

@@ -125,6 +125,20 @@ CASES = {
         given={**PHI3, "original_max_position_embeddings": 8, **LONG},
         lengths=(12, 19, 9, 15),
     ),
+    "phi4 mini": Case(
+        config="Phi3",
+        given={
+            **{**PHI3, "original_max_position_embeddings": 8, "sliding_window": None, "tie_word_embeddings": True},
+            **rope(
+                "longrope",
+                partial_rotary_factor=0.75,
+                short_factor=[1.0 + 0.1 * pair for pair in range(6)],
+                long_factor=[1.5 + 0.7 * pair for pair in range(6)],
+            ),
+        },
+        lengths=(12, 19, 9, 15),
+        is_fast=False,
+    ),
     "phi3, longrope, short": Case(
         config="Phi3", given={**PHI3, "original_max_position_embeddings": 32, **LONG}, lengths=(12, 19, 3, 15)
     ),
@@ -184,6 +198,14 @@ CASES = {
         is_fast=False,
     ),
     "glm4": Case(config="Glm4", given={"head_dim": 24, **rope("linear", factor=2.0)}, is_fast=False),
+    "glm4, yarn": Case(
+        config="Glm4",
+        given={
+            "head_dim": 24,
+            **rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, beta_slow=0.5),
+        },
+        is_fast=False,
+    ),
     "olmo2": Case(config="Olmo2", given={"head_dim": 32, **rope("default")}, is_fast=False),
     "olmo3": Case(
         config="Olmo3",

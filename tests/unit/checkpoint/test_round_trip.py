@@ -34,6 +34,10 @@ CASES = {family: (family, {}) for family in FAMILIES} | {
         {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     ),
     "gemma, untied": ("gemma", {"tie_word_embeddings": False}),
+    "phi3, part of a head": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
     "phi3, longrope": ("phi3", {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
 }
 

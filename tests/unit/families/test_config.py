@@ -70,6 +70,7 @@ SIZES = {
     "Qwen2.5-0.5B": (24, 896, 4864, 14, 2, 32768, 151936),
     "Qwen3-8B": (36, 4096, 12288, 32, 8, 40960, 151936),
     "Phi-3-mini-4k": (32, 3072, 8192, 32, 32, 4096, 32064),
+    "Phi-4-mini": (32, 3072, 8192, 24, 8, 131072, 200064),
     "Phi-3-mini-128k": (32, 3072, 8192, 32, 32, 131072, 32064),
     "gemma-2b": (18, 2048, 16384, 8, 1, 8192, 256000),
     "gemma-2-9b": (42, 3584, 14336, 16, 8, 8192, 256000),
@@ -193,6 +194,22 @@ REAL = {
         },
         {
             "window": 262144,
+            "rotary_scaling": RotaryScaling(
+                kind="longrope",
+                factor=32.0,
+                original_context=4096,
+                short_factor=tuple(SHORT),
+                long_factor=tuple(LONG),
+            ),
+        },
+    ),
+    "Phi-4-mini": (
+        {
+            **{**PHI3, "tie_word_embeddings": True, "sliding_window": 262144, "partial_rotary_factor": 0.75},
+            "rope_scaling": {"long_factor": LONG, "short_factor": SHORT, "type": "longrope"},
+        },
+        {
+            **{"tied_embeddings": True, "rotary_dim": 96, "window": 262144},
             "rotary_scaling": RotaryScaling(
                 kind="longrope",
                 factor=32.0,
@@ -507,7 +524,7 @@ def models(draw, family):
         values["qk_norm"] = draw(st.booleans())
     caps = {"attention_softcap", "logit_softcap"} & {*family.keys.values()}
     values |= {cap: draw(st.none() | FLOATS) for cap in sorted(caps)}
-    if "partial_rotary_factor" in family.defaults:
+    if "partial_rotary_factor" in family.defaults and "longrope" not in family.scalings:
         values["rotary_dim"] = draw(st.sampled_from([None, 2, 4, 6, 8]))
     if "rope_local_base_freq" in family.defaults and "window" in values:
         values["local_rotary_base"] = draw(FLOATS)

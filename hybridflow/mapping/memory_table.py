@@ -49,17 +49,15 @@ def memory_summary(memory: Sequence[RankMemory]) -> str:
     """Describe the ranks that need the most and the least, and what the estimate leaves out."""
     order = sorted(range(len(memory)), key=lambda rank: memory[rank].peak)
     least, most = order[0], max(order, key=lambda rank: (memory[rank].peak, -rank))
-    return (
+    lines = [
         f"most on rank {most}: {format_bytes(memory[most].peak)}; least on rank {least}: "
-        f"{format_bytes(memory[least].peak)}\n"
-        "rollout, update: all models of the rank in that phase; without the CUDA context, NCCL and fragmentation"
-        + (f"\n{_cache_note(memory)}" if memory[most].spare else "")
-    )
-
-
-def _cache_note(memory: Sequence[RankMemory]) -> str:
-    tightest = max(memory, key=lambda needed: needed.least)
-    return (
-        "cache, rollout: the largest cache that a rollout could use; a job takes only rollout.cache_memory of the "
-        f"free memory. Least that must fit: {format_bytes(tightest.least)}"
-    )
+        f"{format_bytes(memory[least].peak)}",
+        "rollout, update: all models of the rank in that phase; without the CUDA context, NCCL and fragmentation",
+    ]
+    if memory[most].spare:
+        tightest = max(range(len(memory)), key=lambda rank: (memory[rank].least, -rank))
+        lines[0] = (
+            f"must fit: {format_bytes(memory[tightest].least)} on rank {tightest}; a cache takes rollout.cache_memory "
+            f"of what is free beside it\nwith the largest caches that rollouts could use, as in the table: {lines[0]}"
+        )
+    return "\n".join(lines)

@@ -322,16 +322,20 @@ def generation_seconds(
 
 def check_estimated(recipe: Recipe, hardware: Hardware) -> None:
     """Refuse a recipe that has what is not estimated, whatever its layouts. Raises ConfigError."""
+    rollout = recipe.rollout
     refused = {
-        "actor.lora": recipe.actor.lora is not None,
-        f"actor.fp8={recipe.actor.fp8}": recipe.actor.fp8 != "none",
-        "rollout.environment": recipe.rollout.environment is not None,
-        f"rollout.engine.kind={recipe.rollout.engine.kind}": recipe.rollout.engine.is_server,
-        f"model.implementation={recipe.model.implementation}": recipe.model.implementation != "megatron",
+        "actor.lora": (recipe.actor.lora is not None, "actor.lora=null"),
+        f"actor.fp8={recipe.actor.fp8}": (recipe.actor.fp8 != "none", "actor.fp8=none"),
+        "rollout.environment": (rollout.environment is not None, "rollout.environment=null"),
+        f"rollout.engine.kind={rollout.engine.kind}": (rollout.engine.is_server, "rollout.engine.kind=megatron"),
+        f"model.implementation={recipe.model.implementation}": (
+            recipe.model.implementation != "megatron",
+            "model.implementation=megatron",
+        ),
     }
-    for name, is_there in refused.items():
+    for name, (is_there, remedy) in refused.items():
         if is_there:
-            raise ConfigError(f"{name}: not estimated yet; estimate the recipe without it")
+            raise ConfigError(f"{name}: not estimated yet; estimate the recipe without it, by {remedy}")
     if recipe.model.dtype != hardware.dtype:
         raise ConfigError(
             f"model.dtype={recipe.model.dtype}: this hardware is described for {hardware.dtype}; change the dtype, or "

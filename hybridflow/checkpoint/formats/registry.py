@@ -186,7 +186,9 @@ def make_target(
     for name, takers in _TAKERS.items():
         if name in given and format not in takers:
             told = f"{name}={given[name]}: format {format} has no such option"
-            raise ConfigError(f"{told}; leave it out, or write {', '.join(takers)}")
+            is_free = name == "layout" and format == "megatron-dist"
+            why = ", Megatron loads this format in any layout" if is_free else ""
+            raise ConfigError(f"{told}; leave it out{why}, or write {', '.join(takers)}")
     sizes = {} if max_shard_bytes is None else {"max_shard_bytes": max_shard_bytes}
     if source.model.implementation == "transformers":
         if format not in ("hf", "peft"):

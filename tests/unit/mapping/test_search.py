@@ -391,7 +391,7 @@ def test_where_any_will_do_the_search_ends_with_the_first_that_fits(recipe):
         (("--gpus", "1", "cluster.memory_budget_gb=20"), "nothing fits 1 GPUs, of which each may need 20 GB; "),
         (("--gpus", "12"), "12 ranks are no whole nodes of 8"),
         (("model.dtype=fp32", "--gpus", "1"), "model.dtype=fp32: this hardware is described for bf16"),
-        (("actor.lora={rank: 8}", "--gpus", "1"), "actor.lora: not estimated yet"),
+        (("actor.lora={rank: 8}", "--gpus", "1"), "estimate the recipe without it, by actor.lora=null"),
     ],
 )
 def test_requests_without_an_answer_end_with_2(capsys, recipe, words, message):

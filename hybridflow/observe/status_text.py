@@ -48,8 +48,8 @@ def as_text(status: RunStatus, planned: Plan | None = None) -> str:
 
 def as_table(statuses: Sequence[RunStatus]) -> str:
     """Format several runs, one row each."""
-    head = ("run", "state", "step", "reward", "tokens/s", "s/step", "left", "saved", "restarts", "doing or cause")
-    return "\n".join(format_table([head, *map(_row, statuses)]))
+    head = ("run", "state", "step", "reward", "held-out", "tokens/s", "s/step", "left", "saved", "restarts")
+    return "\n".join(format_table([(*head, "doing or cause"), *map(_row, statuses)]))
 
 
 def _headline(status: RunStatus) -> str:
@@ -137,6 +137,7 @@ def _row(status: RunStatus) -> tuple[str, ...]:
         status.state,
         _step_line(status) or "-",
         known(status.reward, "{:.3f}"),
+        known(status.score, "{:.1%}" if status.is_accuracy else "{:.3f}"),
         known(status.tokens_per_s, "{:,.0f}"),
         known(status.step_s, "{:.2f}"),
         "-" if status.left_s is None else duration(status.left_s),

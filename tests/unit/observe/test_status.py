@@ -187,7 +187,9 @@ def test_the_command(run_dir: Path, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["status", str(run_dir), str(other), str(run_dir.parent.parent)]) == 2
     printed = capsys.readouterr()
     head, first, second = printed.out.splitlines()
-    assert head.split()[:3] == ["run", "state", "step"] and "holds no run" in printed.err
+    assert head.split()[:5] == ["run", "state", "step", "reward", "held-out"] and "holds no run" in printed.err
+    # Step 3 of 10, reward 0.3, and the accuracy that the last validation found.
+    assert first.split()[2:7] == ["3", "of", "10", "0.300", "25.0%"]
     assert [line.split()[:2] for line in (first, second)] == [[str(run_dir), "silent"], [str(other), "failed"]]
     # The data of a recipe whose run went elsewhere is no run.
     (run_dir.parent / "z/data").mkdir(parents=True)

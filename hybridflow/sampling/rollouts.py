@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,10 +17,9 @@ from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.dataflow.move import Mover
 from hybridflow.dataflow.role import Metrics
 from hybridflow.dataflow.schedule import Move
-from hybridflow.errors import EngineError, RewardError
+from hybridflow.errors import EngineError
 from hybridflow.models.flops import model_flops, sampling_flops
 from hybridflow.models.routing import choice_dtype, unknown_choice
-from hybridflow.observe.rank_log import say
 from hybridflow.observe.work import add_work
 from hybridflow.placement.job import Job
 from hybridflow.placement.loss_mask import TRUNCATED
@@ -30,11 +29,12 @@ from hybridflow.rollout.dealing import Claims, Deal
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.engines.http_engine import HttpEngine
 from hybridflow.rollout.environment import Conversation, Environments
-from hybridflow.rollout.log_file import LogWriter
-from hybridflow.rollout.request import Progress, Request, Response, RolloutStopped, SampleKey, SamplingParams, expand
+from hybridflow.rollout.request import Progress, Request, RolloutStopped, SamplingParams, expand
 from hybridflow.rollout.sampling import FAILURES, NOT_FINITE
 from hybridflow.rollout.texts import with_stop_tokens
-from hybridflow.sampling.partial_rollouts import PartialRollouts
+from hybridflow.sampling.conversations import measure_conversations, tell_failures
+from hybridflow.sampling.known_responses import KnownResponses, SamplingProgress
+from hybridflow.sampling.partial_rollouts import Pairs, PartialRollouts
 from hybridflow.sampling.replay import Replay
 from hybridflow.sampling.rollout_buffer import measure_staleness
 from hybridflow.sampling.rollout_log import RolloutLog, to_logged
@@ -43,7 +43,6 @@ from hybridflow.sampling.validation import validation_id
 if TYPE_CHECKING:
     from hybridflow.rollout.engines.vllm_engine import VllmEngine
 
-Pairs = list[tuple[Request, Response]]
 IdOf = Callable[[Request], int]
 
 _COLUMNS = ("tokens", "prompt_lengths", "prompt_indices", "response_mask", "rollout_log_probs")
@@ -51,57 +50,6 @@ _COLUMNS = ("tokens", "prompt_lengths", "prompt_indices", "response_mask", "roll
 
 _SAMPLING = {item.name for item in fields(SamplingParams)} & {item.name for item in fields(RolloutConfig)}
 """Keys of ``rollout`` that say how a response is sampled."""
-
-
-@dataclass(frozen=True)
-class _Progress:
-    """What goes on beside generating, see ``request.Progress``."""
-
-    is_stopping: Callable[[], bool]
-    log: LogWriter | None = None
-
-    def finished(self, pairs: Pairs) -> None:
-        """Keep finished and paused responses, on the rank that has a log. A failed one is tried again."""
-        if self.log is not None:
-            self.log.add(to_logged(ask, got) for ask, got in pairs if got.finish != "failed" and len(got.tokens))
-
-
-class _Known:
-    """Responses that there are before a step samples: those that are done are not generated again.
-
-    Args:
-        found: Of a log, a replay, or the step before, by key.
-        carried: Those of the step before.
-        progress: Keeps what is done, so that the log of this start has the whole step.
-
-    Attributes:
-        again: The done ones that were asked for.
-    """
-
-    def __init__(self, found: Mapping[SampleKey, Response], carried: Container[SampleKey], progress: _Progress) -> None:
-        self.again: Pairs = []
-        self._found, self._carried, self._progress = found, carried, progress
-        self._num_begun = self._num_done_early = 0
-
-    def missing(self, requests: list[Request]) -> list[Request]:
-        """Return the requests that are to be generated, from where they were paused; note the others."""
-        pairs = [(ask, self._found.get(ask.key)) for ask in requests]
-        done = [(ask, got) for ask, got in pairs if got is not None and got.finish != "paused"]
-        if done:
-            self._progress.finished(done)
-            self.again.extend(done)
-        self._num_done_early += sum(ask.key in self._carried for ask, _ in done)
-        begun = [replace(ask, begun=got) for ask, got in pairs if got is None or got.finish == "paused"]
-        self._num_begun += sum(ask.begun is not None for ask in begun)
-        return begun
-
-    def counts(self, num_claimed: int) -> dict[str, int]:
-        """Return how many responses were known, begun earlier, or claimed from another replica."""
-        return {
-            "rollout/reused": len(self.again) - self._num_done_early,
-            "rollout/continued": self._num_begun + self._num_done_early,
-            "rollout/claimed": num_claimed,
-        }
 
 
 class Rollouts:
@@ -187,7 +135,7 @@ class Rollouts:
             return self._converse(self._conversations, groups, example_of, None, self._validation_id)
         deal = self._deal(groups)
         try:
-            progress = _Progress(self.is_stopping)
+            progress = SamplingProgress(self.is_stopping)
             pairs = self._drive(deal.first, "validation", progress, deal.more, _expected(deal, groups))
         except RolloutStopped:
             pairs = []
@@ -256,8 +204,8 @@ class Rollouts:
         if self._replay is not None:
             found |= self._replay.find(expected)
         with contextlib.nullcontext() if kept is None else kept.log(step, prompts) as log:
-            progress = _Progress(self.is_stopping, log)
-            known = _Known(found, carried, progress)
+            progress = SamplingProgress(self.is_stopping, log)
+            known = KnownResponses(found, carried, progress)
 
             def more(num_open: int) -> list[Request]:
                 while requests := deal.more(num_open):
@@ -400,11 +348,12 @@ class Rollouts:
             requests, found = [], []
         pairs = [(ask, each.response) for ask, each in zip(requests, found, strict=True)]
         self._count(pairs)
-        self._tell_failures(found)
+        if self._place.tp == self._place.pp == 0:
+            tell_failures(found)
         if step is not None:
             self._archive(step, groups, requests, found)
             self._measure_engine()
-            self._measure(found, num_learned)
+            measure_conversations(self._job, found, num_learned, self.metrics)
             self._tell(pairs)
         batch = self._columns(pairs, id_of)
         if batch is None:
@@ -453,33 +402,6 @@ class Rollouts:
             measured = self.engine.metrics
             self.metrics.add_count("rollout/preempted", measured["preempted"])
             self.metrics.add_share("rollout/prefill_share", measured["prompt_computed"], measured["prompt_tokens"])
-
-    def _tell_failures(self, found: list[Conversation]) -> None:
-        errors = [each.error for each in found if each.error is not None]
-        if errors and self._place.tp == self._place.pp == 0:
-            say(f"environment: failed in {len(errors)} of {len(found)} samples; one: {errors[0]}")
-
-    def _measure(self, found: list[Conversation], num_learned: int) -> None:
-        """Measure how long conversations were, and how many failed. Collective: the rollout mesh.
-
-        Raises:
-            RewardError: All failed of those that were to be learned from, so many on this replica.
-        """
-        mesh, errors = self._mesh, [each.error for each in found if each.error is not None]
-        share = [num_learned, len(found), sum(each.num_turns for each in found), len(errors), errors[:1]]
-        # Each replica has its own samples, and its first rank tells of them.
-        shares = self._job.world.coordinator(mesh.ranks).gather(share, "conversations")
-        firsts = [mesh.group_of(each, "tp", "pp")[0] for each in mesh.group_of(self._job.world.rank, "dp")]
-        sample_stats: list[list[Any]] = [shares[mesh.ranks.index(each)] for each in firsts]
-        *counts, failures = zip(*sample_stats, strict=True)
-        num_learned, num_samples, num_turns, num_failed = (sum(each) for each in counts)
-        if num_failed and num_failed == num_learned:
-            first = next(error for each in failures for error in each)
-            raise RewardError(
-                f"the environment failed in all {num_failed} samples: {first}; mend it, there is nothing to learn from"
-            )
-        self.metrics.add_share("environment/turns_mean", num_turns, num_samples)
-        self.metrics.add_count("environment/failed", num_failed)
 
 
 def _expected(deal: Deal, groups: list[list[Request]]) -> list[Request]:

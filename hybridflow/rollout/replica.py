@@ -45,6 +45,7 @@ class Replica:
 
     Attributes:
         version: Number of the weights, noted beside each token; the caller's to set.
+        num_changes: How often the weights have changed.
         metrics: Metrics of the last session that came to its end; set by who ended it.
         runner: Computes the model, over a cache of its own making.
         keeps_choices: Whether responses tell the experts that each token was sent to.
@@ -82,14 +83,9 @@ class Replica:
             model, groups, vocab_size, max_rows=max_concurrent, max_steps=LOOK_STEPS, keeps_choices=keeps_choices
         )
         self._sent: tuple[dist.Work, Tensor] | None = None
-        self._num_changes = 0
+        self.num_changes = 0
         mates, own = (dist.get_process_group_ranks(group) for group in (groups.tp_ep, groups.tp))
         self._is_in_lockstep = model.config.num_moe_experts is not None and not {*mates} <= {*own}
-
-    @property
-    def num_changes(self) -> int:
-        """Return how often the weights have changed."""
-        return self._num_changes
 
     def weights_changed(self) -> None:
         """Drop what was derived from the model's weights, and free its memory.
@@ -97,7 +93,7 @@ class Replica:
         An open session goes on with the new weights: it recomputes its cache.
         """
         self.runner.forget()
-        self._num_changes += 1
+        self.num_changes += 1
 
     def prepare(self) -> None:
         """Derive from the weights what the quick path needs, if it is not there."""

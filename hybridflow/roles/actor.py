@@ -110,33 +110,35 @@ class Actor(Role):
         are freed, except on ranks that only generate. An update does not wait for these ranks.
         """
         if phase == "update":
-            stays = self._reshard_every > 1
-            if self.rollouts is not None and not stays:
-                self.rollouts.engine.weights_changed()
-            if self._rollout_weights is not None and not stays:
-                if self.model is not None:
-                    self._rollout_weights.release()
-                self._rollout_is_current = False
-            if self._pushed is not None:
-                self._pushed.sleep()
-            give_back_unused(self._job.world.device)
-            for away in (self._offload, self._shards):
-                if away is not None:
-                    away.restore()
-            return
+            self._begin_update()
+        else:
+            self._begin_rollout()
+
+    def _begin_update(self) -> None:
+        """Free what only a rollout needs, and bring back what waited in host memory."""
+        stays = self._reshard_every > 1
+        if self.rollouts is not None and not stays:
+            self.rollouts.engine.weights_changed()
+        if self._rollout_weights is not None and not stays:
+            if self.model is not None:
+                self._rollout_weights.release()
+            self._rollout_is_current = False
+        if self._pushed is not None:
+            self._pushed.sleep()
+        give_back_unused(self._job.world.device)
+        for away in (self._offload, self._shards):
+            if away is not None:
+                away.restore()
+
+    def _begin_rollout(self) -> None:
+        """Move away what only an update needs, and bring the rollout's weights up to date."""
         if self.model is not None:
             self.model.settle()
         if self._offload is not None:
             self._offload.offload()
         give_back_unused(self._job.world.device)
         if self._rollout_weights is not None and not self._rollout_is_current:
-            if self._shards is not None:
-                self._shards.restore()
-            for name, value in self._rollout_weights.refresh().items():
-                # A validation within the step may reshard once more: what is moved adds up, what is kept does not.
-                is_kept = name in ("reshard/extra_bytes", "reshard/adapter_bytes")
-                before = 0.0 if is_kept else self.metrics.get(name, 0.0)
-                self.metrics[name] = before + value
+            self._reshard(self._rollout_weights)
         if self._shards is not None:
             self._shards.offload()
             give_back_unused(self._job.world.device)
@@ -147,6 +149,16 @@ class Actor(Role):
         if not self._rollout_is_current:
             self._rollout_version = self.num_updates
         self._rollout_is_current = True
+
+    def _reshard(self, weights: RolloutWeights) -> None:
+        """Update the rollout layout's weights, and measure that. Collective: all ranks of both layouts."""
+        if self._shards is not None:
+            self._shards.restore()
+        for name, value in weights.refresh().items():
+            # A validation within the step may reshard once more: what is moved adds up, what is kept does not.
+            is_kept = name in ("reshard/extra_bytes", "reshard/adapter_bytes")
+            before = 0.0 if is_kept else self.metrics.get(name, 0.0)
+            self.metrics[name] = before + value
 
     @contextlib.contextmanager
     def optimizer_at_hand(self) -> Iterator[None]:

@@ -21,6 +21,8 @@ from hybridflow.api.roles import Actor
 from hybridflow.api.token_rows import token_rows
 from hybridflow.api.worker_engines import HFWorker, HybridWorker, MegatronWorker, Options, UserWorker, VllmWorker
 from hybridflow.api.world import find_world
+from hybridflow.data.chat import chat_template, read_messages, render_chat
+from hybridflow.data.rows import are_messages
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, start_of, tokenizer_in
 from hybridflow.errors import ConfigError, DataError, EngineError
 from hybridflow.families.hub_cache import find_model
@@ -127,7 +129,11 @@ class RolloutWorker(FlowNode):
 
     def generate(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]] | Tensor | Mapping[str, Any],
+        prompts: Sequence[str]
+        | Sequence[Sequence[int]]
+        | Sequence[Sequence[Mapping[str, Any]]]
+        | Tensor
+        | Mapping[str, Any],
         max_new_tokens: int = 128,
         temperature: float = 1.0,
         *,
@@ -142,8 +148,8 @@ class RolloutWorker(FlowNode):
         """Return responses to prompts. Collective: all ranks, with the same arguments.
 
         Args:
-            prompts: Texts, or token ids of each, at least one; or ``input_ids`` with their ``attention_mask``, as a
-                tokenizer of ``transformers`` gives them.
+            prompts: Texts, conversations as lists of messages, or token ids of each, at least one; or ``input_ids``
+                with their ``attention_mask``, as a tokenizer of ``transformers`` gives them.
             max_new_tokens: Most tokens of a response.
             temperature: Divides the logits.
             do_sample: Whether to sample; else the likeliest token is taken.
@@ -262,16 +268,28 @@ class RolloutWorker(FlowNode):
             )
         rows = []
         for number, prompt in enumerate(prompts):
-            if isinstance(prompt, str):
-                if self.tokenizer is None:
-                    raise DataError(
-                        f"prompt {number}: is text, and there is no tokenizer; give tokenizer=…, or token ids"
-                    )
-                prompt = [*start_of(self.tokenizer), *self.tokenizer.encode(prompt)]
-            rows.append(torch.as_tensor(prompt, dtype=torch.int64))
+            if isinstance(prompt, str) or are_messages(prompt):
+                prompt = self._encoded_text(prompt, number)
+            try:
+                rows.append(torch.as_tensor(prompt, dtype=torch.int64))
+            except (TypeError, ValueError, RuntimeError):
+                raise DataError(
+                    f"prompt {number}: found {prompt!r:.60}, expected text, a list of messages, or token ids"
+                ) from None
             if rows[-1].dim() != 1 or len(rows[-1]) == 0:
                 raise DataError(f"prompt {number}: found shape {[*rows[-1].shape]}, expected token ids, at least one")
         return rows
+
+    def _encoded_text(self, prompt: str | list[Any], number: int) -> list[int]:
+        """Return the tokens of a text, or of a conversation, whose template decides about its beginning."""
+        if self.tokenizer is None:
+            raise DataError(f"prompt {number}: is text, and there is no tokenizer; give tokenizer=…, or token ids")
+        if isinstance(prompt, str):
+            return [*start_of(self.tokenizer), *self.tokenizer.encode(prompt)]
+        template = chat_template(self.tokenizer)
+        if template is None:
+            raise DataError(f"prompt {number}: has messages, and {self.tokenizer.path} no chat_template; give the text")
+        return self.tokenizer.encode(render_chat(template, self.tokenizer, read_messages(prompt, f"prompt {number}")))
 
 
 def _kept(model: Any) -> Callable[[], Any]:

@@ -193,6 +193,7 @@ def test_the_name_of_a_special_token_ends_a_response_in_every_engine(folder):
 
 
 def refusals(world: World, folder: Path) -> None:
+    """What a worker refuses, and conversations, which only a tokenizer with a template takes."""
     path = str(folder / "model-1")
     bare = RolloutWorker(transformers.LlamaForCausalLM.from_pretrained(path))
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -206,11 +207,21 @@ def refusals(world: World, folder: Path) -> None:
         (["1+1="], "there is no tokenizer"),
         ([[]], "at least one"),
         ([[1] * 70], "70 tokens"),
+        ([{"prompt": "1+1="}], "expected text, a list of messages, or token ids"),
+        ([[{"role": "user", "content": "1"}]], "there is no tokenizer"),
         ("1+1=", "found one str, expected a list"),
         ({"prompt": "1+1="}, "found one dict, expected a list"),
         (masked, "attention_mask keeps"),
     ):
         complains(lambda prompts=prompts: bare.generate(prompts), [words], DataError)
+    talk = [{"role": "user", "content": "1+1="}]
+    complains(lambda: RolloutWorker(path).generate([talk]), ["chat_template"], DataError)
+    write_tokenizer(folder / "chat", chat_template="{% for m in messages %}{{ m.content }}{% endfor %}2+2=")
+    worker = RolloutWorker(path, tokenizer=str(folder / "chat"))
+    by_messages, by_text = (
+        worker.generate([prompt], max_new_tokens=4, do_sample=False)[0].tokens.tolist() for prompt in (talk, "1+1=2+2=")
+    )
+    assert by_messages == by_text
 
 
 def test_what_cannot_be_done_is_refused(folder):

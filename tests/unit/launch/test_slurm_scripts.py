@@ -22,7 +22,7 @@ words=$(printf '|%s' "$@")
 printf '%s\n' "$name${words//$'\n'/ }" >> "$LOG"
 case $name in
     sbatch) echo $((100 + $(grep -c ^sbatch "$LOG"))) ;;
-    scontrol) echo "JobId=7 JobState=${STATE:-RUNNING} Reason=None" ;;
+    scontrol) echo "JobId=7 JobState=${STATE:-RUNNING} Reason=None Requeue=${REQUEUE:-1} Restarts=0" ;;
     squeue) case $* in *%L) echo "${LEFT:-10:00}" ;; *) echo n1 ;; esac ;;
     srun)
         [[ $* != *hybridflow* || -z $HANGS ]] || { trap '' USR1; kill -$HANGS $PPID; /bin/sleep 1; }
@@ -160,6 +160,18 @@ def test_a_time_limit_that_leaves_no_time_to_begin_ends_the_job_at_its_third_sta
         found, calls, said = call(script, *argv, HANGS=signal, STATUS="75", SLURM_RESTART_COUNT=restarts, **job)
         assert found == end and ("submit with a longer --time" in said) == (end == 2), said
         assert any(words[:2] == ["scontrol", "requeue"] for words in calls) == (end == 75)
+
+
+@pytest.mark.parametrize("script", ["train.sbatch", "sweep.sbatch", "hetjob.sbatch"])
+def test_a_job_that_may_not_be_requeued_says_so_and_ends_at_once(call, tmp_path, script):
+    (tmp_path / "lr.txt").write_text("a=1\nb=1\n")
+    argv = ["tiny.yaml", "lr.txt"] if script == "sweep.sbatch" else ["tiny.yaml"]
+    job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS_PER_NODE": "1", **ARRAY}
+    status, calls, said = call(script, *argv, STATUS="75", REQUEUE="0", **job)
+    assert status == 75 and "--no-requeue" in said and "submit it again" in said
+    assert not any(words[:2] == ["scontrol", "requeue"] for words in calls)
+    # Ranks that save until the time is up are not ended for a place in the queue that the job cannot have.
+    assert call(script, *argv, HANGS="USR1", LEFT="0:15", STATUS="0", REQUEUE="0", **job)[0] == 0
 
 
 @pytest.mark.parametrize("script", [path.name for path in sorted(SCRIPTS.glob("*.sbatch"))])

@@ -57,7 +57,8 @@ def _headline(status: RunStatus) -> str:
     activity = None if status.activity is None else _printable(status.activity)
     if status.state == "silent":
         told += "" if status.sign_age_s is None else f" for {duration(status.sign_age_s)}"
-        return told + ": killed, or its node is down" + ("" if activity is None else f"; it was at {activity}")
+        at = "" if activity is None else f"; it was at {activity}"
+        return f"{told}: killed or suspended, or its node is down{at}"
     if activity is None:
         return told + ("" if status.end_age_s is None else f", {duration(status.end_age_s)} ago")
     return (
@@ -121,7 +122,7 @@ def _starts_line(status: RunStatus) -> str | None:
     hosts = [_printable(host) for host in status.hosts[:_NUM_HOSTS]]
     words += [] if not hosts else [f"of {', '.join(hosts)}" + (", …" if len(status.hosts) > _NUM_HOSTS else "")]
     job = "" if status.job_id is None else f"; job {_printable(status.job_id)}"
-    slurm = "" if not status.slurm_restarts else f", restarted {status.slurm_restarts} times by Slurm"
+    slurm = "" if not status.slurm_restarts else f", Slurm's restart {status.slurm_restarts}"
     return " ".join(words) + job + slurm
 
 

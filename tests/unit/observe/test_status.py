@@ -81,7 +81,7 @@ def test_a_running_job(run_dir: Path):
         "  speed   233 tokens/s, 4.00 s a step: rollout 2.00",
         "  left    28 s at this pace, 1 min 0 s of the job's time",
         "  saved   step 2, 20 s ago; the best is step 1",
-        "  starts  2, the last 40 s ago from step 1 on 2 ranks of a; job 17, restarted 1 times by Slurm",
+        "  starts  2, the last 40 s ago from step 1 on 2 ranks of a; job 17, Slurm's restart 1",
         "  before  killed",
     ]
 
@@ -93,7 +93,8 @@ def test_one_that_gives_no_sign(run_dir: Path):
     assert (status.state, status.sign_age_s, status.activity, status.job_left_s) == ("silent", 31, "actor.sample", None)
     (run_dir / "logs" / "0002").mkdir(parents=True)
     lines = as_text(read_status(run_dir, BEGAN_S + 38 + 120)).splitlines()
-    assert lines[0] == f"{run_dir}: no sign of life for 2 min 0 s: killed, or its node is down; it was at actor.sample"
+    cause = "killed or suspended, or its node is down; it was at actor.sample"
+    assert lines[0] == f"{run_dir}: no sign of life for 2 min 0 s: {cause}"
     assert lines[-1] == f"  logs    {run_dir}/logs/0002"
 
 

@@ -201,7 +201,8 @@ def join_world(
     signatures = wait_for_all(store, start, start_deadline_s, device, signals)
     # NCCL's groups find one another by it at their first message, for which a rank may come late.
     store.set_timeout(timedelta(seconds=deadline_s))
-    check_nodes(start, [each.host for each in signatures])
+    hosts = tuple(each.host for each in signatures)
+    check_nodes(start, hosts)
     check_gpus(signatures)
     if start.is_local and sys.platform.startswith("linux"):
         # Who is on one machine needs no network, and nobody outside needs to reach it.
@@ -215,6 +216,7 @@ def join_world(
         store=store,
         secret=b"" if start.launcher == "alone" else find_secret(start.secret),
         uses_mpi=start.launcher == "mpi",
+        hosts=hosts,
     )
 
 

@@ -48,6 +48,7 @@ class World:
         uses_mpi: MPI started the job.
         watch: The watch over all ranks; None: nobody watches.
         before_exit: As of ``Watch``, where nobody watches: called with the cause of a failure, in a line.
+        hosts: Name of each rank's node, in rank order; empty where only ``ranks_per_node`` is known.
     """
 
     rank: int
@@ -60,6 +61,7 @@ class World:
     uses_mpi: bool = False
     watch: Watch | None = None
     before_exit: Callable[[str], None] | None = None
+    hosts: tuple[str, ...] = ()
     _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     _coordinators: dict[tuple[int, ...], Coordinator] = field(default_factory=dict)
     _mpi_links: dict[tuple[int, ...], MpiLink] = field(default_factory=dict)

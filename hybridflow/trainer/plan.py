@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridflow.config.recipe import CRITICS, Recipe
@@ -132,11 +132,17 @@ def _validation(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> Program:
     return (*sample.whole, Branch("go_on", "job", score.whole))
 
 
-def placement_warnings(meshes: Mapping[str, DeviceMesh]) -> tuple[str, ...]:
-    """Describe in words what works but is slow in the placement."""
+def placement_warnings(meshes: Mapping[str, DeviceMesh], hosts: Sequence[str] = ()) -> tuple[str, ...]:
+    """Describe in words what works but is slow in the placement.
+
+    Args:
+        meshes: The job's meshes, for whom all nodes are of one size.
+        hosts: The node of each rank, where that is known: nodes may be of several sizes.
+    """
     across: dict[tuple[int, int], list[str]] = {}
     for mesh in meshes.values():
-        if mesh.spans_nodes("tp"):
+        spans = any(len({hosts[rank] for rank in group}) > 1 for group in mesh.groups("tp")) if hosts else True
+        if spans and mesh.spans_nodes("tp"):
             across.setdefault((mesh.layout.tp, mesh.ranks_per_node), []).append(mesh.name)
     return tuple(
         f"{', '.join(names)}: tensor-parallel groups of {tp} reach across nodes (ranks on each: {per_node}), and "

@@ -106,7 +106,8 @@ def make_trainer(
     recipe = with_micro_batches(recipe, plan.meshes, world.gpu_bytes())
     check_budget(recipe, plan.meshes)
     if world.rank == 0:
-        for warning in (*transformers_note(recipe), *placement_warnings(plan.meshes), *recipe_warnings(recipe)):
+        placement = placement_warnings(plan.meshes, world.hosts)
+        for warning in (*transformers_note(recipe), *placement, *recipe_warnings(recipe)):
             complain(warning)
         slow = cpu_warning(recipe) if world.device.type == "cpu" else None
         if slow is not None:

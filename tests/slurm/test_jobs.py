@@ -95,6 +95,8 @@ def test_two_kinds_of_nodes_are_one_world(cluster, tmp_path):
     finish(cluster, job)
     actor, critic = cluster.jobs(job)
     assert actor["NodeList"] != critic["NodeList"]
+    # A node has two ranks, the other one: the actor's two, of one tensor-parallel group, are on the first.
+    assert "reach across nodes" not in output(cluster, job)
     (start,) = read_starts(tmp_path / "run")
     assert start.ranks == 3 and start.hosts == (actor["NodeList"], critic["NodeList"])
     assert steps(tmp_path) == [1, 2]

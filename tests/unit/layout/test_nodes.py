@@ -1,11 +1,14 @@
 """Which groups of a mesh stay on a node, and what a plan says where tensor parallelism does not."""
 
+from dataclasses import replace
+
 import pytest
 
 from hybridflow.cli import main
 from hybridflow.errors import LayoutError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.trainer.plan import placement_warnings
 
 
 def make_mesh(layout, ranks, ranks_per_node):
@@ -46,3 +49,18 @@ def test_plan_warns_of_tensor_parallelism_across_nodes_by_the_name_of_the_mesh(c
     assert warning.startswith(
         "hybridflow: actor.update, reference: tensor-parallel groups of 2 reach across nodes (ranks on each: 1), and"
     )
+
+
+@pytest.mark.parametrize(
+    ("hosts", "names"),
+    [
+        ((), ["a", "b"]),
+        # Three ranks and one: a divisor of both is all that a mesh knows.
+        (("x", "x", "x", "y"), ["b"]),
+        (("x", "y", "y", "y"), ["a"]),
+    ],
+)
+def test_groups_on_one_of_several_nodes_of_unequal_size_are_not_warned_of(hosts, names):
+    meshes = {name: replace(make_mesh("tp2", ranks, 1), name=name) for name, ranks in (("a", (0, 1)), ("b", (2, 3)))}
+    (warning,) = placement_warnings(meshes, hosts)
+    assert warning.startswith(f"{', '.join(names)}: tensor-parallel groups of 2 reach across nodes")

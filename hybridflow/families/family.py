@@ -21,6 +21,10 @@ last dim, weights ``[hidden, 2 * ffn]`` or biases.
 """
 
 
+ROUTER_BIASES = ("expert_bias", "e_score_correction_bias")
+"""Names of the biases that choose experts, here and in ``transformers``. Rounded, they would choose others."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """One logical tensor and the Hugging Face tensors that it is made of.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import CONFIG, to_json
+from hybridflow.families.family import ROUTER_BIASES
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.adapters import is_factor
 from hybridflow.models.user_model import ActorModel, CriticModel
@@ -255,7 +256,15 @@ def copy_model(given: nn.Module, model: ModelConfig, *, filling: Filling) -> Any
 
 
 def _cast(module: nn.Module, model: ModelConfig) -> None:
-    """Give all parameters one number format, which FSDP needs. Buffers, such as a router's bias, stay as exact."""
+    """Give all parameters one number format, which FSDP needs. Buffers, such as a router's bias, stay as exact.
+
+    Where that bias is a parameter, as of ERNIE 4.5, it becomes a buffer: no gradient reaches it, and nothing decays it.
+    """
+    for each in module.modules():
+        for name in [name for name in dict(each.named_parameters(recurse=False)) if name in ROUTER_BIASES]:
+            bias = each.get_parameter(name).detach()
+            delattr(each, name)
+            each.register_buffer(name, bias)
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(TORCH_DTYPES[model.dtype])

@@ -177,14 +177,25 @@ def test_logits_and_values_equal_those_of_transformers_to_the_bit_of_fp32(folder
         assert names and names <= {name for name, _ in actor.named_parameters()}
 
 
+BIASED = {
+    "Glm4Moe": {
+        **dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1),
+        **dict(n_group=1, topk_group=1, head_dim=12),
+    },
+    "Ernie4_5_Moe": {
+        **dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_layer_start_index=1, moe_num_shared_experts=1),
+    },
+}
+"""Mixtures with a bias that chooses experts: a buffer of the one, a parameter of the other."""
+
+
+@pytest.mark.parametrize("family", BIASED)
 @pytest.mark.parametrize("filling", ["read", "later", "never"])
-def test_parameters_of_bf16_have_one_number_format_and_a_routers_bias_stays_exact(tmp_path, filling):
-    shape = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
-    shape |= {"n_group": 1, "topk_group": 1, "head_dim": 12}
-    given = write_model(tmp_path, "Glm4Moe", **shape).to(torch.bfloat16)
-    for name, buffer in given.named_buffers():
+def test_parameters_of_bf16_have_one_number_format_and_a_routers_bias_stays_exact(tmp_path, family, filling):
+    given = write_model(tmp_path, family, **BIASED[family]).to(torch.bfloat16)
+    for name, bias in [*given.named_buffers(), *given.named_parameters()]:
         if name.endswith("e_score_correction_bias"):
-            buffer.data = torch.full(buffer.shape, 0.1234567)
+            bias.data = torch.full(bias.shape, 0.1234567)
     given.save_pretrained(tmp_path)
     model = ModelConfig(
         **dict(num_layers=2, hidden_size=48, ffn_hidden_size=40, num_attention_heads=4, max_context=32),

@@ -12,11 +12,10 @@ from torch import Tensor
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.tensor_file import cast
 from hybridflow.errors import CheckpointError
+from hybridflow.families.family import ROUTER_BIASES
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.shapes import model_spec
 from hybridflow.reshard.spec import Box, DType
-
-_ROUTER_BIASES = (".expert_bias", ".e_score_correction_bias")
 
 
 class Source(Protocol):
@@ -165,7 +164,7 @@ def written_dtype(name: str, entry: TensorEntry, dtype: DType | None) -> DType:
         entry: As the source has it.
         dtype: What was asked for; None: each tensor's own.
     """
-    return entry.dtype if dtype is None or name.endswith(_ROUTER_BIASES) else dtype
+    return entry.dtype if dtype is None or name.rpartition(".")[2] in ROUTER_BIASES else dtype
 
 
 def num_blocks(model: ModelConfig) -> int:

@@ -345,14 +345,17 @@ def _comments(values: Mapping[str, Any]) -> dict[str, str]:
         rows = "prompt, chosen, rejected" if traits.is_paired else "prompt, completion, wanted"
     elif traits.imitates:
         rows = "prompt, solution"
-    _, colon, name = values.get("reward", "").partition(":")
+    module, name = split_name(values.get("reward", ""))
+    # A file that is there may ask for something else.
+    is_there = name and (Path(*module.split(".")).with_suffix(".py").is_file() or _is_installed(module))
+    form = name if is_there else f"{name}(prompt, response, answer)"
     data = values["data"] if isinstance(values["data"], dict) else {}
     rows = ", ".join(data.get(f"{field}_field", field) for field in rows.split(", "))
     is_chat = data.get("prompt_as_message")
     return {
         "model": "a directory" if os.path.exists(values["model"]) else "in Hugging Face's cache",
         "data": f"rows with {rows}" + ("; prompts go through the model's chat template" if is_chat else ""),
-        "reward": f"{name}(prompt, response, answer), larger is better" if colon else "",
+        "reward": f"{form}, larger is better" if name else "",
         "cost": "smaller is better; lagrange.limit is the mean that is allowed",
         "teacher": "its distribution is learned",
     }

@@ -142,7 +142,9 @@ def test_ranks_nodes_and_rewards_of_hybridflow(folder, capsys):
 def test_a_function_that_is_installed_is_not_written(folder, capsys):
     assert init("--algorithm", "grpo", "--reward", "json.decoder:scanstring") == 0
     assert capsys.readouterr().out == "wrote recipe.yaml; next: hybridflow train recipe.yaml\n"
+    assert "scanstring  # scanstring, larger is better\n" in (folder / "recipe.yaml").read_text()
     assert init("--algorithm", "grpo", "--reward", "nowhere_else.scores:good", "--force") == 0
+    assert "# good(prompt, response, answer), larger is better\n" in (folder / "recipe.yaml").read_text()
     assert "def good(" in (folder / "nowhere_else/scores.py").read_text() and not (folder / "json").exists()
     assert init("--algorithm", "grpo", "--reward", "mine.py:good", "--force") == 0
     assert "def good(" in (folder / "mine.py").read_text() and not (folder / "mine").exists()

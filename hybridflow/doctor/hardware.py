@@ -21,7 +21,7 @@ from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.graph import Flow
 from hybridflow.errors import ConfigError, HybridflowError
 from hybridflow.exit_status import DONE
-from hybridflow.mapping.fit import Observed, estimated_phases, fitted, observed_run
+from hybridflow.mapping.fit import Observed, estimated_phases, fitted, observed_run, recipe_of
 from hybridflow.mapping.hardware import MEASURED, MEASURED_FILE, Hardware
 from hybridflow.observe.console import print_out
 from hybridflow.observe.files import replace_file
@@ -241,7 +241,7 @@ def run_probe(probe: Probe, folder: Path) -> Observed:
         raise HybridflowError(
             f"doctor --measure: {probe.name}: {' '.join(command)}: exit status {done.returncode}\n{last}"
         )
-    return observed_run(folder / "run")
+    return observed_run(folder / "run", recipe_of(folder / "run"))
 
 
 def file_text(hardware: Hardware) -> str:

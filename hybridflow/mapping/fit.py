@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from hybridflow.dataflow.graph import Flow
 from hybridflow.errors import ConfigError
 from hybridflow.mapping.hardware import DEFAULT_HARDWARE, Hardware, hardware
 from hybridflow.mapping.rl_step import Texts, check_estimated, phase_seconds, spread_lengths, step_calls
-from hybridflow.observe.metrics import read_metrics
+from hybridflow.observe.metrics import iterate_metrics
 from hybridflow.observe.starts import kept_recipe
 from hybridflow.recipe.load import load_recipe
 from hybridflow.recipe.meshes import role_meshes
@@ -130,7 +131,7 @@ def asked_hardware(arguments: argparse.Namespace, flow_of: Callable[[Recipe], Fl
     machine = in_nodes_of(recipe, hardware(arguments.hardware))
     if arguments.like is None:
         return machine, None
-    one = observed_run(arguments.like)
+    one = observed_run(arguments.like, recipe_of(arguments.like))
     check_estimated(one.recipe, machine)
     machine = fitted(with_host_time(machine), [one], flow_of)
     estimated = estimated_phases(one, flow_of(one.recipe), machine)
@@ -146,18 +147,30 @@ def in_nodes_of(recipe: Recipe, machine: Hardware) -> Hardware:
     return replace(machine, ranks_per_node=per_node)
 
 
-def observed_run(run_dir: Path) -> Observed:
+def recipe_of(run_dir: Path) -> Recipe:
+    """Return the recipe that a run kept. Raises ConfigError: it kept none, or one that is wrong here."""
+    kept = kept_recipe(run_dir)
+    if kept is None:
+        raise ConfigError(f"{run_dir}: holds no recipe below logs/; give the directory of a run")
+    return load_recipe(kept)
+
+
+def observed_run(run_dir: Path, recipe: Recipe) -> Observed:
     """Return what a step of a run took: the median of its latest steps, and of each phase.
+
+    Args:
+        run_dir: Of the run.
+        recipe: As ``recipe_of`` gives it.
 
     Raises:
         DataError: It has no metrics.
-        ConfigError: It kept no recipe, or has made fewer than three steps.
+        ConfigError: It has made fewer than three steps.
     """
-    kept = kept_recipe(run_dir)
-    rows = [row for row in read_metrics(run_dir) if "time/step_s" in row][1:][-_LATEST:]
-    if kept is None or len(rows) < 2:
-        raise ConfigError(f"{run_dir}: a recipe below logs/ and three steps are needed; let the run go on")
-    recipe = load_recipe(kept)
+    # One more, since the first step of a run is not like the others.
+    timed = deque((row for row in iterate_metrics(run_dir) if "time/step_s" in row), maxlen=_LATEST + 1)
+    rows = list(timed)[1:]
+    if len(rows) < 2:
+        raise ConfigError(f"{run_dir}: three steps are needed; let the run go on")
 
     def middle(name: str) -> float:
         return statistics.median(row.get(name, 0.0) for row in rows)

@@ -9,7 +9,7 @@ from pathlib import Path
 from hybridflow.config.recipe import Recipe
 from hybridflow.dataflow.graph import Flow
 from hybridflow.errors import HybridflowError
-from hybridflow.mapping.fit import in_nodes_of, observed_run
+from hybridflow.mapping.fit import in_nodes_of, observed_run, recipe_of
 from hybridflow.mapping.hardware import hardware
 from hybridflow.mapping.rl_step import phase_seconds, step_calls, steps_ahead, total_seconds
 from hybridflow.recipe.meshes import role_meshes
@@ -38,10 +38,12 @@ def planned_run(run_dir: Path, flow_of: Callable[[Recipe], Flow]) -> Planned | N
         flow_of: Returns the flow of a recipe's step.
     """
     try:
-        one = observed_run(run_dir)
-        name = one.recipe.cluster.hardware
+        recipe = recipe_of(run_dir)
+        name = recipe.cluster.hardware
         if name is None:
+            # Before the metrics are read, which are many in a long run.
             return None
+        one = observed_run(run_dir, recipe)
         machine, meshes = in_nodes_of(one.recipe, hardware(name)), role_meshes(one.recipe)
         calls = step_calls(one.recipe, flow_of(one.recipe), meshes, machine, one.texts)
     except HybridflowError:

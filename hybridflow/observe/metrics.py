@@ -13,16 +13,17 @@ import math
 import os
 import re
 import socket
+import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import TextIO
 
 from hybridflow.errors import CheckpointError, DataError
 from hybridflow.observe.console import rough_duration
-from hybridflow.observe.files import replace_file, writing
+from hybridflow.observe.files import replace_by_pieces, writing
 from hybridflow.observe.rank_log import say_event
 
 METRICS_FILE = "metrics.jsonl"
@@ -66,18 +67,18 @@ class MetricsLog:
         self._num_steps, self._prefix = num_steps, prefix
         self._recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._path = run_dir / METRICS_FILE
-        kept = []
+        kept: Iterable[bytes] = ()
         if resumed_step is not None and self._path.exists():
-            kept = [row for row in read_metrics(run_dir) if row["step"] <= resumed_step]
+            kept = (line for line, row in _steps(self._path) if row["step"] <= resumed_step)
         with writing(self._path):
             run_dir.mkdir(parents=True, exist_ok=True)
         self._file = self._opened_with(kept)
         self._tensorboard = _EventFile(run_dir / "tensorboard", resumed_step)
 
-    def _opened_with(self, rows: Iterable[Mapping[str, float]]) -> TextIO:
+    def _opened_with(self, lines: Iterable[bytes]) -> TextIO:
         """Replace the lines of the file, and return it for more."""
         with writing(self._path):
-            replace_file(self._path, "".join(map(_line, rows)).encode())
+            replace_by_pieces(self._path, lines)
             return self._path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -104,12 +105,16 @@ class MetricsLog:
             CheckpointError: A line of ``metrics.jsonl`` is not a step.
             WriteError: The file system refuses.
         """
-        rows = read_metrics(self._path.parent)
-        if not rows or rows[-1]["step"] != step:
-            return
-        rows[-1] |= metrics
         self._file.close()
-        self._file = self._opened_with(rows)
+        self._file = self._opened_with(self._amended(step, metrics))
+
+    def _amended(self, step: int, metrics: Mapping[str, float]) -> Iterator[bytes]:
+        last: tuple[bytes, dict[str, float]] = b"", {}
+        for each in _steps(self._path):
+            yield last[0]
+            last = each
+        line, row = last
+        yield _line({**row, **metrics}).encode() if row.get("step") == step else line
 
     def draw(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add numbers to TensorBoard, and no line to the file: of a validation before the first step.
@@ -210,22 +215,42 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
         DataError: The file is absent.
         CheckpointError: Another line is not a JSON object of numbers with a step.
     """
+    return list(iterate_metrics(run_dir))
+
+
+def iterate_metrics(run_dir: Path) -> Iterator[dict[str, float]]:
+    """Yield what ``read_metrics`` returns, one step after the other, so that a long run takes no more memory.
+
+    Raises:
+        DataError: The file is absent.
+        CheckpointError: Another line is not a JSON object of numbers with a step.
+    """
     path = run_dir / METRICS_FILE
     if not path.exists():
         raise DataError(f"{path} does not exist; give the directory of a run that has made a step")
-    rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict) or type(row.get("step")) is not int or not all(map(_is_metric, row.values())):
-            raise CheckpointError(
-                f'{path}, line {number}: {line[:60]!r} is not a JSON object with an integer "step" and numbers; '
-                "mend or remove the line"
-            )
-        rows.append({name: math.nan if value is None else value for name, value in row.items()})
-    return rows
+    return (row for _, row in _steps(path))
+
+
+def _steps(path: Path) -> Iterator[tuple[bytes, dict[str, float]]]:
+    """Yield the whole lines of a file, each with its step."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n"):
+                yield line, _step(path, number, line[:-1])
+
+
+def _step(path: Path, number: int, line: bytes) -> dict[str, float]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict) or type(row.get("step")) is not int or not all(map(_is_metric, row.values())):
+        raise CheckpointError(
+            f'{path}, line {number}: {line[:60]!r} is not a JSON object with an integer "step" and numbers; '
+            "mend or remove the line"
+        )
+    # Each line brings its names anew; of a long run they would take most of the memory.
+    return {sys.intern(name): math.nan if value is None else value for name, value in row.items()}
 
 
 def _is_metric(value: object) -> bool:

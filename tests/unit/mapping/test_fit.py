@@ -8,7 +8,7 @@ import pytest
 
 from hybridflow import cli
 from hybridflow.errors import ConfigError, DataError
-from hybridflow.mapping.fit import PHASES, Observed, estimated_phases, fitted, observed_run, with_host_time
+from hybridflow.mapping.fit import PHASES, Observed, estimated_phases, fitted, observed_run, recipe_of, with_host_time
 from hybridflow.mapping.hardware import Hardware, hardware
 from hybridflow.mapping.rl_step import Call, Texts, phase_seconds, spread_lengths, step_calls
 from hybridflow.recipe.load import load_recipe
@@ -210,7 +210,7 @@ def run_dir(tmp_path):
 
 
 def test_a_run_tells_its_times_and_lengths(run_dir):
-    found = observed_run(run_dir)
+    found = observed_run(run_dir, recipe_of(run_dir))
     assert found.seconds == {"update": 1.0, "rollout": 0.1} and found.step_s == 1.1
     assert found.texts.prompt == 8 and found.texts.mean_response == pytest.approx(3.5, abs=0.05)
     assert found.recipe.name == "quickstart"
@@ -231,7 +231,7 @@ def test_a_run_without_steps_is_refused(run_dir):
     rows = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     (run_dir / "metrics.jsonl").write_text("\n".join(rows[:2]) + "\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="three steps"):
-        observed_run(run_dir)
+        observed_run(run_dir, recipe_of(run_dir))
     (run_dir / "metrics.jsonl").unlink()
     with pytest.raises(DataError, match=r"metrics\.jsonl"):
-        observed_run(run_dir)
+        observed_run(run_dir, recipe_of(run_dir))

@@ -2,10 +2,12 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from hybridflow import cli
+from hybridflow.mapping.planned import planned_run
 from tests.support.machines import write_machine, write_run
 
 
@@ -53,3 +55,19 @@ def test_a_run_without_named_hardware_or_with_unknown_hardware_has_none(run_dir,
     assert planned_of(write_run(tmp_path / "other"), capsys) is None
     assert cli.main(["status", str(tmp_path / "other")]) == 0
     assert "planned" not in capsys.readouterr().out
+
+
+def test_of_a_long_run_without_named_hardware_no_metrics_are_read(tmp_path):
+    run_dir = write_run(tmp_path / "run")
+    with (run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        for step in range(5, 20_000):
+            file.write(json.dumps({"step": step, **{f"time/{number:08d}_s": 0.125 for number in range(20)}}) + "\n")
+    assert planned_run(run_dir, flow_of=None) is None
+    read_before = bytes_read()
+    assert planned_run(run_dir, flow_of=None) is None
+    assert bytes_read() - read_before < (run_dir / "metrics.jsonl").stat().st_size // 10
+
+
+def bytes_read():
+    """Return how many bytes this process has read, from disk or cache."""
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])

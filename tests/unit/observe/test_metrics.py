@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,22 @@ def test_resume_drops_the_steps_after_its_checkpoint(tmp_path: Path):
     expected = {0: 0.0, 1: 0.1, 2: 0.2, 3: 0.3, 4: 0.41, 5: 0.51, 6: 0.61, 7: 0.71}
     assert {row["step"]: row["reward/mean"] for row in read_metrics(tmp_path)} == pytest.approx(expected)
     assert tensorboard_scalars(tmp_path, "reward/mean") == pytest.approx(expected)
+
+
+def test_resuming_a_long_run_holds_few_of_its_lines_at_a_time(tmp_path: Path):
+    line = json.dumps({"step": 0, **{f"rollout/metric_{number:03d}": 1 / 7 for number in range(60)}})
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(line.replace('"step": 0', f'"step": {step}') + "\n" for step in range(4000)))
+    tracemalloc.start()
+    try:
+        with MetricsLog(tmp_path, num_steps=9000, resumed_step=3998) as log:
+            log.amend(3998, {"validation/score": 0.5})
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    kept = path.read_text().splitlines()
+    assert len(kept) == 3999 and json.loads(kept[-1])["validation/score"] == 0.5
+    assert most < path.stat().st_size // 2
 
 
 def test_a_new_run_starts_anew(tmp_path: Path):

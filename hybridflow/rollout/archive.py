@@ -11,6 +11,8 @@ h5py gives -1, or NaN.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +21,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hybridflow.data.arrays import join_arrays, lengths_of_arrays, read_arrays, read_slices, write_arrays
+from hybridflow.data.arrays import (
+    attribute,
+    join_arrays,
+    lengths_of_arrays,
+    read_arrays,
+    read_slices,
+    reading_hdf5,
+    write_arrays,
+)
+from hybridflow.data.hdf5 import open_hdf5
 from hybridflow.errors import CheckpointError
 from hybridflow.observe.files import writing
 from hybridflow.rollout.log_file import FINISHES, LoggedSample
@@ -242,6 +253,17 @@ def _archived(places: Mapping[str, Any], row: int, tokens: Mapping[str, Any]) ->
         versions=tokens["versions"].tolist(),
         sampled_log_probs=tokens["sampled_log_probs"].tolist(),
     )
+
+
+def is_behind(folder: Path) -> bool:
+    """Return whether ``all.h5`` lacks more than a tenth of the segments.
+
+    To join takes milliseconds for each segment of the run. Joined at each save, a run of many saves would join most of
+    its time.
+    """
+    with contextlib.suppress(CheckpointError), reading_hdf5(folder / ALL), open_hdf5(folder / ALL) as file:
+        return 10 * len(list_segments(folder)) > 11 * len(json.loads(attribute(file, "parts")))
+    return True
 
 
 def join_segments(folder: Path) -> list[str]:

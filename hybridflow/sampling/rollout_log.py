@@ -157,7 +157,7 @@ class RolloutLog:
         step = self._saved
         if step is None:
             return
-        if self._rank == 0 and self._job.recipe.archives:
+        if self._rank == 0 and self._job.recipe.archives and archive.is_behind(self._folder):
             # What the ranks have archived at the last save, since when they have met.
             self.join()
         done = [name for name in self._written if name.step <= step]

@@ -15,6 +15,7 @@ from hybridflow import cli
 from hybridflow.rollout.archive import (
     SegmentName,
     drop_segments,
+    is_behind,
     join_segments,
     list_segments,
     read_places,
@@ -185,6 +186,23 @@ def test_what_a_killed_writer_left_is_never_taken_and_removed(tmp_path):
     assert list_segments(tmp_path) == NAMES[:2] and not (tmp_path / "all.h5").exists()
     drop_segments(tmp_path, after=None)
     assert list_segments(tmp_path) == []
+
+
+def test_a_long_run_joins_its_segments_seldom_and_never_lacks_more_than_a_tenth(tmp_path):
+    names = [SegmentName(step, step, 0) for step in range(1, 101)]
+    num_joined = num_written = 0
+    for number, name in enumerate(names, 1):
+        write_segment(tmp_path, name, rows(name)[:1], prompts(name), {})
+        if is_behind(tmp_path):
+            assert join_segments(tmp_path) == []
+            num_joined += 1
+            num_written += number
+        with h5py.File(tmp_path / "all.h5") as file:
+            assert 11 * len(json.loads(file.attrs["parts"])) >= 10 * number
+    # Each of the first 10; then 12, 14, 16, 18, 20, 23, 26, 29, 32, 36, 40, 45, 50, 56, 62, 69, 76, 84, 93. All: 5050.
+    assert (num_joined, num_written) == (10 + 19, 55 + 801)
+    (tmp_path / "all.h5").write_bytes(b"damaged")
+    assert is_behind(tmp_path)
 
 
 def test_nothing_sampled_makes_no_file(tmp_path):

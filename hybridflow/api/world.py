@@ -21,10 +21,10 @@ from hybridflow.observe.console import accept_all_letters
 from hybridflow.parallel.cause import cause_of, in_a_line
 from hybridflow.parallel.process import allow_many_files
 from hybridflow.parallel.rank import silence_libraries
-from hybridflow.parallel.rendezvous import check_gpus, join_world, open_store, wait_for_all
+from hybridflow.parallel.rendezvous import check_gpus, find_device, open_store, wait_for_all
 from hybridflow.parallel.signals import CaughtSignals
 from hybridflow.parallel.start import Start, find_start
-from hybridflow.parallel.world import World, find_device
+from hybridflow.parallel.world import World, join_world
 
 DEADLINE_S = 1800.0
 """Longest wait for another rank; as ``cluster.deadline_s``."""

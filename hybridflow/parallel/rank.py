@@ -69,7 +69,8 @@ def run_rank(
     with importing():
         from hybridflow.parallel.failure import lost_contact, tell_once
         from hybridflow.parallel.process import allow_many_files
-        from hybridflow.parallel.rendezvous import join_world, open_store
+        from hybridflow.parallel.rendezvous import open_store
+        from hybridflow.parallel.world import join_world
 
         import_megatron()
         work = load()

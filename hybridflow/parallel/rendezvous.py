@@ -1,7 +1,7 @@
 """Where the ranks of a job meet: the store of rank 0, the wait for all, and which of them are not where they should be.
 
 Each rank signs in with its node and its GPU. Rank 0 reads what the others signed and tells all what it found. From
-there on they are a ``World``.
+there on they are a ``parallel.world.World``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -28,7 +27,6 @@ from hybridflow.parallel.handshake import StrangerError, key_for, listen
 from hybridflow.parallel.secret import VARIABLE, find_secret
 from hybridflow.parallel.start import Start, node_name
 from hybridflow.parallel.store import KeeperStore, begin_keeper
-from hybridflow.parallel.world import INTERFACES, SHARE_GPU, World, find_device, first_line, shares_gpu
 
 if TYPE_CHECKING:
     from hybridflow.parallel.signals import CaughtSignals
@@ -51,6 +49,12 @@ _LOOK_S = 1.0
 _TELL_S = 3.0
 """So much longer a rank that is to stop looks for rank 0, to tell the others of it."""
 
+INTERFACES = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface where nodes have several"
+
+SHARE_GPU = "HYBRIDFLOW_SHARE_GPU"
+"""Environment variable, for tests: at 1, ranks may share a GPU, and gloo carries what NCCL else would."""
+
+
 _IN_ORDER = {
     "alone": "start them with one launcher",
     "slurm": "start with `srun --distribution=block`",
@@ -59,6 +63,24 @@ _IN_ORDER = {
     "ranks on a node",
 }
 """Launcher -> how its ranks are made to fill one node after the other."""
+
+
+def find_device(local_rank: int) -> torch.device:
+    """Return this rank's GPU if it sees any, else the CPU.
+
+    Where the launcher shows each rank a GPU of its own (``srun --gpus-per-task``), it is that one; where each sees all
+    of its node, that of its place on the node. Ranks that come to the same one are refused by ``check_gpus``.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def shares_gpu() -> bool:
+    """Return whether ranks may share a GPU, which NCCL refuses: gloo takes its place then. For tests."""
+    return os.environ.get(SHARE_GPU) == "1"
 
 
 def open_store(start: Start, *, start_deadline_s: float, signals: CaughtSignals | None = None) -> dist.Store:
@@ -173,51 +195,6 @@ def stand_by(start: Start, *, start_deadline_s: float, signals: CaughtSignals | 
         while True:
             with contextlib.suppress(dist.DistStoreError):
                 store.wait(["hybridflow/nobody sets this"], timedelta(hours=1))
-
-
-def join_world(
-    start: Start,
-    store: dist.Store,
-    *,
-    deadline_s: float,
-    start_deadline_s: float,
-    signals: CaughtSignals | None = None,
-) -> World:
-    """Meet the other ranks.
-
-    Args:
-        start: Which rank this is, from ``find_start``.
-        store: Where they meet, from ``open_store``.
-        deadline_s: Longest later wait for another rank, in seconds.
-        start_deadline_s: Longest wait for the ranks to come, in seconds.
-        signals: The signals that this process catches; a stop signal ends the wait on all ranks.
-
-    Raises:
-        DeadlineError: Not all ranks came; names those that did not, and their nodes.
-        LayoutError: The ranks do not fill one node after the other, or two have the same GPU.
-        StopError: A stop signal came.
-    """
-    device = find_device(start.local_rank)
-    signatures = wait_for_all(store, start, start_deadline_s, device, signals)
-    # NCCL's groups find one another by it at their first message, for which a rank may come late.
-    store.set_timeout(timedelta(seconds=deadline_s))
-    hosts = tuple(each.host for each in signatures)
-    check_nodes(start, hosts)
-    check_gpus(signatures)
-    if start.is_local and sys.platform.startswith("linux"):
-        # Who is on one machine needs no network, and nobody outside needs to reach it.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return World(
-        rank=start.rank,
-        size=start.size,
-        ranks_per_node=start.ranks_per_node,
-        device=device,
-        deadline_s=deadline_s,
-        store=store,
-        secret=b"" if start.launcher == "alone" else find_secret(start.secret),
-        uses_mpi=start.launcher == "mpi",
-        hosts=hosts,
-    )
 
 
 class Signature(NamedTuple):
@@ -363,3 +340,8 @@ def check_gpus(signatures: Sequence[Signature]) -> None:
                 "GPUs, and show each rank all of them, or one of its own (`srun --gpus-per-task=1`). For tests, "
                 f"{SHARE_GPU}=1 lets ranks share a GPU, slowly"
             )
+
+
+def first_line(error: Exception) -> str:
+    """Return what torch says of an error before the place in its source."""
+    return str(error).splitlines()[0].rstrip(".")

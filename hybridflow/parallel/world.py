@@ -1,8 +1,9 @@
-"""All ranks of the job, as one of them sees the others: its device, and process groups. ``rendezvous`` joins them."""
+"""All ranks of the job, as one of them sees the others, and their process groups."""
 
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -15,6 +16,17 @@ import torch.distributed as dist
 from hybridflow.errors import DeadlineError, LayoutError
 from hybridflow.parallel.coordinator import Coordinator, GlooMessenger, Messenger
 from hybridflow.parallel.handshake import key_for
+from hybridflow.parallel.rendezvous import (
+    INTERFACES,
+    check_gpus,
+    check_nodes,
+    find_device,
+    first_line,
+    shares_gpu,
+    wait_for_all,
+)
+from hybridflow.parallel.rendezvous import open_store as open_store  # programs know it from here, as docs/pretrained.md
+from hybridflow.parallel.secret import find_secret
 from hybridflow.parallel.start import Start, node_name
 from hybridflow.parallel.store import NamedStore
 from hybridflow.parallel.trust import check_connections, refuse_objects
@@ -26,11 +38,6 @@ if TYPE_CHECKING:
 
 _CHECK_S = 60.0
 """So long the ranks of a new process group, which all have just connected, have to prove who they are."""
-
-INTERFACES = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface where nodes have several"
-
-SHARE_GPU = "HYBRIDFLOW_SHARE_GPU"
-"""Environment variable, for tests: at 1, ranks may share a GPU, and gloo carries what NCCL else would."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -203,6 +210,51 @@ class World:
         dist.destroy_process_group()
 
 
+def join_world(
+    start: Start,
+    store: dist.Store,
+    *,
+    deadline_s: float,
+    start_deadline_s: float,
+    signals: CaughtSignals | None = None,
+) -> World:
+    """Meet the other ranks.
+
+    Args:
+        start: Which rank this is, from ``find_start``.
+        store: Where they meet, from ``open_store``.
+        deadline_s: Longest later wait for another rank, in seconds.
+        start_deadline_s: Longest wait for the ranks to come, in seconds.
+        signals: The signals that this process catches; a stop signal ends the wait on all ranks.
+
+    Raises:
+        DeadlineError: Not all ranks came; names those that did not, and their nodes.
+        LayoutError: The ranks do not fill one node after the other, or two have the same GPU.
+        StopError: A stop signal came.
+    """
+    device = find_device(start.local_rank)
+    signatures = wait_for_all(store, start, start_deadline_s, device, signals)
+    # NCCL's groups find one another by it at their first message, for which a rank may come late.
+    store.set_timeout(timedelta(seconds=deadline_s))
+    hosts = tuple(each.host for each in signatures)
+    check_nodes(start, hosts)
+    check_gpus(signatures)
+    if start.is_local and sys.platform.startswith("linux"):
+        # Who is on one machine needs no network, and nobody outside needs to reach it.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return World(
+        rank=start.rank,
+        size=start.size,
+        ranks_per_node=start.ranks_per_node,
+        device=device,
+        deadline_s=deadline_s,
+        store=store,
+        secret=b"" if start.launcher == "alone" else find_secret(start.secret),
+        uses_mpi=start.launcher == "mpi",
+        hosts=hosts,
+    )
+
+
 class Holder(Protocol):
     """Holds on to messages of process groups, as a captured graph does."""
 
@@ -216,26 +268,3 @@ _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
 def let_go_at_close(holder: Holder) -> None:
     """Have ``World.close`` call ``holder.let_go()`` first, if the holder is still there."""
     _holders.add(holder)
-
-
-def find_device(local_rank: int) -> torch.device:
-    """Return this rank's GPU if it sees any, else the CPU.
-
-    Where the launcher shows each rank a GPU of its own (``srun --gpus-per-task``), it is that one; where each sees all
-    of its node, that of its place on the node. Ranks that come to the same one are refused by ``check_gpus``.
-    """
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
-def shares_gpu() -> bool:
-    """Return whether ranks may share a GPU, which NCCL refuses: gloo takes its place then. For tests."""
-    return os.environ.get(SHARE_GPU) == "1"
-
-
-def first_line(error: Exception) -> str:
-    """Return what torch says of an error before the place in its source."""
-    return str(error).splitlines()[0].rstrip(".")

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from hybridflow.api.world import own_place
 from hybridflow.errors import LayoutError
 from hybridflow.parallel import shared_gpu
-from hybridflow.parallel.rendezvous import Signature, check_gpus, check_nodes, join_world, open_store
+from hybridflow.parallel.rendezvous import Signature, check_gpus, check_nodes, find_device, open_store
 from hybridflow.parallel.signals import CaughtSignals
 from hybridflow.parallel.start import Start
-from hybridflow.parallel.world import World, find_device
+from hybridflow.parallel.world import World, join_world
 from tests.e2e.commands import free_port
 
 DEADLINE_S = 3.0

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.parallel.rendezvous import join_world, open_store
+from hybridflow.parallel.rendezvous import open_store
 from hybridflow.parallel.start import find_start
+from hybridflow.parallel.world import join_world
 from hybridflow.reshard import execute, transport
 from tests.e2e.commands import run_command
 from tests.multi.test_reshard import PAIRS, shrink_messages, there_and_back

@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from hybridflow.errors import ContractError, DeadlineError
 from hybridflow.parallel import world as world_module
-from hybridflow.parallel.rendezvous import join_world, open_store
+from hybridflow.parallel.rendezvous import open_store
 from hybridflow.parallel.start import Start
 from hybridflow.parallel.trust import check_connections, refuse_objects
+from hybridflow.parallel.world import join_world
 from tests.e2e.commands import free_port
 from tests.support.ranks import run_ranks
 

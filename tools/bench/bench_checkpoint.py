@@ -113,7 +113,8 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     from hybridflow.models.training import Trainable
     from hybridflow.models.weights import initialize
     from hybridflow.parallel.megatron import collection, rank_sets
-    from hybridflow.parallel.world import World, find_device
+    from hybridflow.parallel.rendezvous import find_device
+    from hybridflow.parallel.world import World
 
     torch.set_num_threads(1)
     store = dist.HashStore()

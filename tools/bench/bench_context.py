@@ -96,7 +96,8 @@ def _be_a_rank(options: argparse.Namespace, start: Start) -> dict[str, Any] | No
     import torch
     import torch.distributed as dist
 
-    from hybridflow.parallel.rendezvous import join_world, open_store
+    from hybridflow.parallel.rendezvous import open_store
+    from hybridflow.parallel.world import join_world
 
     torch.set_num_threads(1)
     world = join_world(start, open_store(start, start_deadline_s=300.0), deadline_s=600.0, start_deadline_s=300.0)

@@ -111,7 +111,8 @@ def _be_a_rank(options: argparse.Namespace, start: Start) -> list[dict[str, Any]
     from reshard_bench.bench import bench
 
     from hybridflow.families.model import ModelConfig
-    from hybridflow.parallel.rendezvous import join_world, open_store
+    from hybridflow.parallel.rendezvous import open_store
+    from hybridflow.parallel.world import join_world
 
     model = ModelConfig(
         num_layers=options.layers,

@@ -41,8 +41,9 @@ def _be_a_rank(is_dry: bool) -> None:
 
     from hybridflow.models.shapes import model_spec
     from hybridflow.models.weights import local_shards
-    from hybridflow.parallel.rendezvous import join_world, open_store
+    from hybridflow.parallel.rendezvous import open_store
     from hybridflow.parallel.start import find_start
+    from hybridflow.parallel.world import join_world
     from hybridflow.reshard.execute import Resharder
     from hybridflow.reshard.holdings import WeightHoldings
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import hybridflow
 from hybridflow import cli
 from hybridflow.launch.site import load_site
 from hybridflow.observe.phases import PHASE_OF
@@ -58,6 +59,30 @@ def test_links_within_the_project_lead_somewhere(page):
             path = ((ROOT / page).parent / name).resolve() if name else ROOT / page
             assert path.exists(), f"{page} links to {target}"
             assert not anchor or anchor in anchors(path.read_text(encoding="utf-8")), f"{page} links to {target}"
+
+
+def names_in(module):
+    """Names that a module has, and modules of a package, without importing it."""
+    place = ROOT.joinpath(*module.split("."))
+    tree = ast.parse(
+        (place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text(encoding="utf-8")
+    )
+    found = {path.stem for path in place.glob("*")}
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        found |= {target.id for target in targets if isinstance(target, ast.Name)}
+        found |= {alias.asname or alias.name for alias in getattr(node, "names", ()) if isinstance(alias, ast.alias)}
+        found |= {node.name} if isinstance(node, ast.ClassDef | ast.FunctionDef) else set()
+    # Packages of the Python API give its names when they are asked for.
+    return found | set(hybridflow.__all__) if "__getattr__" in found else found
+
+
+def test_what_programs_import_is_there():
+    told = {pair for text in PAGES.values() for pair in re.findall(r"^ *from (hybridflow\S*) import (.+)$", text, re.M)}
+    assert ("hybridflow.parallel.world", "join_world, open_store") in told and len(told) > 30
+    for module, names in told:
+        for name in names.partition("#")[0].strip("() ,").split(","):
+            assert name.split(" as ")[0].strip() in names_in(module), f"from {module} import {names}"
 
 
 @pytest.fixture(scope="module")

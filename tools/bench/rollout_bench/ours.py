@@ -36,7 +36,8 @@ def load_ours(folder: str, settings: dict[str, Any]) -> Callable[[], Any]:
 
     from hybridflow.layout.mesh import DeviceMesh
     from hybridflow.layout.parallel_layout import ParallelLayout
-    from hybridflow.parallel.world import World, find_device
+    from hybridflow.parallel.rendezvous import find_device
+    from hybridflow.parallel.world import World
     from hybridflow.placement.pretrained import from_pretrained
     from hybridflow.rollout.blocks import blocks_for
     from hybridflow.rollout.engine import MegatronEngine

@@ -37,7 +37,8 @@ def measure_on_ranks(
     import torch
 
     from hybridflow.layout.mesh import DeviceMesh
-    from hybridflow.parallel.rendezvous import join_world, open_store
+    from hybridflow.parallel.rendezvous import open_store
+    from hybridflow.parallel.world import join_world
     from hybridflow.placement.pretrained import from_pretrained
     from hybridflow.rollout.engine import MegatronEngine
 

@@ -106,8 +106,9 @@ def train(folder: str, settings: dict[str, Any], lines: Path) -> None:
     import megatron.core
     import torch
 
-    from hybridflow.parallel.rendezvous import join_world, open_store
+    from hybridflow.parallel.rendezvous import open_store
     from hybridflow.parallel.start import find_start
+    from hybridflow.parallel.world import join_world
     from hybridflow.recipe.load import recipe_from_dict
     from hybridflow.rollout.request import Request, expand
     from hybridflow.sampling import rollouts

@@ -211,6 +211,8 @@ class _Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         self._idle_since_s = self.loop.time()
+        if self._http.awaits_body:
+            self.loop.call_later(_QUIET_S, self._end_rest, self.cycle)
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -219,6 +221,11 @@ class _Connection(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         super().send_400_response(msg)
+
+    def _end_rest(self, cycle: object) -> None:
+        """Close the connection if the body of a request that was refused still comes."""
+        if self.cycle is cycle and self._http.awaits_body:
+            self.transport.abort()
 
     def _begin_head(self) -> None:
         self._head_timer = self.loop.call_later(_HEAD_S, self.transport.abort)

@@ -29,6 +29,11 @@ class StrictConnection(h11.Connection):
         """Return whether the head of the next request is not there, or not whole."""
         return self.their_state is h11.IDLE
 
+    @property
+    def awaits_body(self) -> bool:
+        """Return whether the body of a request is not there, or not whole."""
+        return self.their_state is h11.SEND_BODY
+
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """Return the next event, as ``h11.Connection`` does.
 

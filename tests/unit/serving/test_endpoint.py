@@ -437,6 +437,14 @@ def test_a_head_that_drips_in_is_cut_off(monkeypatch):
                 wait_until(lambda connection=connection: drip(connection), what="it is cut off")
 
 
+def test_a_refused_body_that_drips_in_is_cut_off(monkeypatch):
+    monkeypatch.setattr(module, "_QUIET_S", 0.5)
+    with serving() as (end, _, _), connect(end) as connection:
+        connection.sendall(POST.replace(b"completions", b"nothing") + b"Content-Length: 100000\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 404 ")
+        wait_until(lambda: drip(connection), what="it is cut off")
+
+
 @pytest.mark.parametrize("limit", ["_MAX_CONNECTIONS", "_MAX_CONNECTIONS_OF_ONE"])
 def test_one_connection_too_many_takes_the_place_of_the_one_that_is_idle_for_longest(monkeypatch, limit):
     monkeypatch.setattr(module, limit, 4)

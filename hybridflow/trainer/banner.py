@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,8 @@ def farewell(recipe: Recipe, summary: Mapping[str, Any], *, saved_step: int | No
         if best:
             exported = checkpoint.with_name(f"step_{summary['best_step']:06d}")
             lines.append(f"  best        {exported}")
-        lines.append(f"  export      hybridflow convert {exported / 'actor'} {Path('out') / run_dir.name} --to hf")
+        words = ["hybridflow", "convert", str(exported / "actor"), str(Path("out") / run_dir.name), "--to", "hf"]
+        lines.append(f"  export      {shlex.join(words)}")
     if summary["steps"]:
         lines.append(f"  look        {run_dir / REPORT_FILE}")
     return "\n".join(lines)

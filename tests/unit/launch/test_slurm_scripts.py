@@ -124,6 +124,14 @@ def test_sweep_without_such_a_line_says_so(call, tmp_path, text):
     assert (status, calls) == (2, []) and "lr.txt has no settings in line 2" in said
 
 
+@pytest.mark.parametrize("words", [["tiny.yaml", "lr.txt"], ["tiny.yaml"], ["tiny.yaml", "no such.txt"]])
+def test_sweep_without_array_or_file_says_how_to_submit_it(call, tmp_path, words):
+    (tmp_path / "lr.txt").write_text("a=1\n")
+    environ = {} if "lr.txt" in words else ARRAY
+    status, calls, said = call("sweep.sbatch", *words, **environ)
+    assert (status, calls) == (2, []) and said.count("\n") == 1 and "--array=1-N slurm/sweep.sbatch RECIPE FILE" in said
+
+
 @pytest.mark.parametrize("script", ["sweep.sbatch", "hetjob.sbatch"])
 @pytest.mark.parametrize("status", [0, 2, 3, 4, 75])
 def test_begins_again_where_that_helps(call, tmp_path, script, status):

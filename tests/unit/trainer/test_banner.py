@@ -1,5 +1,7 @@
 """What a run says at its end."""
 
+import shlex
+
 import pytest
 
 from hybridflow.recipe.load import load_recipe
@@ -30,3 +32,11 @@ def test_the_end_names_the_best_checkpoint_where_one_is_kept_and_exports_it(keep
     last, best = "runs/x/checkpoints/step_000009", "runs/x/checkpoints/step_000006"
     assert lines[0] == f"  checkpoint  {last}" and (f"  best        {best}" in lines) is keeps
     assert f"  export      hybridflow convert {best if keeps else last}/actor out/x --to hf" in lines
+
+
+def test_the_command_at_the_end_can_be_copied_from_a_run_directory_with_spaces():
+    recipe = load_recipe("quickstart", ["run_dir=runs/it's a/x y"])
+    told = farewell(recipe, {"steps": 1}, saved_step=1, seconds=2.0)
+    (line,) = [line for line in told.splitlines() if line.startswith("  export")]
+    words = ["hybridflow", "convert", "runs/it's a/x y/checkpoints/step_000001/actor", "out/x y", "--to", "hf"]
+    assert shlex.split(line)[1:] == words

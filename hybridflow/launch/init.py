@@ -6,6 +6,7 @@ import argparse
 import ast
 import importlib.util
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -315,7 +316,8 @@ def _defined(path: Path) -> set[str]:
 
 def _recipe_text(path: Path, values: Mapping[str, Any], recipe: Recipe, nodes: int | None) -> str:
     """Return the recipe: its keys with a word on each, and the defaults that users change first."""
-    lines = [f"# Run it: {_command(path, nodes)}", f"# What it leaves out has defaults: hybridflow plan job {path}"]
+    plan = shlex.join(["hybridflow", "plan", "job", str(path)])
+    lines = [f"# Run it: {_command(path, nodes)}", f"# What it leaves out has defaults: {plan}"]
     comments = _comments(values)
     for key, value in values.items():
         comment = comments.get(key)
@@ -330,10 +332,11 @@ def _recipe_text(path: Path, values: Mapping[str, Any], recipe: Recipe, nodes: i
 
 
 def _command(path: Path, nodes: int | None) -> str:
+    file = shlex.quote(str(path))
     return (
-        f"hybridflow train {path}"
+        f"hybridflow train {file}"
         if nodes is None
-        else f"hybridflow launch slurm {path} --nodes {nodes} --time 24:00:00"
+        else f"hybridflow launch slurm {file} --nodes {nodes} --time 24:00:00"
     )
 
 

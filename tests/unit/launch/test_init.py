@@ -129,6 +129,12 @@ def test_the_reward_that_is_written_scores_what_is_right_highest(folder):
     assert found["score"]("27+35=", "62", 62) == 1.0
 
 
+def test_the_next_command_can_be_copied(folder, capsys):
+    assert init("my recipe.yaml", "--algorithm", "sft") == 0
+    assert capsys.readouterr().out.endswith("; next: hybridflow train 'my recipe.yaml'\n")
+    assert "hybridflow plan job 'my recipe.yaml'\n" in (folder / "my recipe.yaml").read_text()
+
+
 def test_ranks_nodes_and_rewards_of_hybridflow(folder, capsys):
     assert init("--algorithm", "ppo", "--reward", "exact_match", "--ranks", "16", "--nodes", "2") == 0
     assert capsys.readouterr().out == (

@@ -124,8 +124,13 @@ class JobState:
         """Return whether nothing more will come."""
         return self.state not in _GOING_ON
 
+    @property
+    def has_run(self) -> bool:
+        """Return whether it was given nodes."""
+        return self.nodes not in ("", "(null)")
+
     def __str__(self) -> str:
-        where = f" on {self.nodes}" if self.nodes not in ("", "(null)") else ""
+        where = f" on {self.nodes}" if self.has_run else ""
         return f"{self.state}{where}" + (f" ({self.reason})" if self.reason != "None" else "")
 
 
@@ -180,6 +185,11 @@ def _follow(job_id: str, log: Path) -> int:
                 print(f"job {job_id}: {last}", file=sys.stderr, flush=True)
             if state.is_over:
                 _print_new(log, place)
+                if state.has_run and not log.exists():
+                    complain(
+                        f"job {job_id} left no log {log}: {state.nodes} cannot write there, or this machine sees "
+                        "another file system; set run_dir to a directory that all nodes see"
+                    )
                 return 0 if state.state == "COMPLETED" else state.status or 1
         time.sleep(_POLL_S)
 

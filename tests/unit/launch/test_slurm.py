@@ -633,6 +633,17 @@ def test_a_log_that_is_begun_anew_is_followed_from_its_beginning(on_a_login_node
     assert capsysbinary.readouterr().out == b"4711\na long first line\nmore\nanew\nend\n"
 
 
+def test_a_job_that_could_write_no_log_is_explained(on_a_login_node, capsys):
+    answer = 'echo "JobId=4711 JobState={} Reason=x ExitCode=0:53 NodeList={}"'
+    put_program(on_a_login_node / "bin/scontrol", answer.format("FAILED", "n1"))
+    assert cli.main([*QUICK, "--follow"]) != 0
+    assert "n1 cannot write there" in capsys.readouterr().err
+    # One that was cancelled before it began has none, either.
+    put_program(on_a_login_node / "bin/scontrol", answer.format("CANCELLED", "(null)"))
+    assert cli.main([*QUICK, "--follow"]) != 0
+    assert "cannot write there" not in capsys.readouterr().err
+
+
 def test_ctrl_c_ends_following_and_says_what_becomes_of_the_job(on_a_login_node, capsys):
     put_scontrol(on_a_login_node, ["kill -INT $PPID", "true"])
     assert cli.main([*QUICK, "--follow", "--parsable"]) == 130

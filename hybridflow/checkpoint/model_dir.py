@@ -165,6 +165,11 @@ class ModelDir:
 
     def _file(self, name: str) -> TensorFile:
         if name not in self._files:
+            if not (self.path / NAME).exists():
+                raise CheckpointError(
+                    f"{self.path}: was removed while it was read; if the run did so, start again with its newest "
+                    "checkpoint, or let it keep more with trainer.keep_last or trainer.keep_every"
+                )
             file = TensorFile(self.path / name)
             expected = {
                 piece.key: TensorEntry(

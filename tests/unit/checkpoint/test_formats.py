@@ -409,6 +409,14 @@ def test_the_role_of_a_run_is_found(saved, tmp_path):
         open_source(run)
 
 
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_not_called_damaged(saved, tmp_path):
+    shutil.copytree(saved / "ours", tmp_path / "actor")
+    source = open_source(tmp_path / "actor")
+    shutil.rmtree(tmp_path / "actor")
+    with pytest.raises(CheckpointError, match="actor: was removed while it was read; .* trainer.keep_last"):
+        source.read("decoder.final_layernorm.weight")
+
+
 def test_pieces_that_ranks_wrote_read_as_well(tmp_path):
     """A checkpoint of a run: optimizer beside weights, tensors in flat boxes over several files, no family."""
     shape = dict(num_layers=1, hidden_size=8, ffn_hidden_size=6, num_attention_heads=2, max_context=16, vocab_size=11)

@@ -31,9 +31,13 @@ VOCABULARIES = (
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""How pictures and sound become input of a model that takes them. Others do not load such a model without."""
+
 ASSETS = (
     CONFIG,
     GENERATION,
+    *PROCESSORS,
     *VOCABULARIES,
     "merges.txt",
     TOKENIZER_CONFIG,
@@ -52,7 +56,7 @@ _FURTHER = "additional_chat_templates"
 
 def is_of_model(name: str) -> bool:
     """Return whether a small file belongs to the model itself, not to its tokenizer: settings or code."""
-    return name in (CONFIG, GENERATION) or name.endswith(".py")
+    return name in (CONFIG, GENERATION, *PROCESSORS) or name.endswith(".py")
 
 
 class Ends(NamedTuple):

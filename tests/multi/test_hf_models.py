@@ -220,12 +220,15 @@ def test_a_model_with_a_part_that_sees_learns_from_text(tmp_path):
     randomize(given, 0, 0.2)
     given.save_pretrained(tmp_path / "Gemma3")
     write_tokenizer(tmp_path / "Gemma3")
+    pictures = '{"image_processor_type": "Gemma3ImageProcessor", "image_seq_length": 4}'
+    (tmp_path / "Gemma3/preprocessor_config.json").write_text(pictures)
     made = recipe(
         tmp_path, "grpo", "sees", "Gemma3", kl={"coef": 0.0}, actor={"update": {"dp": 1}, "optimizer": {"lr": 1e-2}}
     )
     run_ranks(run, 1, made)
     assert all(row["actor/grad_norm"] > 0 for row in lines(tmp_path, "sees"))
     convert(tmp_path / "sees/checkpoints/step_000002/actor", "hf", tmp_path / "out")
+    assert (tmp_path / "out/preprocessor_config.json").read_text() == pictures
     after = transformers.Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "out").state_dict()
     moved = {name for name, value in given.state_dict().items() if not torch.equal(value, after[name])}
     assert moved and not [name for name in moved if "vision" in name or "projector" in name]

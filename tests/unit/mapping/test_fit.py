@@ -171,7 +171,7 @@ def test_other_wrong_hardware(capsys, described, monkeypatch, tmp_path):
     words = ("plan", "estimate", "quickstart", "--hardware")
     cases = {
         "measured": "write it with `hybridflow doctor --measure`",
-        "h100": "not one of h100-sxm",
+        "h100": "expected one of h100-sxm",
         str(tmp_path / "none.yaml"): "none.yaml",
         "a100-80g": "model.dtype=fp32: this hardware is described for bf16",
         described(ranks_per_node=2): "4 ranks need more than one node of 2",

@@ -16,7 +16,7 @@ from typing import Any
 from hybridflow.config.data import check_kwargs
 from hybridflow.data.limited import LimitedProcess
 from hybridflow.data.pieces import PieceTokenizer
-from hybridflow.data.tokenizer import Tokenizer, read_object, tokenizer_settings
+from hybridflow.data.tokenizer import Tokenizer, has_marks, read_object, tokenizer_settings
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.foreign import read_small
 
@@ -61,6 +61,17 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     settings = tokenizer_settings(tokenizer.path.parent)
     pieces = {name: _piece(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     return {name: piece for name, piece in pieces.items() if piece is not None}
+
+
+def is_plain(prompt: str, begins: bool, tokenizer: Tokenizer) -> bool:
+    """Return whether a prompt is plain text although the tokenizer has a chat template, which is seldom meant.
+
+    Args:
+        prompt: Its text.
+        begins: Whether a template has rendered it.
+        tokenizer: What encodes it.
+    """
+    return not begins and chat_template(tokenizer) is not None and not has_marks(prompt, tokenizer)
 
 
 def render_chat(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,6 +70,36 @@ def split_stop(stop: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[
     ids = {each: tokenizer.special_id(each) for each in stop}
     texts = tuple(each for each, index in ids.items() if index is None)
     return texts, tuple(index for index in ids.values() if index is not None)
+
+
+def special_names(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the special tokens, which ``decode`` leaves out, with their names."""
+    return {token: name for token, name in tokenizer.pieces().items() if tokenizer.special_id(name) == token}
+
+
+def marked_text(tokens: Sequence[int], tokenizer: Tokenizer, names: Mapping[int, str]) -> str:
+    """Return a text in which special tokens stand by their names.
+
+    Args:
+        tokens: Token ids.
+        tokenizer: Gives their text.
+        names: From ``special_names``.
+    """
+    text, before = "", list[int]()
+    for name, group in itertools.groupby(tokens, names.get):
+        part = list(group)
+        if name is None:
+            # The first token of a text may lose its leading space.
+            text += tokenizer.decode([*before, *part])[len(tokenizer.decode(before)) :]
+            before = part
+        else:
+            text += name * len(part)
+    return text
+
+
+def has_marks(text: str, tokenizer: Tokenizer) -> bool:
+    """Return whether special tokens stand in a text by their names, as a chat template writes them."""
+    return any(name in text for name in special_names(tokenizer).values())
 
 
 def tokenizer_in(folder: str | Path) -> Path | None:

@@ -17,7 +17,7 @@ from hybridflow.config.recipe import MODEL_SECTIONS, REWARDS, Recipe
 from hybridflow.config.rewards import RewardConfig
 from hybridflow.config.rollout import EnvironmentConfig
 from hybridflow.data.arithmetic import check_files, make_problems
-from hybridflow.data.chat import chat_template
+from hybridflow.data.chat import is_plain
 from hybridflow.data.problems import held_out_shape, training_shape
 from hybridflow.data.prompts import Example, as_text
 from hybridflow.data.shaping import Shape, Shaper, examples_of, read_examples
@@ -64,7 +64,7 @@ def try_inputs(recipe: Recipe, *, is_node: bool = True) -> list[str]:
         example = each if example is None else example
         found.append(f"{title}: {each.place} can be read")
     # A template of the recipe's, or prompts that are messages, have rendered it.
-    if example is not None and not example.begins and tokenizer is not None and chat_template(tokenizer) is not None:
+    if example is not None and tokenizer is not None and is_plain(example.prompt, example.begins, tokenizer):
         found.append(
             "prompts are plain text, so the tokenizer's chat template is not applied; for a chat model set "
             "data.prompt_as_message=true"

@@ -8,7 +8,6 @@ values by content, and noise goes by position, so that no turn repeats another's
 
 from __future__ import annotations
 
-import itertools
 import math
 import numbers
 import time
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from hybridflow.config.rollout import EnvironmentConfig as Settings
 from hybridflow.data.prompts import Example
-from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.data.tokenizer import Tokenizer, marked_text, special_names
 from hybridflow.errors import ConfigError
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.plugins import find_plugin, source_of
@@ -181,8 +180,7 @@ class Environments:
         self._replica = replica
         self._make = find_environment(settings.name)
         self._tokenizer = tokenizer
-        pieces = tokenizer.pieces().items()
-        self._names = {token: name for token, name in pieces if tokenizer.special_id(name) == token}
+        self._names = special_names(tokenizer)
         self._calls = Calls(settings.step_deadline_s) if replica.is_lead else None
 
     @torch.inference_mode()
@@ -300,16 +298,7 @@ class Environments:
         tokens = response.tokens.tolist()
         if tokens[-1:] and tokens[-1] in self._tokenizer.stop_ids:
             tokens.pop()
-        text, before = "", list[int]()
-        for name, group in itertools.groupby(tokens, self._names.get):
-            part = list(group)
-            if name is None:
-                # The first token of a text may lose its leading space.
-                text += self._tokenizer.decode([*before, *part])[len(self._tokenizer.decode(before)) :]
-                before = part
-            else:
-                text += name * len(part)
-        return text
+        return marked_text(tokens, self._tokenizer, self._names)
 
     def _encoded(self, observation: str, reward: float, is_done: bool, room: int) -> _Answer:
         """Return an environment's answer as it is sent to the ranks. Runs in a thread."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.data.tokenizer import start_of
+from hybridflow.data.tokenizer import marked_text, special_names, start_of
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.rollout.request import OBSERVED
 from hybridflow.rollout.texts import text_before_stop
@@ -47,6 +47,7 @@ class Export:
             raise ConfigError("--as kto: which responses are wanted? give the lowest score of one with --min-score")
         self.left_out: Counter[str] = Counter()
         self._kind, self._tokenizer, self._min_score, self._stop = kind, tokenizer, min_score, stop
+        self._names = special_names(tokenizer)
 
     def rows(self, samples: Iterable[Archived]) -> list[Row]:
         """Return the rows, in the order of the samples.
@@ -116,13 +117,16 @@ class Export:
 
     def _prompt(self, sample: Archived) -> str:
         """Return the prompt's text, and check that training reads it as the same tokens."""
+        start = start_of(self._tokenizer)
         text = self._tokenizer.decode(sample.prompt)
-        if start_of(self._tokenizer) + self._tokenizer.encode(text) != sample.prompt:
-            raise DataError(
-                f"step {sample.step}, prompt {sample.prompt_index}: the prompt {text!r:.60} would be read as other "
-                "tokens than were answered, as of a chat template, whose marks no text has; take the tokens from --json"
-            )
-        return text
+        rest = sample.prompt[len(start) :] if sample.prompt[: len(start)] == start else sample.prompt
+        for each in (text, marked_text(rest, self._tokenizer, self._names)):
+            if start + self._tokenizer.encode(each) == sample.prompt:
+                return each
+        raise DataError(
+            f"step {sample.step}, prompt {sample.prompt_index}: the prompt {text!r:.60} would be read as other "
+            "tokens than were answered; take the tokens from --json"
+        )
 
     def _text(self, sample: Archived) -> str:
         if sample.response and sample.response[-1] in self._tokenizer.stop_ids:

@@ -9,7 +9,7 @@ from hybridflow.checkpoint.job_file import latest_step, step_path
 from hybridflow.config.data import DataSourceConfig
 from hybridflow.config.recipe import MODEL_SECTIONS, Recipe
 from hybridflow.data.arithmetic import ensure_files
-from hybridflow.data.chat import chat_template
+from hybridflow.data.chat import is_plain
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.preferences import JudgedResponse, encode_responses, pairs_of
 from hybridflow.data.problems import FOLDER, example_in, held_out_shape, open_problems, open_stores, training_shape
@@ -75,11 +75,12 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
     )
 
 
-def is_plain(job: Job) -> bool:
-    """Return whether prompts are plain text although the tokenizer has a chat template, which is seldom meant."""
-    if job.tokenizer is None or job.train.num_rows is None or chat_template(job.tokenizer) is None:
+def has_plain_prompts(job: Job) -> bool:
+    """Return whether prompts are plain text although the tokenizer has a chat template, by the first of them."""
+    if job.tokenizer is None or job.train.num_rows is None:
         return False
-    return not job.train.example(0).begins
+    example = job.train.example(0)
+    return is_plain(example.prompt, example.begins, job.tokenizer)
 
 
 def _pairs(

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from hybridflow.config.data import DataConfig
+from hybridflow.data.chat import is_plain
+from hybridflow.data.tokenizer import open_tokenizer, start_of
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.rollout.archive import Archived
 from hybridflow.rollout.export import Export, as_lines
@@ -30,6 +32,9 @@ class Letters:
 
     def pieces(self) -> dict[int, str]:
         return {}
+
+    def special_id(self, name: str) -> int | None:
+        return None
 
 
 def sample(
@@ -135,3 +140,24 @@ def test_what_gives_no_row_is_told():
         Export("dpo", Letters()).rows(SAMPLES[3:5])
     with pytest.raises(DataError, match="step 1, prompt 0: the prompt 'p0' would be read as other tokens"):
         Export("sft", Letters()).rows([SAMPLES[0]._replace(prompt=[1, 3, *map(ord, "p0")])])
+
+
+@pytest.mark.parametrize("has_start", [False, True])
+def test_a_prompt_that_a_chat_template_rendered_has_its_marks(tmp_path, has_start):
+    pytest.importorskip("transformers")
+    from tests.support.hf_models import END, PAD, write_tokenizer
+
+    write_tokenizer(tmp_path, has_start=has_start, more=["<user>"])
+    tokenizer = open_tokenizer(tmp_path)
+    prompt = f"<user>12+34={END}{PAD}5 <user>"
+    asked = SAMPLES[0]._replace(prompt=[*start_of(tokenizer), *tokenizer.encode(prompt)], response=[tokenizer.eos_id])
+    (row,) = Export("sft", tokenizer).rows([asked])
+    assert row["prompt"] == prompt
+    assert not is_plain("12", False, tokenizer), "there is no template"
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": "{{ messages }}"}))
+    assert [is_plain(*given, tokenizer) for given in (("12", False), ("12", True), (prompt, False))] == [
+        True,
+        False,
+        False,
+    ]

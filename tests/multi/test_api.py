@@ -485,7 +485,7 @@ def wrong_batches(folder: Path):
         "prompts[0]": [{"answer": "1"}],
         "input_ids of shape [4]": torch.zeros(4),
         "at most 12": ["1+1=" * 10] * 4,
-        "expected texts": 7,
+        "expected a list of texts": 7,
         "'answer' is {1}": {"prompt": ["1"] * 4, "answer": [{1}] * 4},
     }.items():
         complains(lambda batch=batch: trainer.rollout(batch), [words], DataError)

@@ -32,6 +32,8 @@ def test_checks_pass_on_a_cpu(checks, tmp_path):
     if checks is ALIKE:
         return
     # What the checks compare is there: nothing passes for want of figures.
-    assert found["families"]["result"].startswith(f"largest differences over {len(FAMILIES)} families: log-probabilities 0")
+    assert found["families"]["result"].startswith(
+        f"largest differences over {len(FAMILIES)} families: log-probabilities 0"
+    )
     assert found["layouts"]["result"].count("alone") == 1 and "tp2" in found["layouts"]["result"]
     assert "planned" in found["grpo-1.5b"]["result"] and "times transformers" in found["decode-7b"]["result"]

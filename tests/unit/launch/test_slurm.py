@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -646,7 +647,12 @@ def test_a_job_that_could_write_no_log_is_explained(on_a_login_node, capsys):
 
 def test_ctrl_c_ends_following_and_says_what_becomes_of_the_job(on_a_login_node, capsys):
     put_scontrol(on_a_login_node, ["kill -INT $PPID", "true"])
-    assert cli.main([*QUICK, "--follow", "--parsable"]) == 130
+    # What runs in the background of a shell ignores Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert cli.main([*QUICK, "--follow", "--parsable"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     last = capsys.readouterr().err.splitlines()[-2]
     log = on_a_login_node / "runs/quickstart/slurm-4711.out"
     assert last == f"hybridflow: job 4711 goes on; `scancel 4711` ends it, and its log is {log}"

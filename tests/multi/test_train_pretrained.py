@@ -20,7 +20,7 @@ from hybridflow.placement.pretrained import assets_of
 from hybridflow.recipe.load import recipe_from_dict
 from hybridflow.trainer.checkpoints import find_resume_point
 from hybridflow.trainer.initial_weights import read_weights, spread_weights
-from hybridflow.trainer.open import is_plain
+from hybridflow.trainer.open import has_plain_prompts
 from hybridflow.trainer.plan import plan_job
 from hybridflow.trainer.record import Record
 from hybridflow.trainer.stopping import Stopping
@@ -201,7 +201,7 @@ def test_the_trained_actor_is_exported_and_trained_on(folder):
 
 
 def plain(world: World, values: dict[str, Any]) -> bool:
-    return is_plain(open_with_data(world, values)[0])
+    return has_plain_prompts(open_with_data(world, values)[0])
 
 
 def small_files(world: World, values: dict[str, Any]) -> dict[str, dict[str, bytes]]:

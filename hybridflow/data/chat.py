@@ -16,7 +16,7 @@ from typing import Any
 from hybridflow.config.data import check_kwargs
 from hybridflow.data.limited import LimitedProcess
 from hybridflow.data.pieces import PieceTokenizer
-from hybridflow.data.tokenizer import Tokenizer, has_marks, read_object, tokenizer_settings
+from hybridflow.data.tokenizer import Tokenizer, has_marks, read_object, special_names, tokenizer_settings
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.foreign import read_small
 
@@ -71,7 +71,7 @@ def is_plain(prompt: str, begins: bool, tokenizer: Tokenizer) -> bool:
         begins: Whether a template has rendered it.
         tokenizer: What encodes it.
     """
-    return not begins and chat_template(tokenizer) is not None and not has_marks(prompt, tokenizer)
+    return not begins and chat_template(tokenizer) is not None and not has_marks(prompt, special_names(tokenizer))
 
 
 def render_chat(

@@ -97,9 +97,9 @@ def marked_text(tokens: Sequence[int], tokenizer: Tokenizer, names: Mapping[int,
     return text
 
 
-def has_marks(text: str, tokenizer: Tokenizer) -> bool:
-    """Return whether special tokens stand in a text by their names, as a chat template writes them."""
-    return any(name in text for name in special_names(tokenizer).values())
+def has_marks(text: str, names: Mapping[int, str]) -> bool:
+    """Return whether special tokens, from ``special_names``, stand in a text by their names, as in a chat's."""
+    return any(name in text for name in names.values())
 
 
 def tokenizer_in(folder: str | Path) -> Path | None:

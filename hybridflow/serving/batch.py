@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 
 from hybridflow.data.chat import chat_template
-from hybridflow.data.tokenizer import Tokenizer, special_names
+from hybridflow.data.tokenizer import Tokenizer, has_marks, special_names
 from hybridflow.errors import DataError
 from hybridflow.exit_status import DONE, FAILURE, REQUEUE
 from hybridflow.families.cut import check_cut
@@ -200,9 +200,9 @@ def _are_plain(tasks: Sequence[Task], tokenizer: Tokenizer | None) -> bool:
     """Return whether a prompt is text that goes past the tokenizer's chat template, which is seldom meant."""
     if tokenizer is None or chat_template(tokenizer) is None:
         return False
-    names = [*special_names(tokenizer).values()]
+    names = special_names(tokenizer)
     texts = (task.prompt.fields.get("prompt") for task in tasks)
-    return any(isinstance(text, str) and not any(name in text for name in names) for text in texts)
+    return any(isinstance(text, str) and not has_marks(text, names) for text in texts)
 
 
 def _task(prompt: Prompt, ids: list[int], tokenizer: Tokenizer | None, options: Options, max_context: int) -> Task:

@@ -34,10 +34,11 @@ CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """How pictures and sound become input of a model that takes them. Others do not load such a model without."""
 
+OF_MODEL = (CONFIG, GENERATION, *PROCESSORS)
+"""Settings of the model itself, not of its tokenizer."""
+
 ASSETS = (
-    CONFIG,
-    GENERATION,
-    *PROCESSORS,
+    *OF_MODEL,
     *VOCABULARIES,
     "merges.txt",
     TOKENIZER_CONFIG,
@@ -56,7 +57,7 @@ _FURTHER = "additional_chat_templates"
 
 def is_of_model(name: str) -> bool:
     """Return whether a small file belongs to the model itself, not to its tokenizer: settings or code."""
-    return name in (CONFIG, GENERATION, *PROCESSORS) or name.endswith(".py")
+    return name in OF_MODEL or name.endswith(".py")
 
 
 class Ends(NamedTuple):

@@ -24,7 +24,7 @@ from hybridflow.families.assets import (
     ASSETS,
     CONFIG,
     GENERATION,
-    PROCESSORS,
+    OF_MODEL,
     asset_names,
     ends_in,
     is_of_model,
@@ -120,8 +120,7 @@ def assets_of(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
         return family, assets  # type: ignore[unreachable]
     file = job.tokenizer.path
     beside = read_assets(file.parent, asset_names(file.parent), follows_links=True)
-    of_model = (CONFIG, GENERATION, *PROCESSORS)
-    tokenizer = {name: content for name, content in beside.items() if name not in of_model}
+    tokenizer = {name: content for name, content in beside.items() if name not in OF_MODEL}
     tokenizer[JSON if file.suffix == ".json" else PIECES] = file.read_bytes()
     if role in ("actor", BASE):
         tokenizer |= _template(job)

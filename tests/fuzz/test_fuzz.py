@@ -42,7 +42,7 @@ BEHAVIOR = {
     b"die": lambda _: os._exit(3),
     b"abort": lambda _: os.abort(),
     b"hang": wait,
-    b"fill": lambda _: bytearray(b"x") * (210 << 20),
+    b"fill": lambda _: bytearray(b"x") * (24 << 20),
     b"wait": lambda _: time.sleep(60),
 }
 
@@ -53,7 +53,9 @@ def read(folder, name):
 
 def test_the_harness_finds_what_it_looks_for(monkeypatch):
     monkeypatch.setattr(harness, "CPU_S", 0.6)
-    monkeypatch.setattr(harness, "_WAIT_S", 2.0)
+    # Much longer than the time above, and little memory: a busy machine takes its time for both.
+    monkeypatch.setattr(harness, "_WAIT_S", 8.0)
+    monkeypatch.setattr(harness, "_FREE_BYTES", 16 << 20)
     report, failed = fuzz(Target(write, read), 0, extra=[Case("file", content) for content in BEHAVIOR])
     assert (report.outcomes["read"], report.outcomes["refused"]) == (1, 1)
     assert [case.content for case in failed] == [b"raise", b"die", b"abort", b"hang", b"fill", b"wait"]

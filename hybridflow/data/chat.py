@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ _SAID, _NEXT = "0o7h", "7h0o"
 """Texts that no template writes by itself."""
 _START_S, _RENDER_S = 60.0, 5.0
 _MEMORY_BYTES = 1 << 29
+_ARGUMENTS = r"""(?:\.|\[['"])arguments\b['"\]]*"""
+_NAMED = re.compile(rf"\bset\s+(\w+)\s*=\s*\w+(?:\.\w+|\[[^\]]*\])*?{_ARGUMENTS}\s*-?%}}")
+_AS_OBJECT = r"\s*(?:\|\s*(?:tojson|items)\b|\.items\(|is\s+mapping\b)"
+_WHOLE_CALL = re.compile(r"""\b(?:function|(?:tool_)?calls?)['"\]]*\s*\|\s*tojson\b""")
 
 
 def chat_template(tokenizer: Tokenizer) -> str | None:
@@ -176,6 +181,7 @@ class Chat(LimitedProcess):
     def __init__(self, template: str, special: Mapping[str, str]) -> None:
         limits = str(_MEMORY_BYTES), str(int(_RENDER_S))
         super().__init__("hybridflow.data.chat_process", limits, max_answer_bytes=_MOST_ANSWER_BYTES)
+        self._parses_arguments = _has_arguments_as_object(template)
         self._first = json.dumps({"template": template, "special": dict(special), "most": _MOST_CHARACTERS}).encode()
 
     def render(
@@ -186,6 +192,9 @@ class Chat(LimitedProcess):
     ) -> str:
         """Render a conversation as the text that the assistant's answer continues.
 
+        Arguments of calls, which OpenAI's interface has as JSON in a string, become objects first, unless the template
+        writes them as they are.
+
         Args:
             messages: With ``role`` and ``content`` each.
             tools: What the assistant may call, as the template wants it.
@@ -195,6 +204,8 @@ class Chat(LimitedProcess):
             DataError: jinja2 is not installed, or the template refuses the conversation, fails, reaches for what is
                 not its own, takes more than 5 s or 512 MiB, or makes more than 2^20 characters.
         """
+        if self._parses_arguments:
+            messages = [_with_parsed_arguments(each) for each in messages]
         with self._lock:
             try:
                 conversation = {"messages": list(messages), "tools": tools, "kwargs": dict(kwargs or {})}
@@ -263,6 +274,29 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: content: found {content!r:.60}, expected text, or a list of parts of type text")
     # Columns of tables have a field that one message has in all of them.
     return {**{name: each for name, each in value.items() if each is not None}, "content": content}
+
+
+def _has_arguments_as_object(template: str) -> bool:
+    """Return whether a template takes the arguments of a call as an object: it writes them as JSON, or one by one."""
+    if not re.search(_ARGUMENTS, template):
+        return _WHOLE_CALL.search(template) is not None
+    names = "".join(rf"|\b{name}" for name in _NAMED.findall(template))
+    return re.search(rf"(?:{_ARGUMENTS}{names}){_AS_OBJECT}", template) is not None
+
+
+def _with_parsed_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_parsed_call(each) for each in calls]} if isinstance(calls, list) else message
+
+
+def _parsed_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    except (ValueError, RecursionError):
+        return call
 
 
 def _piece(value: Any) -> str | None:

@@ -18,7 +18,6 @@ from hybridflow.data.rows import HERE, Row, are_messages
 from hybridflow.data.tokenizer import Tokenizer, start_of
 from hybridflow.errors import ContextError, DataError
 from hybridflow.serving.options import Options, check_ids, check_together, is_int, read_options
-from hybridflow.serving.tools import with_parsed_arguments
 
 HDF5_SUFFIXES = (".h5", ".hdf5")
 _FORMS = ("prompt", "prompt_ids", "messages")
@@ -152,8 +151,7 @@ def encode_chat(
         raise DataError(
             f"the tokenizer {tokenizer.path} has no chat_template, so it takes no messages; give the text as a prompt"
         )
-    messages = with_parsed_arguments(read_messages(messages, "messages"), template)
-    text = render_chat(template, tokenizer, messages, tools, kwargs)
+    text = render_chat(template, tokenizer, read_messages(messages, "messages"), tools, kwargs)
     return _encoded(text, tokenizer, max_context)
 
 

@@ -17,8 +17,6 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _ASKS_FOR_CALLS = re.compile(r'<tool_call>.*"arguments\\?"', re.DOTALL)
 """In a template, as the text of an example."""
 
-_WRITES_JSON = re.compile(r"""arguments['"\]]*\s*\|\s*tojson""")
-
 
 def read_tools(fields: Mapping[str, Any], template: str | None) -> list[Any]:
     """Return what the model may call, from a request; empty: nothing.
@@ -49,34 +47,6 @@ def read_tools(fields: Mapping[str, Any], template: str | None) -> list[Any]:
 def _is_tool(value: Any) -> bool:
     function = value.get("function") if isinstance(value, dict) else None
     return isinstance(function, dict) and isinstance(function.get("name"), str) and value.get("type") == "function"
-
-
-def with_parsed_arguments(messages: Any, template: str) -> Any:
-    """Return messages whose calls have their arguments as objects, where the template writes them as JSON.
-
-    OpenAI's interface has them as JSON already, which would be written as a string.
-    """
-    if not isinstance(messages, list) or not _WRITES_JSON.search(template):
-        return messages
-    return [_with_parsed(each) for each in messages]
-
-
-def _with_parsed(message: Any) -> Any:
-    calls = message.get("tool_calls") if isinstance(message, dict) else None
-    if not isinstance(calls, list):
-        return message
-    return {**message, "tool_calls": [_parsed_call(call) for call in calls]}
-
-
-def _parsed_call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def split_calls(text: str) -> tuple[str, list[dict[str, Any]]]:

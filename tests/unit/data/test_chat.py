@@ -10,7 +10,7 @@ import pytest
 
 from hybridflow.config.data import DataConfig
 from hybridflow.data import chat
-from hybridflow.data.chat import Chat
+from hybridflow.data.chat import Chat, render_chat
 from hybridflow.data.preferences import encode_responses
 from hybridflow.data.prompts import encode_solution
 from hybridflow.data.shaping import Shape, Shaper, end_of, examples_of
@@ -175,6 +175,61 @@ def test_calls_of_tools_are_rendered_as_transformers_renders_them(tmp_path):
     without_content = [CALLED[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}, CALLED[2]]
     (one,) = shaped({"messages": without_content, "answer": "3"}, template=TOOLS_TEMPLATE)
     assert "[assistant]<call>" in one.prompt
+
+
+# How templates of models take the arguments of a call, and whether as an object.
+ARGUMENTS = [
+    ("{{ c.function.arguments | tojson }}", True),  # Qwen2.5, Llama 3
+    ("{{ c['function']['arguments']|tojson(ensure_ascii=False) }}", True),
+    (
+        "{% set f = c.function %}{% if f.arguments is string %}{{ f.arguments }}{% else %}{{ f.arguments | tojson }}"
+        "{% endif %}",  # Qwen3, Kimi
+        True,
+    ),
+    ("{% for k, v in c.function.arguments|items %}{{ k }}={{ v }};{% endfor %}", True),  # Qwen3-Coder
+    (
+        "{% set tc = c.function %}{% set _args = tc.arguments %}{% for k, v in _args.items() %}{{ k }}={{ v }};"
+        "{% endfor %}",  # GLM
+        True,
+    ),
+    ("{% set out = c.function | tojson %}{{ out[:-1] }}", True),  # Mistral
+    ("{{ m.tool_calls | tojson }}", True),
+    ("{{ '```json' + c['function']['arguments'] + '```' }}", False),  # DeepSeek
+    ("{{ tools[0].function | tojson }}{{ c.function.arguments }}", False),
+]
+
+
+@pytest.mark.parametrize(("takes", "as_object"), ARGUMENTS)
+def test_arguments_that_are_json_in_a_string_are_rendered_as_transformers_renders_objects(takes, as_object, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    write_tokenizer(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}" + takes + ("{% endfor %}{% endfor %}")
+    )
+    object_of = {"a": 1, "b": ["\u00e9", None]}
+    text = json.dumps(object_of, ensure_ascii=False)
+
+    def called(arguments):
+        call = {**CALL, "function": {"name": "add", "arguments": arguments}}
+        return [
+            MESSAGES[0],
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "3"},
+        ]
+
+    expected = theirs.apply_chat_template(
+        called(object_of if as_object else text), TOOLS, chat_template=template, tokenize=False
+    )
+    tokenizer = open_tokenizer(tmp_path)
+    for given in (text, object_of) if as_object else (text,):
+        row = {"messages": called(given), "tools": TOOLS, "answer": "3"}
+        (one,) = shaped(row, template=template)
+        assert one.prompt == render_chat(template, tokenizer, called(given), TOOLS) == expected
+    # What is no JSON, or no call, is the template's matter.
+    if takes == ARGUMENTS[0][0]:
+        (one,) = shaped({"messages": called("{a"), "answer": "3"}, template=template)
+        assert one.prompt == '1+1="{a"3'
 
 
 ENDS = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}END{% endif %}{% endfor %}"

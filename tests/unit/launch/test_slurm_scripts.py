@@ -117,11 +117,21 @@ def test_line_of_a_sweep_is_words_and_nothing_else(call, tmp_path):
     assert (status, calls) == (0, [train]) and not (tmp_path / "bad").exists()
 
 
-@pytest.mark.parametrize("text", ["first=1\n", "first=1\n\n", "first=1\n'open=\n"])
-def test_sweep_without_such_a_line_says_so(call, tmp_path, text):
+def test_comments_and_blank_lines_of_a_sweep_are_no_runs(call, tmp_path):
+    (tmp_path / "lr.txt").write_text("# rates\n\na=1\n  # of two ranks\n \t\nb=# c=2\n\nd=3")
+    for run, words in ((1, ["a=1"]), (2, ["b=#", "c=2"]), (3, ["d=3"])):
+        status, (train,), _ = call("sweep.sbatch", "tiny.yaml", "lr.txt", **ARRAY | {"SLURM_ARRAY_TASK_ID": str(run)})
+        assert status == 0 and train[5:-1] == [*words, f"run_dir=runs/lr/{run}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "num_runs"), [("first=1\n", 1), ("first=1\n\n", 1), ("# none\n", 0), ("first=1\n'open=\n", 2)]
+)
+def test_sweep_without_such_a_line_says_so(call, tmp_path, text, num_runs):
     (tmp_path / "lr.txt").write_text(text)
     status, calls, said = call("sweep.sbatch", "tiny.yaml", "lr.txt", **ARRAY)
-    assert (status, calls) == (2, []) and "lr.txt has no settings in line 2" in said
+    assert (status, calls) == (2, [])
+    assert f"lr.txt has no run 2 whose settings can be read; it has {num_runs} runs" in said
 
 
 @pytest.mark.parametrize("words", [["tiny.yaml", "lr.txt"], ["tiny.yaml"], ["tiny.yaml", "no such.txt"]])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hybridflow.checkpoint.convert.engine import convert
-from hybridflow.checkpoint.formats.registry import make_target, open_model
+from hybridflow.checkpoint.formats.registry import for_export, make_target, open_model
 from hybridflow.checkpoint.manifest import read_manifest
 from hybridflow.checkpoint.store import load_latest
 from hybridflow.errors import CheckpointError
@@ -34,7 +34,7 @@ def export_actor(run_dir: Path, path: Path, world: World) -> None:
                 "yourself, or save_checkpoint with save_optimizer=True"
             )
         # Of adapters what they change is in the weights.
-        source = open_model(checkpoint.path / "actor")
+        source = for_export(open_model(checkpoint.path / "actor"))
         convert(source, make_target("hf", source), path, what={"to": "hf"})
 
     _on_the_first(write, path, world)

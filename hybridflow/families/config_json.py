@@ -12,6 +12,7 @@ from hybridflow.families.family import Family
 from hybridflow.families.model import ModelConfig, RotaryScaling, check_model
 from hybridflow.families.quantization import read_quantization
 from hybridflow.families.tables import FAMILIES
+from hybridflow.families.vision import ORIGIN, language_model, with_language_model
 from hybridflow.sections import read_section, to_dict
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
@@ -65,7 +66,7 @@ class Described:
 
 
 def read_config(values: Mapping[str, Any], *, where: str) -> Described:
-    """Read the settings of a parsed ``config.json``.
+    """Read the settings of a parsed ``config.json``; of a model that sees those of its language model.
 
     Args:
         values: The parsed file.
@@ -85,6 +86,7 @@ def read_config(values: Mapping[str, Any], *, where: str) -> Described:
 
 
 def _read(values: Mapping[str, Any], where: str) -> Described:
+    values = language_model(values)
     family = _family(values, where)
     values = _with_aliases(family, values, where)
     # A null is an answer: no soft-cap, no window. Only what is left out has the default.
@@ -362,8 +364,9 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
     """
     config = _written(described)
     if original is not None:
-        original = _with_longest(original, described)
-    if original is not None and _describes(original, described):
+        # What has tensors of the language model alone is one, such as a critic.
+        original = _with_longest(language_model(original), described)
+    if original is not None and describes(original, described):
         head = {key: value for key, value in config.items() if key in ("architectures", "id2label", "label2id")}
         # Code and labels do not travel along, and what is written lies in no codes.
         gone = ("auto_map", "num_labels", "id2label", "label2id", "quantization_config")
@@ -378,6 +381,35 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
         if key in config:
             config[key] = dtype
     return config if "dtype" in config or "torch_dtype" in config else {**config, "dtype": dtype}
+
+
+def update_vision_config(original: Mapping[str, Any], described: Described, *, dtype: str) -> dict[str, Any]:
+    """Return the ``config.json`` of a whole model that sees, to write beside its tensors.
+
+    Args:
+        original: The one that traveled along; its longest sequence grows with the model's, as in ``update_config``.
+        described: The language model.
+        dtype: Number format of the language model's tensors, as Hugging Face calls it.
+    """
+    key, text = "max_position_embeddings", language_model(original)
+    longest = _with_longest(text, described)
+    grown = {key: longest[key]} if longest.get(key) != text.get(key) else {}
+    inner = {name: dtype for name in ("dtype", "torch_dtype") if name in original["text_config"]}
+    config = with_language_model(original, **grown, **inner)
+    config.pop(ORIGIN, None)
+    config |= {name: dtype for name in ("dtype", "torch_dtype") if name in config} or {"dtype": dtype}
+    return config
+
+
+def describes(original: Mapping[str, Any], described: Described) -> bool:
+    """Return whether a ``config.json`` describes the model, apart from the head and what changes no weight."""
+    try:
+        found = read_config(original, where="config.json")
+    except ConfigError:
+        return False
+    free = {key: getattr(described.model, key) for key in ("max_context", "init_std", "dtype")}
+    model = replace(found.model, **free)
+    return found.family is described.family and spelled_out(model) == spelled_out(described.model)
 
 
 def _with_older_rotary(kept: Mapping[str, Any], config: Mapping[str, Any], described: Described) -> dict[str, Any]:
@@ -461,17 +493,6 @@ def _unsaid(described: Described) -> list[str]:
         found = replace(found, max_context=described.model.max_context)
     expected, read = to_dict(spelled_out(described.model)), to_dict(spelled_out(found))
     return [key for key in expected if expected[key] != read[key]]
-
-
-def _describes(original: Mapping[str, Any], described: Described) -> bool:
-    """Return whether a ``config.json`` describes the model, apart from the head and what changes no weight."""
-    try:
-        found = read_config(original, where="config.json")
-    except ConfigError:
-        return False
-    free = {key: getattr(described.model, key) for key in ("max_context", "init_std", "dtype")}
-    model = replace(found.model, **free)
-    return found.family is described.family and spelled_out(model) == spelled_out(described.model)
 
 
 def _is_stretched(model: ModelConfig) -> bool:

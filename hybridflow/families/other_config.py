@@ -14,6 +14,7 @@ from hybridflow.families.config_json import Described, NotComputedError, dtype_o
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.families.tables import FAMILIES
+from hybridflow.families.vision import vision_model
 from hybridflow.sections import read_section
 
 _SPELLINGS = {
@@ -61,12 +62,14 @@ def read_info(values: Mapping[str, Any], *, where: str, assets: Path | None = No
     Args:
         values: The parsed file.
         where: What messages call it.
-        assets: Where the small files are that travel along.
+        assets: Where the small files are that travel along. A model that sees and is in memory has none, so that an
+            export would find its other tensors nowhere: it runs in ``transformers``.
 
     Raises:
         ConfigError: It is malformed, or neither a causal language model nor a scorer.
     """
-    described = _read_by_table(values, where)
+    is_whole = assets is None and vision_model(values) is not None
+    described = None if is_whole else _read_by_table(values, where)
     if described is None:
         return read_other_config(values, where=where, assets=assets)
     is_coded = values.get("quantization_config") is not None
@@ -80,7 +83,7 @@ def _read_by_table(values: Mapping[str, Any], where: str) -> Described | None:
         ConfigError: It is malformed.
     """
     name = values.get("model_type")
-    if isinstance(name, str) and name.isprintable() and name not in FAMILIES:
+    if isinstance(name, str) and name.isprintable() and name not in FAMILIES and vision_model(values) is None:
         return None
     try:
         return read_config(values, where=where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import to_json
 from hybridflow.families.config_json import Described, describe
 from hybridflow.families.hub_cache import hub_name
+from hybridflow.families.vision import sees
 from hybridflow.models.adapters import factor_spec
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import PlacedModel
@@ -86,10 +88,19 @@ def load_adapters(job: Job, model: PlacedModel) -> None:
         raise CheckpointError(f"{error} (actor.lora.rank={lora.rank}, targets={', '.join(lora.targets)})") from error
 
 
-def adapter_config(job: Job) -> bytes:
-    """Return PEFT's ``adapter_config.json`` of the actor's adapters."""
+def adapter_config(job: Job, assets: Mapping[str, bytes]) -> bytes:
+    """Return PEFT's ``adapter_config.json`` of the actor's adapters.
+
+    Args:
+        job: The job.
+        assets: The actor's small files.
+    """
     lora = job.recipe.actor.lora
     assert lora is not None, "called without adapters"
+    targets: list[str] | str = sorted(lora.targets)
+    if sees(assets) and not runs_in_transformers(job, "actor"):
+        # A tower may have layers of the same names. A text is an expression to PEFT.
+        targets = rf".*\.language_model\..*\.({'|'.join(targets)})"
     # What a warm start or a merge has changed is in no directory but the run's own.
     is_base_known = job.recipe.warm_start is None and lora.merge_every == 0
     alpha, path = lora.effective_alpha, job.recipe.model.path
@@ -100,7 +111,7 @@ def adapter_config(job: Job) -> bytes:
         "r": lora.rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": sorted(lora.targets),
+        "target_modules": targets,
         "bias": "none",
         "inference_mode": True,
     }

@@ -34,6 +34,7 @@ from hybridflow.families.assets import (
 )
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.quantization import plain_assets
+from hybridflow.families.vision import with_origin
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.shapes import model_spec
 from hybridflow.parallel.megatron import rank_sets
@@ -188,9 +189,14 @@ def given_assets(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]:
 
 
 def _in_directory(model: ModelConfig) -> tuple[str | None, dict[str, bytes]]:
-    settings = None if model.path is None else read_model_info(Path(model.path))
-    if settings is None or settings.assets is None:
+    if model.path is None:
         return None, {}
+    settings = read_model_info(Path(model.path))
+    if settings.assets is None:
+        return None, {}
+    path = Path(model.path)
     # Without its code nobody could load it again.
     code = sorted(each.name for each in settings.assets.glob("*.py")) if model.trust_remote_code else []
-    return settings.family, plain_assets(read_assets(settings.assets, (*ASSETS, *code), follows_links=True))
+    assets = plain_assets(read_assets(settings.assets, (*ASSETS, *code), follows_links=True))
+    is_original = settings.assets == path and model.implementation == "megatron"
+    return settings.family, with_origin(assets, path) if is_original else assets

@@ -293,7 +293,7 @@ class Checkpoints:
 def _assets(job: Job, name: str) -> tuple[str | None, dict[str, bytes]]:
     family, assets = assets_of(job, name)
     if name == "actor" and job.recipe.actor.lora is not None:
-        assets = {**assets, ADAPTER_CONFIG: adapter_config(job)}
+        assets = {**assets, ADAPTER_CONFIG: adapter_config(job, assets)}
     return family, assets
 
 

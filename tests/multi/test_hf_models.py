@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
@@ -36,7 +37,8 @@ from tests.multi.test_train_pretrained import recipe as of_directories
 from tests.support.checkpoint_cases import edit_json, tensors_of
 from tests.support.complaints import complains
 from tests.support.conversions import convert
-from tests.support.hf_models import randomize, write_model, write_tokenizer
+from tests.support.hf_models import randomize, write_model, write_seeing_model, write_tokenizer
+from tests.support.plain_models import token_log_probs
 from tests.support.ranks import run_ranks
 
 FAMILIES = {
@@ -209,29 +211,101 @@ def test_parameters_of_bf16_have_one_number_format_and_a_routers_bias_stays_exac
             assert torch.equal(bias, torch.full(bias.shape, 0.1234567))
 
 
-def test_a_model_with_a_part_that_sees_learns_from_text(tmp_path):
-    text = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    text |= dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=64, sliding_window=16)
-    vision = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=28)
-    config = transformers.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, eos_token_id=0, bos_token_id=1, pad_token_id=2
-    )
-    given = transformers.Gemma3ForConditionalGeneration(config)
-    randomize(given, 0, 0.2)
-    given.save_pretrained(tmp_path / "Gemma3")
-    write_tokenizer(tmp_path / "Gemma3")
-    pictures = '{"image_processor_type": "Gemma3ImageProcessor", "image_seq_length": 4}'
-    (tmp_path / "Gemma3/preprocessor_config.json").write_text(pictures)
-    made = recipe(
-        tmp_path, "grpo", "sees", "Gemma3", kl={"coef": 0.0}, actor={"update": {"dp": 1}, "optimizer": {"lr": 1e-2}}
-    )
-    run_ranks(run, 1, made)
+@pytest.mark.parametrize(("name", "how"), [("Gemma3", "transformers"), ("Gemma3", "tp2"), ("Qwen3VL", "pp2")])
+def test_a_model_that_sees_learns_from_text_and_is_exported_whole(tmp_path, name, how):
+    """In ``transformers`` and by a table: the first log-probabilities are theirs, and what sees stays as it is."""
+    given = write_seeing_model(tmp_path / name, name)
+    write_tokenizer(tmp_path / name)
+    is_theirs = how == "transformers"
+    ranks, layout = (1, {"dp": 1}) if is_theirs else (2, {how[:2]: 2})
+    actor = {"update": layout, "rollout": {"dp": ranks}, "optimizer": {"lr": 1e-2}}
+    model = {"implementation": "transformers"} if is_theirs else {}
+    made = recipe(tmp_path, "grpo", "sees", name, ranks, kl={"coef": 0.0}, model=model, actor=actor)
+    (found, *_) = [each for each in run_ranks(first_log_probs, ranks, made) if each is not None]
+    np.testing.assert_allclose(found, seeing_log_probs(given), atol=1e-5)
     assert all(row["actor/grad_norm"] > 0 for row in lines(tmp_path, "sees"))
-    convert(tmp_path / "sees/checkpoints/step_000002/actor", "hf", tmp_path / "out")
-    assert (tmp_path / "out/preprocessor_config.json").read_text() == pictures
-    after = transformers.Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "out").state_dict()
-    moved = {name for name, value in given.state_dict().items() if not torch.equal(value, after[name])}
-    assert moved and not [name for name in moved if "vision" in name or "projector" in name]
+    out = tmp_path / "out"
+    assert cli.main(["convert", str(tmp_path / "sees"), str(out), "--to", "hf", "--quiet"]) == 0
+    pictures = "preprocessor_config.json"
+    assert (out / pictures).read_bytes() == (tmp_path / name / pictures).read_bytes()
+    assert json.loads((out / "config.json").read_text()) == json.loads((tmp_path / name / "config.json").read_text())
+    assert tensors_of(out).keys() == tensors_of(tmp_path / name).keys()
+    after = transformers.AutoModelForImageTextToText.from_pretrained(out).state_dict()
+    moved = {key for key, value in given.state_dict().items() if not torch.equal(value, after[key])}
+    assert moved and not [key for key in moved if "language_model" not in key and "lm_head" not in key]
+
+
+@pytest.mark.slow
+def test_an_adapter_of_a_model_that_sees_is_what_peft_takes_it_for(tmp_path):
+    """PEFT finds its layers in the language model, none in the tower, and computes what the merged model does."""
+    write_seeing_model(tmp_path / "Gemma3", "Gemma3")
+    write_tokenizer(tmp_path / "Gemma3")
+    actor = {"update": {"tp": 2}, "rollout": {"dp": 2}, "optimizer": {"lr": 1e-2}, "lora": {"rank": 4, "alpha": 6.0}}
+    run_ranks(run, 2, recipe(tmp_path, "grpo", "sees", "Gemma3", 2, kl={"coef": 0.0}, actor=actor))
+    step = tmp_path / "sees/checkpoints/step_000002/actor"
+    for out, format in (("peft", "peft"), ("merged", "hf")):
+        assert cli.main(["convert", str(step), str(tmp_path / out), "--to", format, "--quiet"]) == 0
+    auto = transformers.AutoModelForImageTextToText
+    adapted = peft.PeftModel.from_pretrained(auto.from_pretrained(tmp_path / "Gemma3"), tmp_path / "peft").eval()
+    layers = [name for name, _ in adapted.named_parameters() if "lora" in name]
+    assert layers and all("language_model" in name for name in layers)
+    merged = seeing_log_probs(auto.from_pretrained(tmp_path / "merged"))
+    np.testing.assert_allclose(seeing_log_probs(adapted), merged, atol=1e-5)
+    assert np.abs(merged - seeing_log_probs(auto.from_pretrained(tmp_path / "Gemma3"))).max() > 1e-2
+    actor["lora"]["path"] = str(tmp_path / "peft")
+    again = recipe(tmp_path, "grpo", "again", "Gemma3", 2, kl={"coef": 0.0}, actor=actor)
+    (found, *_) = [each for each in run_ranks(first_log_probs, 2, again) if each is not None]
+    np.testing.assert_allclose(found, merged, atol=1e-5)
+
+
+def critic_and_run(world: World, values: dict[str, Any]) -> np.ndarray | None:
+    trainer = begun(world, values)
+    trainer.run()
+    column = trainer.roles.by_name["critic"].calls["values"](batch(), {})
+    return None if column is None else column.columns["values"].values.numpy()
+
+
+@pytest.mark.slow
+def test_a_critic_of_a_model_that_sees_is_a_scorer_of_text(tmp_path):
+    write_seeing_model(tmp_path / "Qwen3VL", "Qwen3VL")
+    write_tokenizer(tmp_path / "Qwen3VL")
+    critic = {"layout": {"tp": 2}, "optimizer": {"lr": 1e-3}}
+    made = recipe(tmp_path, "ppo", "sees", "Qwen3VL", 2, actor={"update": {"pp": 2}}, trainer={"steps": 1}) | {
+        "critic": critic
+    }
+    (values, *_) = [each for each in run_ranks(critic_and_run, 2, made) if each is not None]
+    step = tmp_path / "sees/checkpoints/step_000001"
+    assert cli.main(["convert", str(step / "critic"), str(tmp_path / "out"), "--to", "hf", "--quiet"]) == 0
+    scorer, report = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert type(scorer).__name__ == "Qwen3ForSequenceClassification" and not any(report.values()), report
+    theirs = []
+    for row, prompt in zip(*sequences(), strict=True):
+        with torch.no_grad():
+            theirs.append(scorer.eval().score(scorer.model(row[None]).last_hidden_state)[0, prompt - 1 : -1, 0])
+    np.testing.assert_allclose(values, torch.cat(theirs).numpy(), atol=1e-5)
+    # An actor goes on from a checkpoint, and knows the original still.
+    further = recipe(tmp_path, "grpo", "further", "Qwen3VL", 1, kl={"coef": 0.0}, model={"path": str(step / "actor")})
+    run_ranks(run, 1, further)
+    assert cli.main(["convert", str(tmp_path / "further"), str(tmp_path / "whole"), "--to", "hf", "--quiet"]) == 0
+    assert tensors_of(tmp_path / "whole").keys() == tensors_of(tmp_path / "Qwen3VL").keys()
+
+
+def first_log_probs(world: World, values: dict[str, Any]) -> np.ndarray | None:
+    """The actor's log-probabilities before the first step, where this rank has them; then two steps."""
+    trainer = begun(world, values)
+    column = trainer.roles.by_name["actor"].calls["log_probs"](batch(), {})
+    trainer.run()
+    return None if column is None else column.columns["old_log_probs"].values.numpy()
+
+
+def seeing_log_probs(model: nn.Module) -> np.ndarray:
+    found = []
+    for row, prompt in zip(*sequences(), strict=True):
+        with torch.no_grad():
+            found.append(token_log_probs(model(input_ids=row[None]).logits[0], row)[prompt - 1 :])
+    return torch.cat(found).numpy()
 
 
 def sampled(world: World, path: Path, kind: type[UserEngine], max_concurrent: int) -> list[tuple[Any, ...]]:
@@ -480,6 +554,22 @@ def test_a_program_trains_it_through_the_api(folder, tmp_path, is_in_memory):
     assert tokens == theirs and loss == pytest.approx(float(model(ids, labels=ids).loss.detach()), abs=1e-5)
     after = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "program")
     assert float(after(ids, labels=ids).loss.detach()) < loss - 0.01
+
+
+@pytest.mark.parametrize("is_in_memory", [False, True], ids=["directory", "model"])
+def test_a_program_trains_the_language_model_of_one_that_sees(tmp_path, is_in_memory):
+    """Of a directory by the table, of a model in memory in ``transformers``; both are saved whole."""
+    model = write_seeing_model(tmp_path / "Gemma3", "Gemma3")
+    given = model if is_in_memory else tmp_path / "Gemma3"
+    ((loss, tokens),) = run_ranks(in_a_program, 1, given, tmp_path / "out")
+    ids = torch.tensor([[7, 8, 9, 11, 12]])
+    theirs = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)[0, 5:].tolist()
+    assert tokens == theirs[: len(tokens)]
+    assert loss == pytest.approx(float(model(ids, labels=ids).loss.detach()), abs=1e-5)
+    after = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    assert float(after(ids, labels=ids).loss.detach()) < loss - 0.01
+    moved = {key for key, value in model.state_dict().items() if not torch.equal(value, after.state_dict()[key])}
+    assert moved and all("language_model" in key or key == "lm_head.weight" for key in moved)
 
 
 OTHERS: dict[str, dict[str, Any]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hybridflow.checkpoint.formats.registry import make_target, open_source
+from hybridflow.checkpoint.formats.registry import for_export, make_target, open_source
 from hybridflow.checkpoint.formats.source import Source, Target
 from hybridflow.reshard.views import TORCH_DTYPES
 
@@ -32,4 +32,5 @@ def write_target(source: Source, target: Target, out: Path) -> Path:
 def convert(source: Source | Path, format: str, out: Path, **options: Any) -> Path:
     """Write a checkpoint, or the one at a path, as another format."""
     made = open_source(source) if isinstance(source, Path) else source
+    made = for_export(made) if format == "hf" else made
     return write_target(made, make_target(format, made, **options), out)

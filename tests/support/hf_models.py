@@ -62,6 +62,38 @@ def write_model(
     return model.eval()
 
 
+SEEING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "Gemma3": (
+        dict(sliding_window=5, sliding_window_pattern=2, query_pre_attn_scalar=24),
+        dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=28),
+        dict(mm_tokens_per_image=4),
+    ),
+    "Qwen3VL": (
+        dict(
+            rope_parameters=dict(rope_type="default", rope_theta=5e3, mrope_section=[2, 2, 2], mrope_interleaved=True)
+        ),
+        dict(depth=2, hidden_size=8, intermediate_size=8, num_heads=2, out_hidden_size=32, num_position_embeddings=16)
+        | dict(patch_size=4, deepstack_visual_indexes=[0]),
+        {},
+    ),
+}
+"""Models that see -> what their language model, their vision tower and the whole have beside the sizes."""
+
+
+def write_seeing_model(folder: Path, name: str, *, seed: int = 0, **text: Any) -> torch.nn.Module:
+    """A tiny model that sees with every weight random, and its processor's settings; returns it in evaluation mode."""
+    of_text, vision, whole = SEEING[name]
+    sizes = {**SIZES, "head_dim": 12, "vocab_size": 45, "eos_token_id": 0, "bos_token_id": 1, "pad_token_id": 2}
+    config = getattr(transformers, f"{name}Config")(
+        text_config={**sizes, **of_text, **text}, vision_config=vision, **whole
+    )
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    randomize(model, seed, 0.2)
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "Gemma3ImageProcessor"}')
+    return model.eval()
+
+
 def randomize(model: torch.nn.Module, seed: int, scale: float) -> None:
     """Give every weight a random value; norms and biases around 1."""
     generator = torch.Generator().manual_seed(seed)

@@ -92,7 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--base",
         type=find_model,
         metavar="DIR",
-        help="base model of SOURCE, if SOURCE is an adapter whose base is not found",
+        help="where the base model of SOURCE is, an adapter, or the original of SOURCE, the language model of one that "
+        "sees; needed if it is not found",
     )
     parser.add_argument("--restart", action="store_true", help="discard what an earlier attempt left in OUT.part")
     parser.add_argument(
@@ -157,12 +158,14 @@ def _open(arguments: argparse.Namespace) -> tuple[Source, Target, dict[str, obje
     from hybridflow.checkpoint.formats.registry import (
         OF_ADAPTERS,
         READABLE,
+        for_export,
         make_target,
         open_merged,
         open_source,
         with_base,
     )
     from hybridflow.checkpoint.formats.sharded import find_base
+    from hybridflow.checkpoint.formats.whole import is_part
     from hybridflow.families.config_json import describe
     from hybridflow.families.tables import FAMILIES
     from hybridflow.layout.parallel_layout import ParallelLayout
@@ -174,8 +177,6 @@ def _open(arguments: argparse.Namespace) -> tuple[Source, Target, dict[str, obje
         source = open_source(arguments.source, base=arguments.base)
     if wanted not in (None, source.format):
         raise ConfigError(f"--from {wanted}: {arguments.source} is of format {source.format}; leave --from out")
-    if arguments.base is not None and source.format != "peft":
-        raise ConfigError(f"--base {arguments.base}: {arguments.source} is of format {source.format}; leave --base out")
     if arguments.family is not None:
         if arguments.family not in FAMILIES:
             raise ConfigError(f"--family {arguments.family}: not known; expected one of {', '.join(FAMILIES)}")
@@ -187,6 +188,11 @@ def _open(arguments: argparse.Namespace) -> tuple[Source, Target, dict[str, obje
     if arguments.merge_lora is not None:
         arguments.merge_lora = Path(os.path.abspath(arguments.merge_lora))
         source = open_merged(source, arguments.merge_lora)
+    is_completed = arguments.to == "hf" and is_part(source)
+    if arguments.base is not None and source.format != "peft" and not is_completed:
+        raise ConfigError(f"--base {arguments.base}: {arguments.source} is of format {source.format}; leave --base out")
+    if is_completed:
+        source = for_export(source, original=arguments.base)
     shard = arguments.max_shard_gb
     if shard is not None and not 0 < shard < math.inf:
         raise ConfigError(f"--max-shard-gb {shard:g}: expected a number above 0")
@@ -316,9 +322,7 @@ def _table(arguments: argparse.Namespace, source: Source, summary: Summary) -> s
 
 def _adapter(source: Source) -> str | None:
     """Return the path of the adapter that is merged into the source's weights; None: there is none."""
-    from hybridflow.checkpoint.formats.lora import MergedSource
-
-    return str(source.adapter_path) if isinstance(source, MergedSource) else None
+    return None if source.adapter_path is None else str(source.adapter_path)
 
 
 def _small_files(source: Source) -> str:
@@ -350,12 +354,10 @@ def _mapping(source: Source, target: Target) -> str:
 
 def _rows(source: Source, target: Target) -> Iterator[tuple[str, list[str], list[dict[str, Any]]]]:
     """Yield logical name, the source's names of its parts, and where they go."""
-    from hybridflow.checkpoint.formats.huggingface import HuggingFaceSource
-
     for name in source.tensors:
         places = []
         for file, key in target.places(name):
             entry = target.files[file][key]
             at = {"dtype": entry.dtype, "shape": list(entry.shape), "bytes": entry.num_bytes}
             places.append({"file": file, "key": key, **at})
-        yield name, source.names(name) if isinstance(source, HuggingFaceSource) else [name], places
+        yield name, source.names(name), places

@@ -22,6 +22,7 @@ from hybridflow.families.config_json import Described, describe, read_config, up
 from hybridflow.families.family import Form
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.quantization import plain_assets, read_quantization
+from hybridflow.families.vision import TextNames, text_names, vision_model, with_origin
 from hybridflow.families.weight_files import INDEX, SINGLE, find_weight_files
 from hybridflow.models.shapes import model_spec
 from hybridflow.reshard.spec import DTYPE_WORDS, Box, DType
@@ -71,8 +72,12 @@ class Parts(NamedTuple):
         return [torch.stack(tensors) for tensors in zip(*parts, strict=True)]
 
 
-def parts_of(described: Described) -> dict[str, Parts]:
+def parts_of(described: Described, text: TextNames | None = None) -> dict[str, Parts]:
     """Return logical name -> the Hugging Face tensors of it, in the model's order.
+
+    Args:
+        described: The model.
+        text: What they are called in a model that sees; None: as in one of text alone.
 
     Raises:
         ConfigError: The family has no place for a tensor of the model.
@@ -88,6 +93,7 @@ def parts_of(described: Described) -> dict[str, Parts]:
             )
         numbers = dict(re.findall(r"\b(layer|expert)s\.(\d+)", spec.name))
         names = tuple(name.format(**numbers) for name in rule.hf)
+        names = names if text is None else tuple(map(text.of, names))
         shapes = part_shapes(rule.form, spec.shape, model)
         expert = None
         if rule.has_all_experts:
@@ -101,8 +107,9 @@ def parts_of(described: Described) -> dict[str, Parts]:
 class HuggingFaceSource(Source):
     """A directory of Hugging Face, see ``source.Source``.
 
-    A stored output layer of a model whose embeddings are tied passes where it is the embedding bit for bit. Tensors
-    that lie in codes of ``quantization_config`` are decoded while they are read.
+    Of a model that sees the language model is read, and the other tensors are passed over. A stored output layer of a
+    model whose embeddings are tied passes where it is the embedding bit for bit. Tensors that lie in codes of
+    ``quantization_config`` are decoded while they are read.
 
     Raises:
         CheckpointError: A file is missing or damaged, or the tensors are not those of ``config.json``.
@@ -117,7 +124,7 @@ class HuggingFaceSource(Source):
         how = read_quantization(values, described.family, where=str(path / CONFIG))
         files = open_files(path, has_codes=how is not None)
         coded = {} if how is None else coded_tensors(files, how, described.model.dtype)
-        self._take(path, described, files, coded)
+        self._take(path, described, files, coded, sees=vision_model(values) is not None)
 
     def _take(
         self,
@@ -125,19 +132,32 @@ class HuggingFaceSource(Source):
         described: Described,
         files: Mapping[str, TensorFile | HeldTensors],
         coded: Mapping[str, CodedTensor] | None = None,
+        *,
+        sees: bool = False,
     ) -> None:
-        """Hold tensors, wherever they are, against the settings that go with them."""
+        """Hold tensors, wherever they are, against the settings that go with them.
+
+        Args:
+            path: Where they are.
+            described: The settings.
+            files: The files by name.
+            coded: Tensors that lie in codes.
+            sees: Whether they are those of a model that sees, of which the language model's are held.
+        """
         self.path = path
         self._files = files
         self._where: dict[str, TensorFile | HeldTensors | CodedTensor] = {}
         self._where |= {name: file for file in files.values() for name in file.entries}
+        self._names = text_names(self._where, described.family, str(path)) if sees else None
+        if self._names is not None:
+            self._where = {name: file for name, file in self._where.items() if self._names.has(name)}
         for name, tensor in ({} if coded is None else coded).items():
             self._where[name] = tensor
             self._where.pop(tensor.scales, None)
         _check_counts(described, len(self._where), path)
         self.model, self.has_value_head = described.model, described.has_value_head
         self.family = described.family.name
-        self._parts = parts_of(described)
+        self._parts = parts_of(described, self._names)
         self._output_copy = self._check_names(described)
         self.tensors: Mapping[str, TensorEntry] = {
             name: self._entry(name, parts) for name, parts in self._parts.items()
@@ -187,7 +207,7 @@ class HuggingFaceSource(Source):
         return made if parts.form in ("same", "transposed") else made[slice(*box[0])]
 
     def names(self, tensor: str) -> list[str]:
-        """Return the Hugging Face names of the parts of a logical tensor."""
+        """See ``Source``."""
         return list(self._parts[tensor].names)
 
     def release(self) -> None:
@@ -197,7 +217,7 @@ class HuggingFaceSource(Source):
 
     def assets(self) -> dict[str, bytes]:
         """See ``Source``."""
-        return plain_assets(read_assets(self.path, self._asset_names()))
+        return with_origin(plain_assets(read_assets(self.path, self._asset_names())), self.path)
 
     def identity(self) -> str:
         """See ``Source``."""
@@ -216,9 +236,10 @@ class HuggingFaceSource(Source):
         extra = [name for name in extra if skipped is None or not name.startswith(skipped)]
         missing = [name for name in expected if name not in self._where]
         copies = [name for rule in described.family.rules if rule.logical == _OUTPUT for name in rule.hf]
+        output = copies[0] if self._names is None else self._names.of(copies[0])
         copy = None
-        if described.model.tied_embeddings and not described.has_value_head and copies[0] in extra:
-            copy = copies[0]
+        if described.model.tied_embeddings and not described.has_value_head and output in extra:
+            copy = output
             extra.remove(copy)
         if missing or extra:
             raise CheckpointError(
@@ -290,7 +311,7 @@ class HuggingFaceTarget(Target):
         self._parts = self._name()
         self._dtype = dtype if dtype is not None else source.tensors[self._largest()].dtype
         entries = {
-            part: TensorEntry(written_dtype(name, source.tensors[name], dtype), shape)
+            part: TensorEntry(self._written(name, dtype), shape)
             for name, parts in self._parts.items()
             for part, shape in zip(parts.names, parts.shapes, strict=True)
         }
@@ -306,6 +327,10 @@ class HuggingFaceTarget(Target):
         source = self._source
         self._described = describe(source.model, family=source.family, has_value_head=source.has_value_head)
         return parts_of(self._described)
+
+    def _written(self, tensor: str, dtype: DType | None) -> DType:
+        """Return the number format in which a tensor is written."""
+        return written_dtype(tensor, self._source.tensors[tensor], dtype)
 
     def _largest(self) -> str:
         """Return the tensor whose number format the settings tell."""

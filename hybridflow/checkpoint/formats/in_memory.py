@@ -25,6 +25,7 @@ from hybridflow.families.model import ModelConfig
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.families.other_config import has_no_table, read_info
 from hybridflow.families.quantization import plain_assets
+from hybridflow.families.vision import vision_model
 from hybridflow.models.hf_model import names_as_saved
 from hybridflow.models.user_model import user_model_info
 
@@ -129,7 +130,7 @@ class _TransformersSource(HuggingFaceSource):
         state = names_as_saved(model, model.state_dict())
         if described.model.tied_embeddings:
             _drop_copy(state)
-        self._take(path, described, {str(path): HeldTensors(path, state)})
+        self._take(path, described, {str(path): HeldTensors(path, state)}, sees=vision_model(values) is not None)
         self._assets = _small_files(model, values)
 
     def assets(self) -> dict[str, bytes]:
@@ -207,6 +208,7 @@ def _code_of(model: Any) -> dict[str, bytes]:
 def _drop_copy(state: dict[str, Tensor]) -> None:
     """Drop the second copy of an embedding that is tied to the output."""
     seen: dict[tuple[int, torch.Size], str] = {}
-    for name, tensor in list(state.items()):
+    # Of a model that sees the output may come first.
+    for name, tensor in sorted(state.items(), key=lambda item: item[0].endswith("lm_head.weight")):
         if seen.setdefault((tensor.data_ptr(), tensor.shape), name) != name and tensor.device.type != "meta":
             del state[name]

@@ -15,6 +15,7 @@ from hybridflow.checkpoint.formats.named import NamedSource, NamedTarget, is_nam
 from hybridflow.checkpoint.formats.peft_dir import PeftSource, PeftTarget, base_of, is_peft
 from hybridflow.checkpoint.formats.sharded import ShardedSource, ShardedTarget, find_base, find_model
 from hybridflow.checkpoint.formats.source import Source, Target
+from hybridflow.checkpoint.formats.whole import WholeSource, WholeTarget, is_part
 from hybridflow.checkpoint.manifest import NAME
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import ADAPTER_CONFIG, CONFIG, read_json
@@ -126,6 +127,20 @@ def with_base(source: Source) -> Source:
     return lora.MergedSource(open_source(base), source)
 
 
+def for_export(source: Source, *, original: Path | None = None) -> Source:
+    """Return a model as it is exported to Hugging Face: the language model of one that sees with the other tensors.
+
+    Args:
+        source: The model.
+        original: Directory of the model that sees; None: the one that training began with.
+
+    Raises:
+        CheckpointError: The directory is damaged, or of another model.
+        ConfigError: It is not there.
+    """
+    return WholeSource(source, original) if is_part(source) else source
+
+
 def _described_at(path: Path) -> Described:
     """Return family and settings of the model at a path; of a Hugging Face model the weights need not be there."""
     if (path / CONFIG).is_file():
@@ -197,4 +212,7 @@ def make_target(
                 f"which have no place in format {format}; write hf"
             )
         return NamedTarget(source, dtype=dtype, **sizes) if format == "hf" else PeftTarget(source, dtype=dtype)
+    if format == "hf" and isinstance(source, WholeSource):
+        return WholeTarget(source, dtype=dtype, **sizes)
+    assert format != "hf" or not is_part(source), "see for_export"
     return WRITABLE[format](source, **given)

@@ -29,6 +29,7 @@ class Source(Protocol):
         has_value_head: Whether it gives values instead of logits.
         layout: In which it was written, as text; None where it is not cut.
         tensors: Logical name -> the whole tensor without padding, in the model's order.
+        adapter_path: Adapter whose updates are in the weights; None: there is none.
     """
 
     path: Path
@@ -38,6 +39,11 @@ class Source(Protocol):
     has_value_head: bool = False
     layout: str | None = None
     tensors: Mapping[str, TensorEntry]
+    adapter_path: Path | None = None
+
+    def names(self, tensor: str) -> list[str]:
+        """Return what the parts of a logical tensor are called where it is read from."""
+        return [tensor]
 
     def read(self, tensor: str) -> Tensor:
         """Read a whole logical tensor in host memory, possibly a view of a file, not to be written.

@@ -1,0 +1,172 @@
+"""Models that see whose language model a table describes: its part of ``config.json``, and what its tensors are called.
+
+Only the language model is read and trained. An export is the whole model again: the other tensors are copied from the
+original directory, which ``config.json`` names on its way through our checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hybridflow.errors import CheckpointError
+from hybridflow.families.assets import CONFIG, parse_json, to_json
+from hybridflow.families.family import Family
+from hybridflow.families.tables import FAMILIES
+
+ORIGIN = "_name_or_path"
+"""Key of ``config.json`` by which ``transformers`` tells where a model came from. Here it is the original directory."""
+
+_TEXT = "text_config"
+_PREFIXES = ("model.language_model.", "language_model.model.")
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+_MROPE = ("mrope_section", "mrope_interleaved")
+"""How the rotated dims are dealt to time, height and width, which are equal where all tokens are text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionModel:
+    """A model that sees.
+
+    Attributes:
+        name: Its ``model_type``.
+        causal: Its architecture.
+        text: ``model_type`` of its ``text_config``.
+        family: Name of the table that describes its language model.
+        defaults: Values of keys that ``text_config`` may leave out, where the table has none or others.
+        unused: Keys of the table that its language model does not have.
+    """
+
+    name: str
+    causal: str
+    text: str
+    family: str
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+
+
+_GEMMA3 = VisionModel(
+    name="gemma3",
+    causal="Gemma3ForConditionalGeneration",
+    text="gemma3_text",
+    family="gemma3_text",
+    # Published files leave all of these out.
+    defaults={"vocab_size": 262208, "num_attention_heads": 8},
+)
+
+_QWEN3_VL = VisionModel(
+    name="qwen3_vl",
+    causal="Qwen3VLForConditionalGeneration",
+    text="qwen3_vl_text",
+    family="qwen3",
+    defaults={"max_position_embeddings": 128000, "rope_theta": 500000.0},
+    unused=("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+)
+
+VISION_MODELS = {model.name: model for model in (_GEMMA3, _QWEN3_VL)}
+
+
+def vision_model(values: Mapping[str, Any]) -> VisionModel | None:
+    """Return which model that sees a parsed ``config.json`` is of; None: another, or not whole, or in codes."""
+    name, text = values.get("model_type"), values.get(_TEXT)
+    found = VISION_MODELS.get(name) if isinstance(name, str) else None
+    if found is None or not isinstance(text, Mapping) or text.get("model_type", found.text) != found.text:
+        return None
+    is_coded = any(each.get("quantization_config") is not None for each in (values, text))
+    is_whole = values.get("architectures") in (None, [found.causal])
+    return found if is_whole and not is_coded else None
+
+
+def language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the ``config.json`` of the language model alone of a model that sees; any other as it is."""
+    found = vision_model(values)
+    if found is None:
+        return values
+    table = FAMILIES[found.family]
+    text = {key: value for key, value in {**found.defaults, **values[_TEXT]}.items() if key not in found.unused}
+    # As transformers has it: whether the output layer is the embedding is the whole model's to say.
+    above = {key: values[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in values}
+    tied = {"tie_word_embeddings": table.defaults["tie_word_embeddings"]}
+    rotary = {key: _plain_rotary(text[key]) for key in ("rope_scaling", "rope_parameters") if key in text}
+    return {**text, **tied, **above, **rotary, "model_type": table.name, "architectures": [table.causal]}
+
+
+def _plain_rotary(told: Any) -> Any:
+    """Return rotary settings without what tells pictures from text."""
+    if not isinstance(told, Mapping):
+        return told
+    plain = {key: value for key, value in told.items() if key not in _MROPE}
+    return {key: "default" if value == "mrope" else value for key, value in plain.items()}
+
+
+def with_language_model(values: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """Return the ``config.json`` of a model that sees with other settings of its language model.
+
+    Args:
+        values: The whole.
+        changes: Keys of its ``text_config``.
+    """
+    return {**values, _TEXT: {**values[_TEXT], **changes}}
+
+
+def with_origin(assets: Mapping[str, bytes], folder: Path) -> dict[str, bytes]:
+    """Return the small files of a directory; the ``config.json`` of a model that sees says where the directory is."""
+    values = parse_json(assets[CONFIG], str(folder / CONFIG)) if CONFIG in assets else {}
+    if vision_model(values) is None:
+        return {**assets}
+    return {**assets, CONFIG: to_json({**values, ORIGIN: str(folder.absolute())})}
+
+
+def sees(assets: Mapping[str, bytes]) -> bool:
+    """Return whether the small files are those of a model that sees."""
+    return CONFIG in assets and vision_model(parse_json(assets[CONFIG], CONFIG)) is not None
+
+
+class TextNames(NamedTuple):
+    """What the files of a model that sees call the tensors of its language model.
+
+    Attributes:
+        prefix: Begins the names of all but the output layer.
+        head: The output layer.
+    """
+
+    prefix: str
+    head: str
+
+    def of(self, name: str) -> str:
+        """Return the name of a tensor that ``name`` is in a model of text alone."""
+        return self.head if name == _HEADS[0] else self.prefix + name.removeprefix("model.")
+
+    def has(self, name: str) -> bool:
+        """Return whether a name is one of the language model's."""
+        return name == self.head or name.startswith(self.prefix)
+
+
+NAMES_IN_MEMORY = TextNames(_PREFIXES[0], _HEADS[0])
+"""What ``transformers`` calls the tensors of the language model within a model that sees."""
+
+
+def text_names(names: Collection[str], table: Family, where: str) -> TextNames:
+    """Return what the files of a model that sees call the tensors of its language model.
+
+    Args:
+        names: Of all tensors.
+        table: The family of the language model.
+        where: What messages call the files.
+
+    Raises:
+        CheckpointError: There is no language model.
+    """
+    (embedding,) = (rule.hf[0] for rule in table.rules if rule.logical == "embedding.word_embeddings.weight")
+    head = next((name for name in _HEADS if name in names), _HEADS[0])
+    known = [TextNames(prefix, head) for prefix in _PREFIXES]
+    found = next((each for each in known if each.of(embedding) in names), None)
+    if found is None:
+        expected = " or ".join(each.of(embedding) for each in known)
+        raise CheckpointError(
+            f"{where}: missing: {expected}, the embedding of a model that sees; restore it, or give the {CONFIG} that "
+            "belongs to these tensors"
+        )
+    return found

@@ -394,7 +394,7 @@ def update_vision_config(original: Mapping[str, Any], described: Described, *, d
     key, text = "max_position_embeddings", language_model(original)
     longest = _with_longest(text, described)
     grown = {key: longest[key]} if longest.get(key) != text.get(key) else {}
-    inner = {name: dtype for name in ("dtype", "torch_dtype") if name in original["text_config"]}
+    inner = {name: dtype for name in ("dtype", "torch_dtype") if name in (original.get("text_config") or ())}
     config = with_language_model(original, **grown, **inner)
     config.pop(ORIGIN, None)
     config |= {name: dtype for name in ("dtype", "torch_dtype") if name in config} or {"dtype": dtype}

@@ -20,7 +20,7 @@ ORIGIN = "_name_or_path"
 """Key of ``config.json`` by which ``transformers`` tells where a model came from. Here it is the original directory."""
 
 _TEXT = "text_config"
-_PREFIXES = ("model.language_model.", "language_model.model.")
+_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 _MROPE = ("mrope_section", "mrope_interleaved")
 """How the rotated dims are dealt to time, height and width, which are equal where all tokens are text."""
@@ -37,6 +37,9 @@ class VisionModel:
         family: Name of the table that describes its language model.
         defaults: Values of keys that ``text_config`` may leave out, where the table has none or others.
         unused: Keys of the table that its language model does not have.
+        is_flat: Whether older files have the keys of ``text_config`` beside ``vision_config``.
+        text_ties: Whether embeddings are tied where either the whole or ``text_config`` says so, else where the whole
+            does.
     """
 
     name: str
@@ -45,7 +48,11 @@ class VisionModel:
     family: str
     defaults: Mapping[str, object] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    is_flat: bool = False
+    text_ties: bool = False
 
+
+_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 _GEMMA3 = VisionModel(
     name="gemma3",
@@ -62,21 +69,53 @@ _QWEN3_VL = VisionModel(
     text="qwen3_vl_text",
     family="qwen3",
     defaults={"max_position_embeddings": 128000, "rope_theta": 500000.0},
-    unused=("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    unused=_WINDOW,
 )
 
-VISION_MODELS = {model.name: model for model in (_GEMMA3, _QWEN3_VL)}
+_QWEN2_5_VL = VisionModel(
+    name="qwen2_5_vl",
+    causal="Qwen2_5_VLForConditionalGeneration",
+    text="qwen2_5_vl_text",
+    family="qwen2",
+    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80},
+    unused=("head_dim",),
+    is_flat=True,
+    text_ties=True,
+)
+
+_MISTRAL3 = VisionModel(name="mistral3", causal="Mistral3ForConditionalGeneration", text="mistral", family="mistral")
+
+_GLM4V = VisionModel(
+    name="glm4v",
+    causal="Glm4vForConditionalGeneration",
+    text="glm4v_text",
+    family="glm4",
+    defaults={"head_dim": None, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "partial_rotary_factor": 1.0},
+    unused=("attention_bias", "head_dim"),
+    text_ties=True,
+)
+
+VISION_MODELS = {model.name: model for model in (_GEMMA3, _QWEN3_VL, _QWEN2_5_VL, _MISTRAL3, _GLM4V)}
 
 
 def vision_model(values: Mapping[str, Any]) -> VisionModel | None:
     """Return which model that sees a parsed ``config.json`` is of; None: another, or not whole, or in codes."""
-    name, text = values.get("model_type"), values.get(_TEXT)
+    name = values.get("model_type")
     found = VISION_MODELS.get(name) if isinstance(name, str) else None
-    if found is None or not isinstance(text, Mapping) or text.get("model_type", found.text) != found.text:
+    if found is None:
+        return None
+    text = _text_of(values, found)
+    if not isinstance(text, Mapping) or text.get("model_type", found.text) != found.text:
         return None
     is_coded = any(each.get("quantization_config") is not None for each in (values, text))
     is_whole = values.get("architectures") in (None, [found.causal])
     return found if is_whole and not is_coded else None
+
+
+def _text_of(values: Mapping[str, Any], found: VisionModel) -> Any:
+    """Return what a ``config.json`` has as the settings of the language model."""
+    text = values.get(_TEXT)
+    return {**values, "model_type": found.text} if text is None and found.is_flat else text
 
 
 def language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -85,12 +124,15 @@ def language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if found is None:
         return values
     table = FAMILIES[found.family]
-    text = {key: value for key, value in {**found.defaults, **values[_TEXT]}.items() if key not in found.unused}
+    told = _text_of(values, found)
+    text = {**found.defaults, **{key: value for key, value in told.items() if key not in found.unused}}
     # As transformers has it: whether the output layer is the embedding is the whole model's to say.
     above = {key: values[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in values}
-    tied = {"tie_word_embeddings": table.defaults["tie_word_embeddings"]}
+    above.setdefault("tie_word_embeddings", table.defaults["tie_word_embeddings"])
+    if found.text_ties:
+        above["tie_word_embeddings"] = above["tie_word_embeddings"] or told.get("tie_word_embeddings", False)
     rotary = {key: _plain_rotary(text[key]) for key in ("rope_scaling", "rope_parameters") if key in text}
-    return {**text, **tied, **above, **rotary, "model_type": table.name, "architectures": [table.causal]}
+    return {**text, **above, **rotary, "model_type": table.name, "architectures": [table.causal]}
 
 
 def _plain_rotary(told: Any) -> Any:
@@ -106,9 +148,12 @@ def with_language_model(values: Mapping[str, Any], **changes: Any) -> dict[str, 
 
     Args:
         values: The whole.
-        changes: Keys of its ``text_config``.
+        changes: Keys of its language model.
     """
-    return {**values, _TEXT: {**values[_TEXT], **changes}}
+    text = values.get(_TEXT)
+    if text is None:
+        return {**values, **changes}
+    return {**values, _TEXT: {**text, **changes}}
 
 
 def with_origin(assets: Mapping[str, bytes], folder: Path) -> dict[str, bytes]:

@@ -211,7 +211,15 @@ def test_parameters_of_bf16_have_one_number_format_and_a_routers_bias_stays_exac
             assert torch.equal(bias, torch.full(bias.shape, 0.1234567))
 
 
-@pytest.mark.parametrize(("name", "how"), [("Gemma3", "transformers"), ("Gemma3", "tp2"), ("Qwen3VL", "pp2")])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *(("Gemma3", "transformers"), ("Gemma3", "tp2"), ("Qwen3VL", "pp2")),
+        pytest.param("Qwen2_5_VL", "cp2", marks=pytest.mark.slow),
+        pytest.param("Mistral3", "pp2", marks=pytest.mark.slow),
+        pytest.param("Glm4v", "tp2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_model_that_sees_learns_from_text_and_is_exported_whole(tmp_path, name, how):
     """In ``transformers`` and by a table: the first log-probabilities are theirs, and what sees stays as it is."""
     given = write_seeing_model(tmp_path / name, name)

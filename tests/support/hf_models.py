@@ -76,6 +76,23 @@ SEEING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         | dict(patch_size=4, deepstack_visual_indexes=[0]),
         {},
     ),
+    "Qwen2_5_VL": (
+        {"rope_parameters": dict(rope_theta=5e3, rope_type="default", mrope_section=[2, 1, 1]), "head_dim": None},
+        dict(depth=2, hidden_size=8, intermediate_size=8, num_heads=2, out_hidden_size=32, patch_size=4)
+        | dict(fullatt_block_indexes=[1]),
+        {},
+    ),
+    "Mistral3": (
+        {"model_type": "mistral", "sliding_window": None},
+        dict(model_type="pixtral", hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+        | dict(head_dim=4, image_size=8, patch_size=4),
+        {"tie_word_embeddings": False},
+    ),
+    "Glm4v": (
+        {"rope_parameters": dict(rope_theta=5e3, mrope_section=[1, 1, 0], partial_rotary_factor=0.5), "head_dim": None},
+        dict(depth=1, hidden_size=8, intermediate_size=8, num_heads=2, out_hidden_size=32, patch_size=4, image_size=8),
+        {},
+    ),
 }
 """Models that see -> what their language model, their vision tower and the whole have beside the sizes."""
 
@@ -84,9 +101,8 @@ def write_seeing_model(folder: Path, name: str, *, seed: int = 0, **text: Any) -
     """A tiny model that sees with every weight random, and its processor's settings; returns it in evaluation mode."""
     of_text, vision, whole = SEEING[name]
     sizes = {**SIZES, "head_dim": 12, "vocab_size": 45, "eos_token_id": 0, "bos_token_id": 1, "pad_token_id": 2}
-    config = getattr(transformers, f"{name}Config")(
-        text_config={**sizes, **of_text, **text}, vision_config=vision, **whole
-    )
+    told = {key: each for key, each in {**sizes, **of_text, **text}.items() if each is not None or key not in sizes}
+    config = getattr(transformers, f"{name}Config")(text_config=told, vision_config=vision, **whole)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     randomize(model, seed, 0.2)
     model.save_pretrained(folder)

@@ -54,8 +54,8 @@ def logits(path):
 )
 def test_there_and_back_in_every_format(original, tmp_path, format, options):
     """The same bits in every tensor, also of the tower, the same settings and the same logits."""
-    if format == "megatron-dist" and open_source(original).family == "gemma3_text":
-        pytest.skip("Megatron-LM has no Gemma 3")
+    if format == "megatron-dist" and open_source(original).family != "qwen3":
+        pytest.skip("Megatron-LM has no such model")
     there = convert(original, format, tmp_path / "there", **options)
     assert not [name for name in open_source(there).tensors if "vis" in name]
     back = convert(there, "hf", tmp_path / "back")

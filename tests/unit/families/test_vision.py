@@ -1,12 +1,16 @@
 """Models that see read as their language models, which are what ``transformers`` takes them for."""
 
+import contextlib
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hybridflow.errors import CheckpointError
+from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import ends_in
 from hybridflow.families.config_json import NotComputedError, read_config, update_config
 from hybridflow.families.other_config import has_no_table, read_info
@@ -55,7 +59,49 @@ PUBLISHED = {
         "vision_config": {"depth": 24, "hidden_size": 1024, "model_type": "qwen3_vl"},
     },
 }
+FLAT = {
+    **dict(architectures=["Qwen2_5_VLForConditionalGeneration"], attention_dropout=0.0, eos_token_id=151645),
+    **dict(hidden_act="silu", hidden_size=3584, image_token_id=151655, intermediate_size=18944),
+    **dict(max_position_embeddings=128000, max_window_layers=28, model_type="qwen2_5_vl", num_attention_heads=28),
+    **dict(num_hidden_layers=28, num_key_value_heads=4, rms_norm_eps=1e-6, rope_theta=1000000.0, sliding_window=32768),
+    **dict(rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]}, tie_word_embeddings=False),
+    **dict(torch_dtype="bfloat16", use_sliding_window=False, vocab_size=152064, vision_config={"depth": 32}),
+}
+OTHERS = {
+    "Qwen2.5-VL 7B": FLAT,
+    "Qwen2.5-VL, as of transformers 5": {
+        **{key: FLAT[key] for key in ("architectures", "model_type", "vision_config", "torch_dtype")},
+        "text_config": {
+            **{key: value for key, value in FLAT.items() if key not in ("architectures", "vision_config")},
+            **dict(model_type="qwen2_5_vl_text", tie_word_embeddings=True),
+        },
+    },
+    "Mistral Small 3.1": {
+        **dict(architectures=["Mistral3ForConditionalGeneration"], model_type="mistral3", torch_dtype="bfloat16"),
+        **dict(tie_word_embeddings=False, vision_config={"model_type": "pixtral"}),
+        "text_config": {
+            **dict(attention_dropout=0.0, head_dim=128, hidden_act="silu", hidden_size=5120, intermediate_size=32768),
+            **dict(max_position_embeddings=131072, model_type="mistral", num_attention_heads=32, num_hidden_layers=40),
+            **dict(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e9, sliding_window=None, vocab_size=131072),
+        },
+    },
+    "GLM-4.1V 9B": {
+        **dict(architectures=["Glm4vForConditionalGeneration"], model_type="glm4v", vision_config={"depth": 24}),
+        "text_config": {
+            **dict(attention_bias=False, attention_dropout=0.0, dtype="bfloat16", hidden_act="silu", hidden_size=4096),
+            **dict(intermediate_size=13696, max_position_embeddings=65536, model_type="glm4v_text"),
+            **dict(num_attention_heads=32, num_hidden_layers=40, num_key_value_heads=2, partial_rotary_factor=0.5),
+            **dict(rope_scaling={"rope_type": "default", "mrope_section": [8, 12, 12]}, rope_theta=10000.0),
+            **dict(rms_norm_eps=1e-5, vocab_size=151552),
+        },
+    },
+}
+PUBLISHED |= OTHERS
 EXPECTED = {
+    "Qwen2.5-VL 7B": (28, 3584, 28, 4, 128, 152064, 128000, 1e6, False, "bf16"),
+    "Qwen2.5-VL, as of transformers 5": (28, 3584, 28, 4, 128, 152064, 128000, 1e6, True, "bf16"),
+    "Mistral Small 3.1": (40, 5120, 32, 8, 128, 131072, 131072, 1e9, False, "bf16"),
+    "GLM-4.1V 9B": (40, 4096, 32, 2, 128, 151552, 65536, 1e4, False, "bf16"),
     "Gemma 3 4B": (34, 2560, 8, 4, 256, 262208, 131072, 1e6, True, "bf16"),
     "Gemma 3 27B": (62, 5376, 32, 16, 128, 262208, 131072, 1e6, True, "bf16"),
     "Qwen3-VL 4B": (36, 2560, 32, 8, 128, 151936, 262144, 5e6, True, "bf16"),
@@ -65,12 +111,13 @@ EXPECTED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_files_read_as_what_they_are(name):
     model = read_config(PUBLISHED[name], where="config.json").model
+    assert (model.qkv_bias, model.rotary_dim) == ("2.5" in name or "GLM" in name, 64 if "GLM" in name else None)
     assert EXPECTED[name] == (
         *(model.num_layers, model.hidden_size, model.num_attention_heads, model.query_groups, model.head_size),
         *(model.vocab_size, model.max_context, model.rotary_base, model.tied_embeddings, model.dtype),
     )
     assert model.implementation == "megatron"
-    if name != "Qwen3-VL 4B":
+    if "Gemma" in name:
         scaling = model.rotary_scaling
         assert (model.window, scaling.kind, scaling.factor) == (1024, "linear", 8.0)
         assert {*range(model.num_layers)} - {*model.window_layers} == {*range(5, model.num_layers, 6)}
@@ -87,13 +134,15 @@ def test_one_in_memory_runs_in_transformers():
 def test_what_a_published_file_leaves_out_has_the_default_of_transformers(name):
     transformers = pytest.importorskip("transformers")
     given = copy.deepcopy(PUBLISHED[name])
-    kind = {"gemma3": transformers.Gemma3Config, "qwen3_vl": transformers.Qwen3VLConfig}[given["model_type"]]
-    written = {**json.loads(kind(**copy.deepcopy(given)).to_json_string()), "architectures": given["architectures"]}
-    assert read_config(written, where="w").model == read_config({**given, "dtype": "bfloat16"}, where="g").model
-    for key in ("max_position_embeddings", "rope_theta", "rope_scaling"):
-        given["text_config"].pop(key, None)
-    written = json.loads(kind(**copy.deepcopy(given)).to_json_string())
-    assert read_config(written, where="w").model == read_config({**given, "dtype": "bfloat16"}, where="g").model
+    given["dtype"] = given.pop("torch_dtype", "bfloat16")
+    text = given.get("text_config", given)
+    for key in (None, "max_position_embeddings", "rope_theta", "rope_scaling", "num_key_value_heads", "rms_norm_eps"):
+        if key == "num_key_value_heads" and (given["model_type"] != "gemma3"):
+            text["num_attention_heads"] = 64  # so that each default divides it
+        text.pop(key, None)
+        written = json.loads(transformers.AutoConfig.for_model(**copy.deepcopy(given)).to_json_string())
+        told, meant = (read_config(each, where=key).model for each in (given, written))
+        assert replace(told, head_dim=told.head_size) == replace(meant, head_dim=meant.head_size), key
 
 
 def test_a_stretched_rotary_embedding_of_qwen3_vl_is_computed():
@@ -127,6 +176,20 @@ def test_what_is_not_computed_is_named():
         read_config(values, where="config.json")
 
 
+JUNK = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.just([3]) | st.just({"a": 1})
+
+
+@given(data=st.data(), name=st.sampled_from(list(PUBLISHED)))
+@settings(max_examples=200, deadline=None)
+def test_junk_in_any_key_is_an_error_of_ours_or_a_model(data, name):
+    values = copy.deepcopy(PUBLISHED[name])
+    part = values.get("text_config", values) if data.draw(st.booleans()) else values
+    part[data.draw(st.sampled_from(sorted(part)))] = data.draw(JUNK)
+    for read in (read_config, read_info):
+        with contextlib.suppress(ConfigError):
+            read(values, where="config.json")
+
+
 def test_ends_of_a_response_are_those_of_the_language_model():
     """As GenerationConfig.from_model_config of ``transformers`` has it; what the whole says goes before."""
     text = json.dumps(PUBLISHED["Qwen3-VL 4B"]).encode()
@@ -136,7 +199,7 @@ def test_ends_of_a_response_are_those_of_the_language_model():
 
 def test_files_without_a_language_model_are_refused():
     with pytest.raises(CheckpointError, match="missing: model.language_model.embed_tokens.weight or"):
-        text_names({"vision_tower.x", "model.embed_tokens.weight"}, FAMILIES["gemma3_text"], "models/x")
+        text_names({"vision_tower.x", "model.norm.weight"}, FAMILIES["gemma3_text"], "models/x")
 
 
 def test_the_docs_name_every_model_that_sees():

@@ -13,6 +13,7 @@ from typing import Any
 
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors import CheckpointError
+from hybridflow.plugins import split_name
 from hybridflow.sections import resume_rules, to_dict
 
 
@@ -46,7 +47,8 @@ def fixed_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
         recipe: From ``to_dict``, of this version of hybridflow or of another one.
 
     Returns:
-        JSON values. A section is ``"a section"``, so that it differs from null; its keys follow it.
+        JSON values. A section is ``"a section"``, so that it differs from null; its keys follow it. Of the two ways to
+        write a function, ``package.module:name`` stands for both.
     """
     return {key: value for key, value in _settings("", recipe) if not _rules().get(key, True)}
 
@@ -64,5 +66,7 @@ def _settings(prefix: str, section: Mapping[str, Any]) -> Iterator[tuple[str, An
         if isinstance(value, Mapping) and any(each.startswith(f"{key}.") for each in _rules()):
             yield key, "a section"
             yield from _settings(f"{key}.", value)
+        elif isinstance(value, str) and ".py:" in value:
+            yield key, ":".join(split_name(value))
         else:
             yield key, value

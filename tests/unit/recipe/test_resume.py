@@ -328,3 +328,21 @@ def test_the_number_of_leaf_keys_is_frozen():
 def test_files_whose_content_is_held_against_the_checkpoint_may_lie_elsewhere(changes, folder):
     saved = to_dict(load(("algorithm=grpo",), folder))
     check_resume(load(("algorithm=grpo", *changes), folder), saved, STEP)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_same"),
+    [
+        ("rewards.py:score", "rewards:score", True),
+        ("mine.rewards:score", "./mine/rewards.py:score", True),
+        ("rewards.py:score", "rewards.py:other", False),
+        ("rewards.py:score", "mine/rewards.py:score", False),
+    ],
+)
+def test_a_function_of_a_file_is_the_one_of_its_module(before, now, is_same, folder):
+    saved = to_dict(load(("algorithm=grpo", f"reward={{function: '{before}'}}"), folder))
+    changed = load(("algorithm=grpo", f"reward={{function: '{now}'}}"), folder)
+    if is_same:
+        return check_resume(changed, saved, STEP)
+    with pytest.raises(CheckpointError, match=r"written with reward.function=rewards:score, the recipe now has"):
+        check_resume(changed, saved, STEP)

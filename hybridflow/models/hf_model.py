@@ -37,6 +37,23 @@ _RENAMED = {
 }
 _SCORER = "ForSequenceClassification"
 
+_UNCACHED = ("minimax", "moshi", "recurrent_gemma")
+"""Types of models that compute something else with their cache than without it.
+
+MiniMax takes the length of its cache from the first layer, which has none if it is a recurrent one. RecurrentGemma
+begins a prompt of one token with the state of the batch before. Moshi's window is another with its cache.
+"""
+
+_UNPADDED = (
+    *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart"),
+    *("llama4", "llama4_text", "rwkv", "trocr", "whisper"),
+)
+"""Types of models for which a sample with padding before it is another one.
+
+Their positions, or their recurrent states, count the padding too, whatever the mask says. Of Llama 4 these are the
+positions that scale its attention beyond ``floor_scale`` tokens.
+"""
+
 
 class TransformersActor(ActorModel):
     """A causal language model of ``transformers``. Its tensors have the names that they have there.
@@ -354,7 +371,7 @@ def generate(
 
     Args:
         actor: The model.
-        input_ids: ``[samples, tokens]`` int64, with padding before shorter samples.
+        input_ids: ``[samples, tokens]`` int64, with padding before shorter samples if the model ``takes_padding``.
         attention_mask: ``[samples, tokens]`` int64: 1, and 0 on padding.
         max_new_tokens: Most tokens that are asked for.
         pad_id: Token of padding.
@@ -390,8 +407,15 @@ def generate(
 
 
 def can_generate(actor: TransformersActor) -> bool:
-    """Return whether ``generate`` can be called: not every class with code of its own has it."""
-    return bool(getattr(actor.inner, "can_generate", lambda: False)())
+    """Return whether ``generate`` gives what the model computes: not every class with code of its own has it."""
+    return actor.inner.config.model_type not in _UNCACHED and bool(
+        getattr(actor.inner, "can_generate", lambda: False)()
+    )
+
+
+def takes_padding(actor: TransformersActor) -> bool:
+    """Return whether padding before a sample, which a mask tells of, changes nothing in ``generate``."""
+    return actor.inner.config.model_type not in _UNPADDED
 
 
 def has_scorer(model_type: str) -> bool:

@@ -48,15 +48,25 @@ FAMILIES = {
 }
 """None has a table, and what each computes has another form: no family of ours could stand in for it."""
 
+WINDOWS = {"attention_chunk_size": 4, "floor_scale": 2, "moe_layers": [], "head_dim": 8, "intermediate_size_mlp": 48}
+STATEFUL = {
+    "FalconH1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 4},
+    "Lfm2": {"layer_types": ["conv", "full_attention"]},
+    "MiniMax": {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4, "block_size": 4},
+    "RecurrentGemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 4},
+    "Llama4Text": {"no_rope_layers": [1, 0], **WINDOWS},
+}
+"""Layers with a state or a count of their own, which padding and other samples of a batch must not reach."""
+
 WITH_SCORER = ("StableLm", "Falcon")
 VOCAB = 45
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of each family an actor with a tokenizer, and a scorer."""
+    """Of each family an actor with a tokenizer, of some a scorer."""
     path = tmp_path_factory.mktemp("hf")
-    for seed, (name, changes) in enumerate(FAMILIES.items()):
+    for seed, (name, changes) in enumerate({**FAMILIES, **STATEFUL}.items()):
         write_model(path / name, name, seed=seed, **changes)
         write_tokenizer(path / name)
         if name in WITH_SCORER:
@@ -146,7 +156,7 @@ def learned(world: World, values: dict[str, Any]) -> tuple[float, dict[str, np.n
     return total, {name: each.view(shapes[name]).numpy() for name, each in gradients.items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "FalconH1", "Lfm2", "MiniMax"])
 def test_losses_and_gradients_are_those_of_autograd(folder, family):
     expected, gradients = weights_of(folder / family, sequences())
     for loss, found in run_ranks(learned, 2, recipe(folder, "grpo", f"learned-{family}", family, 2)):
@@ -316,21 +326,24 @@ def seeing_log_probs(model: nn.Module) -> np.ndarray:
     return torch.cat(found).numpy()
 
 
-def sampled(world: World, path: Path, kind: type[UserEngine], max_concurrent: int) -> list[tuple[Any, ...]]:
+def sampled(world: World, path: Path) -> list[list[tuple[Any, ...]]]:
+    """By forward, then with a cache in batches of one, of four and of all."""
     _, groups = place(world, ParallelLayout())
     actor = make_actor(path, settings(path), filling="read")
-    options = {"vocab_size": VOCAB, "max_context": 48, "seed": 5, "max_concurrent": max_concurrent, "pad_id": 2}
     params = SamplingParams(max_new_tokens=9, temperature=0.7, stop_ids=(4, 5, 6, 9))
-    responses = kind(actor, groups.tp, **options).generate(nine_requests(params))
-    return [(each.tokens.tolist(), each.log_probs.numpy(), each.finish) for each in responses]
+    found = []
+    for kind, max_concurrent in ((UserEngine, 9), (HFEngine, 1), (HFEngine, 4), (HFEngine, 9)):
+        options = {"vocab_size": VOCAB, "max_context": 48, "seed": 5, "max_concurrent": max_concurrent, "pad_id": 2}
+        responses = kind(actor, groups.tp, **options).generate(nine_requests(params))
+        found.append([(each.tokens.tolist(), each.log_probs.numpy(), each.finish) for each in responses])
+    return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *STATEFUL])
 def test_sampling_with_a_cache_is_sampling_by_forward_in_every_batch(folder, family):
-    (expected,) = run_ranks(sampled, 1, folder / family, UserEngine, 9)
+    ((expected, *others),) = run_ranks(sampled, 1, folder / family)
     assert len({tuple(tokens) for tokens, *_ in expected}) > 5 and {each[2] for each in expected} == {"stop", "length"}
-    for max_concurrent in (1, 4, 9):
-        (found,) = run_ranks(sampled, 1, folder / family, HFEngine, max_concurrent)
+    for found in others:
         for one, other in zip(expected, found, strict=True):
             assert one[0] == other[0] and one[2] == other[2]
             assert np.abs(one[1] - other[1]).max() <= 1e-5

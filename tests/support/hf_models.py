@@ -56,7 +56,7 @@ def write_model(
     if kind == "ForSequenceClassification":
         shape["num_labels"] = 1
     config = getattr(transformers, f"{family}Config")(**{**shape, **changes})
-    model = getattr(transformers, f"{family}{kind}")(config)
+    model = getattr(transformers, f"{family.removesuffix('Text')}{kind}")(config)
     randomize(model, seed, 0.2)
     model.save_pretrained(folder)
     return model.eval()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hybridflow.models.hf_model import TransformersActor, can_generate, generate
+from hybridflow.models.hf_model import TransformersActor, can_generate, generate, takes_padding
 from hybridflow.rollout.engines.user_engine import Generated, Samples, UserEngine
 from hybridflow.rollout.request import LOOK_STEPS, Request
 
@@ -20,13 +21,22 @@ class HFEngine(UserEngine):
 
     Tokens are chosen with the noise of each sample's own place, as in every other engine of ours. ``transformers``
     keeps the cache, whatever kind the model needs. Once half of a batch is done, the other half begins a smaller batch
-    with what it has: short responses do not wait for long ones.
+    with what it has: short responses do not wait for long ones. Of a model that cannot tell padding from tokens the
+    prompts of a batch are equally long; one whose cache is wrong computes every token from the whole sample.
     """
 
     @property
     def _actor(self) -> TransformersActor:
         assert isinstance(self.module, TransformersActor), "made for one"
         return self.module
+
+    def _batches(self, requests: list[Request]) -> Iterator[list[int]]:
+        for numbers in super()._batches(requests):
+            if takes_padding(self._actor):
+                yield numbers
+                continue
+            for _, alike in itertools.groupby(numbers, key=lambda number: len(requests[number].prompt)):
+                yield [*alike]
 
     def _by_forward(self, batch: list[Request], purpose: str, look: Callable[[], None]) -> list[Generated | str]:
         if not can_generate(self._actor):

@@ -252,7 +252,6 @@ time.sleep(60)
 def test_a_run_that_another_job_writes_is_left_to_it(is_told, tmp_path, monkeypatch):
     alone, run_dir = Coordinator(0, (0,), None), tmp_path / "run"
     recipe = load_recipe("quickstart", [f"run_dir={run_dir}"])
-    monkeypatch.setattr(status_file, "WRITE_EVERY_S", 0.5)
     environ, late_s = {**os.environ, "SLURM_JOB_ID": "12"}, "0" if is_told else "0.5"
     writer = subprocess.Popen([sys.executable, "-c", WRITER, run_dir, late_s], env=environ)
     try:
@@ -274,11 +273,29 @@ def test_a_run_that_another_job_writes_is_left_to_it(is_told, tmp_path, monkeypa
     with pytest.raises(ConfigError, match="remove .*checkpoints to begin anew"):
         check_new(run_dir)
 
+    monkeypatch.setattr(status_file, "WRITE_EVERY_S", 0.5)
     began_s = time.monotonic()
     kept = json.loads((run_dir / "status.json").read_text())
     (run_dir / "status.json").write_text(json.dumps({**kept, "host": "another"}))
     assert note_start(recipe, {}, alone).number == 2
     assert time.monotonic() - began_s >= 1.0, "of another host silence is the only proof"
+
+
+def test_one_that_gets_no_time_on_a_core_still_sees_that_another_writes(tmp_path, monkeypatch):
+    clock = [0.0]
+
+    def write(time_s):
+        (tmp_path / "status.json").write_text(json.dumps({"time_s": time_s, "host": "n2", "pid": 8}))
+
+    def sleep(_):
+        clock[0] += 100.0
+        write(2.0)
+
+    write(1.0)
+    monkeypatch.setattr(
+        status_file, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: clock[0], sleep=sleep)
+    )
+    assert status_file.living_writer(tmp_path, 0.0) == ("process 8 on n2", None)
 
 
 def test_of_two_jobs_in_the_same_moment_one_begins(tmp_path):

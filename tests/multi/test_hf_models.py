@@ -580,8 +580,8 @@ def test_a_program_trains_it_through_the_api(folder, tmp_path, is_in_memory):
 @pytest.mark.parametrize("is_in_memory", [False, True], ids=["directory", "model"])
 def test_a_program_trains_the_language_model_of_one_that_sees(tmp_path, is_in_memory):
     """Of a directory by the table, of a model in memory in ``transformers``; both are saved whole."""
-    model = write_seeing_model(tmp_path / "Gemma3", "Gemma3")
-    given = model if is_in_memory else tmp_path / "Gemma3"
+    model = write_seeing_model(tmp_path / "Qwen3VL", "Qwen3VL")
+    given = model if is_in_memory else tmp_path / "Qwen3VL"
     ((loss, tokens),) = run_ranks(in_a_program, 1, given, tmp_path / "out")
     ids = torch.tensor([[7, 8, 9, 11, 12]])
     theirs = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)[0, 5:].tolist()

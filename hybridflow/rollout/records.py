@@ -65,6 +65,10 @@ class Records:
         """Record scored prompt tokens at some positions; ``[scored]`` each."""
         self._log_probs[0, slots, positions] = log_probs
 
+    def log_probs(self, slot: int, first: int, stop: int) -> torch.Tensor:
+        """Return the log-probabilities of the tokens at some positions of a slot, ``[stop - first]``."""
+        return torch.from_numpy(self._log_probs[0, slot, first:stop].copy())
+
     def response(
         self, slot: int, request: Request, tokens: np.ndarray, finish: FinishReason, error: str | None = None
     ) -> Response:

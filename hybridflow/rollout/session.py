@@ -199,21 +199,27 @@ class Session:
             self._tops.pop(number, None)
         self._ready = [pair for pair in self._ready if not any(pair[0] is each for each in requests)]
 
-    def new_tokens(self, num_known: Mapping[int, int]) -> list[tuple[Request, list[int]]]:
+    def new_tokens(self, num_known: Mapping[int, int]) -> list[tuple[Request, list[int], Tensor, list[TopLogProbs]]]:
         """Return running requests that have sampled more tokens than are known, each with the new ones.
 
         Args:
             num_known: ``id`` of a request -> its tokens that are known; the others are not looked at.
+
+        Returns:
+            Of each request the new tokens, their ``log_probs`` and ``top_log_probs``, as ``Response`` has them.
         """
         found = []
         for lane in self._lanes:
             for slot in lane.scheduler.running:
-                request = self._requests[lane.scheduler.sequence(slot).number]
+                number = lane.scheduler.sequence(slot).number
+                request = self._requests[number]
                 if id(request) not in num_known:
                     continue
-                first = len(request.prompt) + num_known[id(request)]
-                if first < lane.scheduler.lengths[slot]:
-                    found.append((request, lane.scheduler.tokens[slot, first : lane.scheduler.lengths[slot]].tolist()))
+                first, stop = len(request.prompt) + num_known[id(request)], int(lane.scheduler.lengths[slot])
+                if first < stop:
+                    tokens, tops = lane.scheduler.tokens[slot, first:stop].tolist(), self._tops.get(number, {})
+                    told = [tops[place] for place in range(first, stop) if place in tops]
+                    found.append((request, tokens, lane.records.log_probs(slot, first, stop), told))
         return found
 
     def _catch_up(self) -> list[tuple[Request, Response]]:

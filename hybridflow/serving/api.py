@@ -19,7 +19,7 @@ from hybridflow.rollout.request import MOST_TOP
 from hybridflow.rollout.texts import text_before_stop
 from hybridflow.serving.options import Options, check_ids, check_together, is_int, read_options
 from hybridflow.serving.prompts import encode_chat, encode_text
-from hybridflow.serving.scores import Tops, chat_scores, text_scores
+from hybridflow.serving.scores import Scored, Tops, chat_scores, text_scores
 from hybridflow.serving.tools import numbered, read_tools, split_calls
 
 _MOST_SAMPLES = 256
@@ -198,8 +198,8 @@ def _ask(fields: Mapping[str, Any], served: Served, *, is_chat: bool) -> Ask:
     num_top = _num_top(fields, is_chat=is_chat)
     with_log_probs = num_top is not None
     is_streamed = _flag(fields, "stream")
-    if is_streamed and (echo or with_log_probs):
-        raise ApiError(400, f"{'echo' if echo else 'logprobs'} cannot be streamed; leave one of them out")
+    if is_streamed and echo:
+        raise ApiError(400, "echo cannot be streamed; leave one of them out")
     if with_log_probs:
         options |= {"num_top_log_probs": num_top, "with_prompt_log_probs": echo}
     return Ask(
@@ -379,15 +379,31 @@ def head(ask: Ask, served: Served, answer_id: str, *, is_piece: bool = False) ->
     return {"id": answer_id, "object": kind, "created": int(time.time()), "model": served.name}
 
 
-def piece(ask: Ask, text: str, index: int, finish: str | None, *, is_first: bool) -> dict[str, Any]:
-    """Return a choice in a piece of a stream, the first of that choice or a later one; with tools the only one."""
+def piece(
+    ask: Ask, served: Served, text: str, new: Scored, index: int, finish: str | None, *, is_first: bool
+) -> dict[str, Any]:
+    """Return a choice in a piece of a stream, the first of that choice or a later one; with tools the only one.
+
+    Args:
+        ask: The request.
+        served: What is served.
+        text: What the piece adds to the choice's text.
+        new: The tokens whose log-probabilities no earlier piece has.
+        index: Of the choice.
+        finish: Why the choice ends; None: it goes on.
+        is_first: Whether this is the choice's first piece.
+    """
+    scores: dict[str, Any] | None = None
+    if ask.with_log_probs:
+        scores = (chat_scores if ask.is_chat else text_scores)(served.tokenizer, *new)
     if ask.is_chat:
         said, calls = split_calls(text) if ask.has_tools else (text, [])
         delta: dict[str, Any] = {"content": said} if said or is_first else {}
         delta = {"role": "assistant", **delta} if is_first else delta
         delta |= {"tool_calls": numbered(calls)} if calls else {}
-        return {"index": index, "delta": delta, "finish_reason": "tool_calls" if calls else finish}
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+        finish = "tool_calls" if calls else finish
+        return {"index": index, "delta": delta, "logprobs": scores, "finish_reason": finish}
+    return {"index": index, "text": text, "logprobs": scores, "finish_reason": finish}
 
 
 def usage(ask: Ask, samples: Sequence[Sample]) -> dict[str, int]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hybridflow.serving.api import ApiError, Ask, Sample
+from hybridflow.serving.scores import Scored
 
 
 class Event(NamedTuple):
@@ -19,12 +20,12 @@ class Event(NamedTuple):
 
     Attributes:
         place: Which of its samples.
-        tokens: What was generated of it since the last event; empty when it has ended.
+        new: What was generated of it since the last event; empty when it has ended.
         sample: It, when it has ended.
     """
 
     place: int
-    tokens: Sequence[int]
+    new: Scored
     sample: Sample | None
 
 
@@ -119,7 +120,7 @@ class Desk:
             commands, self._commands = self._commands, []
             return commands
 
-    def deliver(self, sample_id: int, tokens: Sequence[int], sample: Sample | None) -> None:
+    def deliver(self, sample_id: int, new: Scored, sample: Sample | None) -> None:
         """Pass on the output of a sample; ignore it if nobody waits for it any more."""
         with self._condition:
             if sample_id not in self._waiting:
@@ -127,7 +128,7 @@ class Desk:
             ticket, index, _ = self._waiting[sample_id]
             if sample is not None:
                 self._forget(sample_id)
-            ticket.tell(Event(index, tokens, sample))
+            ticket.tell(Event(index, new, sample))
 
     def close(self) -> None:
         """Refuse requests from now on."""

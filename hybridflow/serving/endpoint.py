@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from hybridflow.rollout.texts import GrowingText, Texts, settled_text
 from hybridflow.serving import api
 from hybridflow.serving.api import ApiError, Ask, Sample, Served
 from hybridflow.serving.desk import Desk, Event
+from hybridflow.serving.scores import Scored
 
 try:
     import uvicorn
@@ -346,6 +348,8 @@ class _Completions:
         """Send server-sent events, up to ``data: [DONE]``."""
         served, sent, samples = self._endpoint.served, dict[int, str](), list[Sample]()
         growing: dict[int, GrowingText] = {}
+        untold: dict[int, Scored] = {}
+        num_told = Counter[int]()
         texts = self._endpoint.texts
         assert texts is not None, "asked before"
         # What is refused at once is an error of its own, as without a stream.
@@ -355,17 +359,23 @@ class _Completions:
         try:
             while event is not None:
                 if event.sample is None:
-                    whole = growing.setdefault(event.place, GrowingText(texts)).add(event.tokens)
+                    whole = growing.setdefault(event.place, GrowingText(texts)).add(event.new.tokens)
+                    untold[event.place] = untold.get(event.place, Scored()) + event.new
                     text, finish = settled_text(whole, ask.stop), None
                 else:
                     text, finish = api.text_of(ask, served, event.sample.tokens), event.sample.finish
                     samples.append(event.sample)
+                    known = Scored(event.sample.tokens, event.sample.log_probs, event.sample.top_log_probs)
+                    untold[event.place] = known.after(num_told[event.place])
                 # A call is known when it is whole.
                 is_held = ask.has_tools and finish is None
                 is_first, before = event.place not in sent, sent.get(event.place, "")
                 if finish is not None or (not is_held and text.startswith(before) and len(text) > len(before)):
                     sent[event.place] = text
-                    choice = api.piece(ask, text[len(before) :], event.place, finish, is_first=is_first)
+                    new = untold.pop(event.place)
+                    num_told[event.place] += len(new.tokens)
+                    more = text[len(before) :]
+                    choice = api.piece(ask, served, more, new, event.place, finish, is_first=is_first)
                     await send(_server_sent({**begin, "choices": [choice]}))
                 event = await anext(events, None)
             if ask.with_usage:

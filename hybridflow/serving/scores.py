@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridflow.data.tokenizer import Tokenizer
 
@@ -12,6 +12,29 @@ Top = Sequence[tuple[int, float]]
 """The likeliest tokens at a place, the likeliest first."""
 
 Tops = Sequence[Top | None]
+
+
+class Scored(NamedTuple):
+    """Tokens, with what is told of them.
+
+    Attributes:
+        tokens: Token ids.
+        log_probs: Of each of them; None: unknown.
+        tops: Of each of them; None: not asked for.
+    """
+
+    tokens: Sequence[int] = ()
+    log_probs: Sequence[float | None] = ()
+    tops: Tops | None = None
+
+    def after(self, place: int) -> Scored:
+        """Return those from a place on."""
+        return Scored(self.tokens[place:], self.log_probs[place:], None if self.tops is None else self.tops[place:])
+
+    def __add__(self, later: Scored) -> Scored:  # type: ignore[override]
+        """Return both together."""
+        tops = None if later.tops is None else [*(self.tops or ()), *later.tops]
+        return Scored([*self.tokens, *later.tokens], [*self.log_probs, *later.log_probs], tops)
 
 
 def text_scores(

@@ -24,6 +24,7 @@ from hybridflow.serving.desk import Desk
 from hybridflow.serving.endpoint import Endpoint, token_of
 from hybridflow.serving.options import as_tuples
 from hybridflow.serving.placed import Placed, as_tensor, check_lockstep, finite_or_none, layout_of, place_model
+from hybridflow.serving.scores import Scored
 
 _IDLE_S = 0.5
 """So often all ranks meet while there is nothing to do."""
@@ -129,9 +130,10 @@ class _Replica:
     def _pieces(self) -> list[dict[str, Any]]:
         """Return the new output of streamed samples that have some."""
         found = []
-        for request, tokens in self._session.new_tokens(self._num_sent) if self._num_sent else ():
+        for request, tokens, log_probs, tops in self._session.new_tokens(self._num_sent) if self._num_sent else ():
             self._num_sent[id(request)] += len(tokens)
-            found.append({"id": self._ids[id(request)], "tokens": tokens})
+            new = Scored(tokens, finite_or_none(log_probs), tops if request.params.num_top_log_probs else None)
+            found.append({"id": self._ids[id(request)], "new": new})
         return found
 
     def _forget(self, request: Request) -> int:
@@ -198,7 +200,7 @@ class _Front:
         for news in told:
             for result in news.get("results", ()):
                 sample = Sample(**result["sample"]) if "sample" in result else None
-                self._desk.deliver(result["id"], result.get("tokens", ()), sample)
+                self._desk.deliver(result["id"], Scored(*result.get("new", ())), sample)
 
     def close(self) -> None:
         """Tell who still waits, and leave."""

@@ -21,6 +21,7 @@ from hybridflow.serving.api import Sample, Served
 from hybridflow.serving.command import _serve
 from hybridflow.serving.desk import Desk
 from hybridflow.serving.endpoint import MAX_BODY_BYTES, Endpoint
+from hybridflow.serving.scores import Scored
 from tests.support.waiting import wait_until
 from tests.unit.serving.test_generate import ADD, TOOLS_TEMPLATE, Letters, chatting
 
@@ -50,13 +51,22 @@ class Echoing:
 
     def _answer(self, command):
         tokens = command["prompt"][::-1] if self.says is None else self.says
+        # Told beside the tokens: log-probabilities from -1 down, and the letter a as the likeliest.
+        log_probs = [-1.0 - place for place in range(len(tokens))]
+        tops = [[(ord("a"), -0.5)]] * len(tokens) if command["params"].get("num_top_log_probs") else None
         for sample_id in command["ids"]:
             for length in range(1, len(tokens)) if command["is_streamed"] else ():
-                self.desk.deliver(sample_id, tokens[length - 1 : length], None)
+                last = slice(length - 1, length)
+                self.desk.deliver(sample_id, Scored(tokens[last], log_probs[last], tops and tops[last]), None)
             sample = Sample(
-                tokens=tokens, log_probs=[-1.0] * len(tokens), prompt_log_probs=None, finish="stop", error=None
+                tokens=tokens,
+                log_probs=log_probs,
+                prompt_log_probs=None,
+                finish="stop",
+                error=None,
+                top_log_probs=tops,
             )
-            self.desk.deliver(sample_id, (), sample)
+            self.desk.deliver(sample_id, Scored(), sample)
 
 
 @contextlib.contextmanager
@@ -275,6 +285,25 @@ def test_pieces_of_a_stream_are_the_text():
         # Bytes in reverse order are no letters where there are several to one; of "ba" nothing is sent.
         assert "".join(texts) == bytes(reversed("é😀z".encode())).decode("utf-8", "replace") and len(texts) > 1
         assert rows[-2]["choices"][0]["finish_reason"] == "stop" and rows[-1]["usage"]["completion_tokens"] == 9
+
+
+def test_a_piece_of_a_stream_has_the_log_probabilities_of_its_tokens():
+    with serving() as (end, _, _):
+        body = {"prompt": "!ab", "stop": ["!"], "logprobs": 1, "n": 2}
+        whole = call(end, "POST", "/v1/completions", body)[1]["choices"]
+        connection = http.client.HTTPConnection("127.0.0.1", end.port, timeout=30)
+        connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}), JSON)
+        events = connection.getresponse().read().decode().split("\n\n")[:-2]
+    pieces = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    for index in range(2):
+        mine = [each for each in pieces if each["index"] == index]
+        # The token of the stop has a score, and no text.
+        assert [each["text"] for each in mine] == ["b", "a", ""]
+        assert [each["logprobs"]["tokens"] for each in mine[:2]] == [["b"], ["a"]]
+        assert mine[1]["logprobs"]["top_logprobs"] == [{"a": -0.5}]
+        for name in ("tokens", "token_logprobs", "top_logprobs"):
+            assert [value for each in mine for value in each["logprobs"][name]] == whole[index]["logprobs"][name]
+    assert whole[0]["logprobs"]["token_logprobs"] == [-1.0, -2.0, -3.0]
 
 
 def test_the_first_piece_of_each_choice_of_a_chat_says_who_speaks(tmp_path):

@@ -416,7 +416,7 @@ def test_the_name_of_a_special_token_ends_a_sample_as_the_token_does(stop, texts
         ({"prompt": "a", "best_of": 3}, "best_of=3"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "stream": 1}, "true or false"),
-        ({"prompt": "a", "stream": True, "logprobs": 0}, "cannot be streamed"),
+        ({"prompt": "a", "stream": True, "echo": True}, "cannot be streamed"),
         ({"prompt": "a", "stream_options": []}, "include_usage"),
         ({"prompt": "a", "tools": []}, "unknown parameters tools"),
         ({"prompt": "a", "min_tokens": 9, "max_tokens": 4}, "min_tokens: found 9, expected at most max_tokens=4"),

@@ -52,6 +52,7 @@ _MOST_FILES = 10000
 """Files are memory of the kernel's, even empty ones."""
 _MOST_OPEN = 256
 _LOOK_S = 0.05
+_READ_BYTES = 1 << 16
 _BEGIN_S = 10.0
 """So long after its keeper a program is begun, or the machine is at fault and not the program."""
 
@@ -326,7 +327,9 @@ def _look_after(first: int, watched: _Watched, spec: dict[str, Any]) -> str | No
             print(json.dumps({"begun": True}), flush=True)
         if time.monotonic() > end_s and not is_begun:
             raise Refused(f"the program was not begun within {_BEGIN_S:g} s; is the machine overloaded?")
-        stopped = watched.excess or ("wall_s" if time.monotonic() > end_s else None)
+        # What has told its end was in time, however late this process is that reads it.
+        is_late = time.monotonic() > end_s and "report" in watched.open
+        stopped = watched.excess or ("wall_s" if is_late else None)
         if is_begun and stopped is None:
             stopped = _excess(first, spec)
     return stopped
@@ -352,22 +355,24 @@ class _Watched:
             os.set_blocking(reader, False)
             self._selector.register(reader, selectors.EVENT_READ, name)
 
-    def read(self, wait_s: float) -> None:
-        """Take what is there, and wait so long for something at most."""
-        for key, _ in self._selector.select(wait_s):
-            data = os.read(key.fd, 1 << 16)
+    def read(self, wait_s: float) -> bool:
+        """Take what is there, and wait so long for something at most. Return whether anything was there."""
+        ready = self._selector.select(wait_s)
+        for key, _ in ready:
+            data = os.read(key.fd, _READ_BYTES)
             self.texts[key.data] += data[: self._most_bytes - len(self.texts[key.data])]
             if not data:
                 self._selector.unregister(key.fd)
                 self.open.discard(key.data)
             elif len(self.texts[key.data]) >= self._most_bytes:
                 self.excess = "output_kib"
+        return bool(ready)
 
     def read_rest(self) -> None:
-        """Take what was written before all who could write ended."""
+        """Take what was written before all who could write ended, as much as there is."""
         end_s = time.monotonic() + 1.0
-        while self.open and time.monotonic() < end_s and self.excess is None:
-            self.read(0.1)
+        while self.open and self.excess is None and (self.read(0.1) or time.monotonic() < end_s):
+            pass
 
 
 def _excess(first: int, spec: dict[str, Any]) -> str | None:

@@ -62,18 +62,18 @@ def test_hostile_templates(template, found, tmp_path, monkeypatch):
     begin_s = time.monotonic()
     with pytest.raises(DataError, match=found):
         one.render(MESSAGES)
-    assert time.monotonic() - begin_s < 30
+    assert time.monotonic() - begin_s < 60
     assert not list(tmp_path.iterdir())
     one.close()
 
 
 def test_after_one_that_was_stopped_the_next_is_rendered(monkeypatch):
-    monkeypatch.setattr(chat, "_RENDER_S", 1.0)
     # Of constants it would be reckoned when the template is read.
     power = "{% set n = messages | length + 7 %}{{ n**(n**(n**n)) }}"
     one = Chat("{% if messages | length > 1 %}" + power + "{% endif %}{{ messages[0].content }}", {})
     assert one.render(MESSAGES) == "1+1="
-    with pytest.raises(DataError, match="was stopped"):
+    with monkeypatch.context() as patch, pytest.raises(DataError, match="was stopped"):
+        patch.setattr(chat, "_RENDER_S", 1.0)
         one.render(MESSAGES * 2)
     assert one.render(MESSAGES) == "1+1="
     long = [{"role": "user", "content": "é☃" * 400_000}]

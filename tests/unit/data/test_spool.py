@@ -37,7 +37,7 @@ def taker(spool, folder, shape=SHAPE):
     return SpoolTaker(spool, folder, shape, 0.01, lambda text: None)
 
 
-def drawn(folder, spool, count, deadline_s=5.0):
+def drawn(folder, spool, count, deadline_s=60.0):
     rows = spooled(folder, spool, deadline_s)
     return [rows.stored(rows.place(prompt_index)).row["prompt"] for prompt_index in range(count)]
 
@@ -103,7 +103,7 @@ def test_a_row_is_waited_for_and_then_missed(tmp_path):
     begin_s = time.monotonic()
     with pytest.raises(DataError, match=r"prompt 1 did not come within data\.spool\.deadline_s=0\.5; 1 rows were"):
         drawn(folder, spool, 2, deadline_s=0.5)
-    assert 0.5 <= time.monotonic() - begin_s < 5
+    assert 0.5 <= time.monotonic() - begin_s < 50
     one.stop()
 
 
@@ -144,7 +144,7 @@ def prompts_of(world, spool, folder, tokenizer):
     from hybridflow.data.tokenizer import open_tokenizer
 
     everyone = world.coordinator(tuple(range(world.size)))
-    settings_ = SpoolConfig(path=spool, deadline_s=20.0, poll_s=0.05)
+    settings_ = SpoolConfig(path=spool, deadline_s=60.0, poll_s=0.05)
     problems = open_queue(settings_, SHAPE, open_tokenizer(tokenizer), Path(folder), everyone=everyone)
     if world.rank == 1:
         for number in range(4):

@@ -22,6 +22,7 @@ from hybridflow.rewards.kinds import make_kind
 from hybridflow.rewards.sample import LARGEST, Sample, Unscored, as_score, as_scores
 from hybridflow.rewards.scorer import Scorer
 from hybridflow.rollout.engines import wire
+from tests.support.waiting import with_more_time
 
 BAD = "bad"
 """The response that rewards here fail on; all others score their length."""
@@ -188,13 +189,14 @@ def test_a_list_that_is_none_fails_as_a_whole(wrong):
 
 def test_one_that_hangs_is_left_behind():
     held = threading.Event()
-    hanging = single(held.wait)
-    begin_s = time.monotonic()
-    dropping = scorer(hanging, timeout_s=0.3, on_failure="drop", retries=1)
-    found = dropping.scores(samples())
-    assert math.isnan(found[2]) and [found[place] for place in (0, 1, 3, 4)] == [1, 2, 4, 1]
-    assert "no answer within 0.3 s" in dropping.counts.first_failure and dropping.counts.retries == 1
-    assert time.monotonic() - begin_s < 10
+
+    def check(limit_s):
+        dropping = scorer(single(held.wait), timeout_s=limit_s, on_failure="drop", retries=1)
+        found = dropping.scores(samples())
+        assert math.isnan(found[2]) and [found[place] for place in (0, 1, 3, 4)] == [1, 2, 4, 1]
+        assert f"no answer within {limit_s:g} s" in dropping.counts.first_failure and dropping.counts.retries == 1
+
+    with_more_time(check, 0.3, 5.0)
     held.set()
 
 
@@ -203,10 +205,13 @@ def test_one_that_hangs_in_the_loop_is_cancelled_and_one_that_holds_it_is_left()
         await asyncio.sleep(600 if response == BAD else 0)
         return len(response)
 
-    waiting = scorer(waits, timeout_s=0.3, on_failure="drop")
-    found = waiting.scores(samples())
-    assert math.isnan(found[2]) and [found[place] for place in (0, 1, 3, 4)] == [1, 2, 4, 1]
-    assert "no answer within 0.3 s" in waiting.counts.first_failure
+    def check(limit_s, function, says, **settings):
+        waiting = scorer(function, timeout_s=limit_s, on_failure="drop", **settings)
+        found = waiting.scores(samples())
+        assert math.isnan(found[2]) and [found[place] for place in (0, 1, 3, 4)] == [1, 2, 4, 1]
+        assert says in waiting.counts.first_failure
+
+    with_more_time(lambda limit_s: check(limit_s, waits, f"no answer within {limit_s:g} s"), 0.3, 5.0)
     held = threading.Event()
 
     async def holds(prompt, response, answer):
@@ -215,10 +220,7 @@ def test_one_that_hangs_in_the_loop_is_cancelled_and_one_that_holds_it_is_left()
         return len(response)
 
     # In the order of the samples, one at a time: those before it are done, those after it are tried again elsewhere.
-    holding = scorer(holds, timeout_s=0.2, on_failure="drop", max_in_flight=1)
-    found = holding.scores(samples())
-    assert math.isnan(found[2]) and [found[place] for place in (0, 1, 3, 4)] == [1, 2, 4, 1]
-    assert "the event loop is held" in holding.counts.first_failure
+    with_more_time(lambda limit_s: check(limit_s, holds, "the event loop is held", max_in_flight=1), 0.2, 5.0)
     held.set()
 
 

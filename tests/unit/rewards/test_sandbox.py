@@ -30,9 +30,11 @@ from hybridflow.rewards.kinds import make_kind
 from hybridflow.rewards.sample import Sample, Unscored
 from hybridflow.rewards.sandbox import Bubblewrap, check_sandbox, find_bubblewrap, run_confined, sandbox_problem
 from hybridflow.rewards.scorer import Scorer
+from tests.support.waiting import wait_until, with_more_time
 
 NOBODY = 65534
-SMALL = SandboxConfig(wall_s=5.0, cpu_s=3, memory_mib=256, processes=8, files_mib=8, output_kib=16)
+# Of time there is enough for a busy machine: what is to be stopped by the clock has less of it.
+SMALL = SandboxConfig(wall_s=60.0, cpu_s=20, memory_mib=256, processes=8, files_mib=8, output_kib=16)
 SYSTEM_PYTHON = "/usr/bin/python3"
 needs_namespaces = pytest.mark.skipif(sandbox_problem() is not None, reason=f"needs namespaces: {sandbox_problem()}")
 
@@ -144,7 +146,7 @@ def test_each_namespace_is_another():
     marker = secrets.token_hex(8).encode()
     program = ["-I", "-c", "import time; time.sleep(100)", marker.decode()]
     with ThreadPoolExecutor() as pool:
-        ended = pool.submit(run_confined, program, replace(SMALL, wall_s=20.0), files={})
+        ended = pool.submit(run_confined, program, SMALL, files={})
         while not (pids := [pid for pid, words in command_lines() if marker in words]):
             assert not ended.done(), ended.result()
             time.sleep(0.01)
@@ -163,9 +165,8 @@ def test_a_program_runs_with_its_input_and_files(run):
 
 @run_by_all
 def test_an_endless_loop_is_stopped_by_its_time_on_a_core(run):
-    begin_s = time.monotonic()
-    ended = run("while True: pass", limits=replace(SMALL, cpu_s=1, wall_s=20.0))
-    assert ended.status is not None and ended.status < 0 and time.monotonic() - begin_s < 15
+    ended = run("while True: pass", limits=replace(SMALL, cpu_s=1))
+    assert ended.status is not None and ended.status < 0, ended
 
 
 @run_by_all
@@ -182,18 +183,22 @@ print("here", flush=True)
 while True:
     time.sleep(100)
 """
-    begin_s = time.monotonic()
-    ended = run(code, limits=replace(SMALL, wall_s=1.0))
-    assert (ended.status, ended.stopped) == (None, "wall_s") and ended.stdout == "here\nhere\n"
-    assert time.monotonic() - begin_s < 10
+
+    def check(wall_s):
+        begin_s = time.monotonic()
+        ended = run(code, limits=replace(SMALL, wall_s=wall_s))
+        assert (ended.status, ended.stopped) == (None, "wall_s") and ended.stdout == "here\nhere\n"
+        assert time.monotonic() - begin_s < 60
+
+    with_more_time(check, 1.0, 10.0)
 
 
 @run_by_all
 def test_what_a_program_leaves_behind_is_ended_with_it(run):
     begin_s = time.monotonic()
     code = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(100)\nprint('parent')"
-    ended = run(code, limits=replace(SMALL, wall_s=30.0))
-    assert ended.status == 0 and ended.stdout == "parent\n" and time.monotonic() - begin_s < 10
+    ended = run(code)
+    assert ended.status == 0 and ended.stdout == "parent\n" and time.monotonic() - begin_s < 50
 
 
 @run_by_all
@@ -212,9 +217,8 @@ for _ in range(5):
 data = bytearray(os.urandom(1 << 20)) * 120
 time.sleep(100)
 """
-    begin_s = time.monotonic()
-    ended = run(code, limits=replace(SMALL, wall_s=60.0))
-    assert (ended.status, ended.stopped) == (None, "memory_mib") and time.monotonic() - begin_s < 30
+    ended = run(code)
+    assert (ended.status, ended.stopped) == (None, "memory_mib"), ended
 
 
 SOCKETS = """
@@ -244,7 +248,7 @@ except OSError:
 
 @run_by_all
 def test_memory_behind_sockets_counts(run):
-    limits = replace(SMALL, memory_mib=512, processes=16, output_kib=1024, wall_s=20.0)
+    limits = replace(SMALL, memory_mib=512, processes=16, output_kib=1024)
     ended = run(SOCKETS, limits=limits)
     filled = sum(map(int, ended.stdout.splitlines()))
     # Of 15 processes, each with 256 open files, before anyone looks.
@@ -277,7 +281,7 @@ ctypes.CDLL(None).syscall(60, 0)
 @pytest.mark.parametrize("code", [TABLES, FIRST_THREAD_ENDS], ids=["tables of pages", "first thread ends"])
 @pytest.mark.usefixtures("confinement")
 def test_memory_that_is_hard_to_see_counts(code):
-    ended = Ours()(code, limits=replace(SMALL, processes=16, wall_s=20.0))
+    ended = Ours()(code, limits=replace(SMALL, processes=16))
     assert ended.stopped == "memory_mib", ended
 
 
@@ -496,7 +500,7 @@ def test_empty_files_are_limited_too(run):
 for number in range(1000000):
     open(str(number), "w").close()
 """
-    ended = run(code, limits=replace(SMALL, wall_s=20.0))
+    ended = run(code)
     assert ended.stopped == "files_mib" or "No space left" in ended.stderr, ended
 
 
@@ -730,9 +734,8 @@ print(run_confined(["-I", "-c", code], SandboxConfig(), files={{}}, is_protected
 @run_by_all
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_huge_output_is_stopped(run, stream):
-    begin_s = time.monotonic()
-    ended = run(f"import sys\nwhile True: sys.{stream}.write('x' * 65536)", limits=replace(SMALL, wall_s=30.0))
-    assert (ended.status, ended.stopped) == (None, "output_kib") and time.monotonic() - begin_s < 10
+    ended = run(f"import sys\nwhile True: sys.{stream}.write('x' * 65536)")
+    assert (ended.status, ended.stopped) == (None, "output_kib"), ended
     assert len(getattr(ended, stream)) == SMALL.output_kib << 10
 
 
@@ -773,7 +776,7 @@ time.sleep(100)
 @with_and_without
 def test_processes_that_lose_their_parents_count(count, size, limit, confinement):
     code = ORPHANS.replace("COUNT", str(count)).replace("SIZE", str(size))
-    ended = Ours()(code, is_protected=confinement != "none", limits=replace(SMALL, wall_s=20.0))
+    ended = Ours()(code, is_protected=confinement != "none")
     # A system that counts processes itself begins no more.
     assert ended.stopped == limit or (limit == "processes" and "BlockingIOError" in ended.stderr), ended
 
@@ -799,15 +802,14 @@ arguments = ["-I", "-c", {program!r}, {marker!r}]
 run_confined(arguments, SandboxConfig(wall_s=100.0), files={{}}, is_protected=is_protected)
 """
     child = subprocess.Popen([sys.executable, "-c", code])
-    end_s = time.monotonic() + 20
-    # The child has all of them in one word.
-    while sum(words.endswith(f"sleep(100)\0{marker}\0".encode()) for _, words in command_lines()) < 4:
-        assert time.monotonic() < end_s and child.poll() is None
-        time.sleep(0.05)
-    child.kill()
-    child.wait()
-    time.sleep(1.0)
-    assert_none_is_left(marker)
+    try:
+        # The child has all of them in one word.
+        last = f"sleep(100)\0{marker}\0".encode()
+        wait_until(lambda: sum(words.endswith(last) for _, words in command_lines()) == 4, what="four processes")
+    finally:
+        child.kill()
+        child.wait()
+    wait_until(lambda: not any(marker.encode() in words for _, words in command_lines()), what="that none is left")
 
 
 @pytest.mark.usefixtures("confinement")
@@ -860,7 +862,7 @@ sys.path.append(FOLDER)
 import confine
 make_root = confine._make_root
 def slow(spec):
-    time.sleep(1.0)
+    time.sleep(TAKES)
     make_root(spec)
 confine._make_root = slow
 confine._BEGIN_S = MOST
@@ -868,22 +870,69 @@ confine.main()
 """
 
 
-@pytest.mark.parametrize(("begin_s", "outcome"), [(10.0, "done"), (0.3, "not begun")])
+@pytest.mark.parametrize(("begin_s", "outcome"), [(60.0, "done"), (0.3, "not begun")])
 def test_the_time_of_a_program_is_its_own(begin_s, outcome, tmp_path, monkeypatch, confinement):
     """A root directory that takes longer to build than the program may takes nothing from it."""
-    if confinement == "bubblewrap":
-        slow = write_program(tmp_path / "bwrap", f'sleep 1\nexec {find_bubblewrap().path} "$@"')
-        monkeypatch.setattr(sandbox, "find_bubblewrap", lambda: Bubblewrap(path=slow))
-    folder = str(sandbox._CONFINE.parent)
-    script = tmp_path / "slow.py"
-    script.write_text(SLOW.replace("FOLDER", repr(folder)).replace("MOST", str(begin_s)))
+    bwrap, folder, script = find_bubblewrap().path, str(sandbox._CONFINE.parent), tmp_path / "slow.py"
     monkeypatch.setattr(sandbox, "_CONFINE", script)
-    limits = replace(SMALL, wall_s=0.8)
+
+    def run(root_s):
+        if confinement == "bubblewrap":
+            slow = write_program(tmp_path / "bwrap", f'sleep {root_s}\nexec {bwrap} "$@"')
+            monkeypatch.setattr(sandbox, "find_bubblewrap", lambda: Bubblewrap(path=slow))
+        lines = SLOW.replace("FOLDER", repr(folder)).replace("TAKES", str(root_s)).replace("MOST", str(begin_s))
+        script.write_text(lines)
+        return Ours()("print('done')", limits=replace(SMALL, wall_s=0.8 * root_s))
+
+    def check(root_s):
+        assert run(root_s).stdout == "done\n"
+
     if outcome == "done":
-        assert Ours()("print('done')", limits=limits).stdout == "done\n"
+        with_more_time(check, 1.0, 10.0)
     else:
         with pytest.raises(Unscored, match="not begun within 0.3 s"):
-            Ours()("print('done')", limits=limits)
+            run(1.0)
+
+
+LATE = """
+import sys, time
+sys.path.append(FOLDER)
+import confine
+class Late(confine._Watched):
+    def read(self, wait_s):
+        was_begun = b"begun" in self.texts["report"]
+        is_read = super().read(wait_s)
+        if was_begun:
+            while "report" in self.open:
+                super().read(wait_s)
+            time.sleep(0.4)
+        return is_read
+confine._Watched = Late
+confine.main()
+"""
+
+
+def test_what_ends_in_time_is_not_stopped_where_its_keeper_comes_late(tmp_path, monkeypatch, confinement):
+    """On a busy machine the keeper may look again only when the time is over."""
+    script = tmp_path / "late.py"
+    script.write_text(LATE.replace("FOLDER", repr(str(sandbox._CONFINE.parent))))
+    monkeypatch.setattr(sandbox, "_CONFINE", script)
+    ended = Ours()("print('done', flush=True)", limits=replace(SMALL, wall_s=0.3))
+    assert (ended.status, ended.stopped, ended.stdout) == (0, None, "done\n"), ended
+
+
+def test_what_was_written_is_read_where_the_keeper_comes_late(monkeypatch):
+    reader, writer = os.pipe()
+    monkeypatch.setattr(confine, "_READ_BYTES", 4)
+    os.write(writer, b"five!")
+    os.close(writer)
+    watched = confine._Watched({"stdout": reader}, 1 << 20)
+    # It is asked for the time when it begins, and again much later.
+    monkeypatch.setattr(confine.time, "monotonic", iter(range(0, 1000, 100)).__next__)
+    watched.read_rest()
+    monkeypatch.undo()
+    os.close(reader)
+    assert watched.texts["stdout"] == b"five!" and not watched.open
 
 
 @pytest.mark.parametrize("name", ["code", "maths"])
@@ -941,7 +990,8 @@ SUM = "print(sum(map(int, input().split())))"
     ],
 )
 def test_programs_and_their_tests(response, answer, score):
-    limits = replace(SMALL, wall_s=2.0, cpu_s=1)
+    # What is right is not stopped, however busy the machine is.
+    limits = SMALL if score else replace(SMALL, wall_s=2.0, cpu_s=1)
     made = CodeTests(limits, is_protected=True)
     assert made([Sample(prompt="", response=response, answer=answer, place="")]) == [score]
 
@@ -1007,25 +1057,32 @@ threading.Thread(target=threading.Event().wait).start()
 
 @pytest.mark.slow
 def test_programs_that_are_stopped_idle_are_counted():
-    limits = replace(SMALL, wall_s=1.0, cpu_s=3)
-    settings = RewardConfig(function="code", sandbox=limits, max_in_flight=1)
-    made = Scorer(make_kind(settings, "reward"), settings, "reward")
     sleeps = "import time\ntime.sleep(100)"
 
-    def idle_stops(*responses):
-        asked = [Sample(prompt="", response=each, answer=CASES, place="") for each in responses]
-        assert made.scores(asked) == [float(each == SUM) for each in responses]
-        return made.counts.idle_stops
+    def check(wall_s):
+        settings = RewardConfig(function="code", sandbox=replace(SMALL, wall_s=wall_s), max_in_flight=1)
+        made = Scorer(make_kind(settings, "reward"), settings, "reward")
 
-    assert idle_stops(sleeps, SUM, sleeps) == 2
-    assert idle_stops(SUM) == 0
+        def idle_stops(*responses):
+            asked = [Sample(prompt="", response=each, answer=CASES, place="") for each in responses]
+            assert made.scores(asked) == [float(each == SUM) for each in responses]
+            return made.counts.idle_stops
+
+        assert idle_stops(sleeps, SUM, sleeps) == 2
+        assert idle_stops(SUM) == 0
+
+    with_more_time(check, 1.0, 10.0)
 
 
 @pytest.mark.slow
 def test_work_on_cores_is_measured():
     code = "import time\nwhile time.process_time() < 0.7: pass\ntime.sleep(100)"
-    ended = Ours()(code, limits=replace(SMALL, wall_s=4.0))
-    assert ended.stopped == "wall_s" and 0.6 < ended.cpu_s < 3.0, ended
+
+    def check(wall_s):
+        ended = Ours()(code, limits=replace(SMALL, wall_s=wall_s))
+        assert ended.stopped == "wall_s" and 0.6 < ended.cpu_s < 3.0, ended
+
+    with_more_time(check, 2.0, 30.0)
 
 
 def test_what_stands_between_fences():

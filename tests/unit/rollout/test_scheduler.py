@@ -316,12 +316,13 @@ def test_a_step_costs_little_beside_the_model():
     scheduler.add(sequences)
     times: list[float] = []
     while len(times) < 150:
-        begin = time.perf_counter()
+        # Not by the clock, since other processes use the machine too.
+        begin = time.process_time()
         step = scheduler.plan()
         assert step is not None
         scheduler.absorb(step, np.zeros(len(step.rows), np.int64))
         if len(step.tokens) == 256:
-            times.append(time.perf_counter() - begin)
+            times.append(time.process_time() - begin)
         scheduler.moves.clear()
     assert scheduler.num_open == 1280
     assert sorted(times)[75] < 5e-3

@@ -360,23 +360,17 @@ def test_who_leaves_is_no_longer_generated_for(is_streamed):
 
 
 def test_what_takes_too_long_and_what_is_too_much_is_told():
-    with serving(request_s=0.3, max_waiting=2) as (end, desk, engine):
-        answers = []
-        threads = [
-            threading.Thread(target=lambda: answers.append(call(end, "POST", "/v1/completions", {"prompt": "x"})))
-            for _ in range(2)
-        ]
-        for thread in threads:
-            thread.start()
-        wait_until(lambda: desk.num_running == 2 or len(answers) == 2)
+    with serving(max_waiting=2) as (end, desk, _), contextlib.ExitStack() as held:
+        for _ in range(2):
+            held.enter_context(connect(end)).sendall(asking(prompt="x"))
+        wait_until(lambda: desk.num_running == 2)
         status, answer = call(end, "POST", "/v1/completions", {"prompt": "a"})
         assert status == 429 and answer["error"]["type"] == "rate_limit_error"
-        for thread in threads:
-            thread.join()
-        assert [status for status, _ in answers] == [504, 504]
-        wait_until(lambda: [each["do"] for each in engine.seen].count("cancel") == 2)
         desk.close()
         assert call(end, "POST", "/v1/completions", {"prompt": "a"})[0] == 503
+    with serving(request_s=0.3) as (end, _, engine):
+        assert call(end, "POST", "/v1/completions", {"prompt": "x"})[0] == 504
+        wait_until(lambda: [each["do"] for each in engine.seen].count("cancel") == 1)
 
 
 def test_who_waits_when_the_server_ends_is_told():

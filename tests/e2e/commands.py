@@ -19,7 +19,7 @@ from hybridflow.launch.local import free_port as free_port
 RECIPE = """
 name: tiny
 algorithm: grpo
-cluster: {ranks: 2, deadline_s: 30, start_deadline_s: 60}
+cluster: {ranks: 2, deadline_s: 60, start_deadline_s: 300}
 model: {num_layers: 2, hidden_size: 16, ffn_hidden_size: 32, num_attention_heads: 2, max_context: 24}
 data:
   train: data/train.jsonl
@@ -73,7 +73,7 @@ def run_command(
     *,
     program: Sequence[str] = (sys.executable, "-m", "hybridflow"),
     environ: Mapping[str, str] = os.environ,
-    within_s: float = 150.0,
+    within_s: float = 600.0,
 ) -> Done:
     """Run the command as a user would, from ``folder``; what is left of it when time is up is killed."""
     start = time.monotonic()
@@ -101,7 +101,7 @@ def fork_ranks(
     num_ranks: int = 2,
     start_only: Sequence[int] | None = None,
     hook: Callable[[int], None] = lambda rank: None,
-    within_s: float = 180.0,
+    within_s: float = 600.0,
 ) -> Done:
     """Run the command as ranks that a launcher which ends none of them has started: no deadline but the ranks' own.
 

@@ -364,5 +364,5 @@ def test_a_run_directory_of_somebody_else_is_refused(tmp_path):
         attack(tmp_path / "run")
         done = fork_ranks([*argv, "trainer.steps=2", "--resume"], tmp_path)
         done.complains_once(words)
-        assert set(done.codes) == {status} and "\x1b" not in done.err and done.seconds < 60, name
+        assert set(done.codes) == {status} and "\x1b" not in done.err and done.seconds < 200, name
         shutil.rmtree(tmp_path / "run")

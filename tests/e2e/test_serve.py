@@ -43,7 +43,7 @@ class Client:
         self.port = port
 
     def post(self, path="/v1/completions", **body):
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
         connection.request("POST", path, json.dumps(body), JSON)
         response = connection.getresponse()
         content = response.read()
@@ -71,7 +71,7 @@ def serve(folder, client, *more, num_ranks=1):
 
     def speak():
         try:
-            wait_until(lambda: "serving" in log.read_text() and log.read_text().endswith("\n"), within_s=60)
+            wait_until(lambda: "serving" in log.read_text() and log.read_text().endswith("\n"), within_s=300)
             port = int(re.search(r"serving model at http://127.0.0.1:(\d+)/v1", log.read_text())[1])
             found = client(Client(port))
             answer.write_text(json.dumps(found))

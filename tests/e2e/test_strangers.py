@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.exit_status import REQUEUE
+from hybridflow.parallel import rendezvous
 from tests.e2e.commands import fork_ranks, lasting_metrics, run_well, write_recipe
 from tests.multi.test_strangers import listening
 from tests.support.waiting import wait_until
@@ -19,8 +20,14 @@ RUN = ["train", "tiny.yaml"]
 def test_a_stop_signal_ends_a_rank_that_waits_for_rank_0(tmp_path):
     write_recipe(tmp_path)
 
-    def hook(rank):
+    open_store = rendezvous.open_store
+
+    def opened(*args, **named):
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return open_store(*args, **named)
+
+    def hook(rank):
+        rendezvous.open_store = opened
 
     done = fork_ranks([*RUN, "cluster.start_deadline_s=100"], tmp_path, start_only=[1], hook=hook)
     assert done.codes == (REQUEUE,) and not (tmp_path / "run").exists()

@@ -61,5 +61,5 @@ def run_blocks(world, page: str, folder: str, models: str) -> list[str]:
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks(page: str, size: int, models: Path, tmp_path: Path) -> None:
-    found = run_ranks(run_blocks, size, page, str(tmp_path), str(models), deadline_s=400)
+    found = run_ranks(run_blocks, size, page, str(tmp_path), str(models))
     assert all(len(printed) == len(blocks(page)) >= PAGES[page] for printed in found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from hybridflow.reshard.plan import participants
 from hybridflow.reshard.spec import ModelSpec
 from tests.support.ranks import run_ranks
 from tests.support.reshard_cases import make_mesh, make_model, scatter, summarize, whole_arrays
+from tests.support.waiting import wait_until
 
 Mesh = tuple[str, tuple[int, ...]]
 
@@ -212,7 +213,7 @@ def test_disagreement_and_bad_tensors_are_named() -> None:
     assert found[1][1:] == [f"rank 0 cannot take part: {message}" for message in found[0][1:]]
 
 
-def lose_a_rank(world: World, transport: str) -> str:
+def lose_a_rank(world: World, transport: str, is_over: Path) -> str:
     model = make_model()
     source_mesh, target_mesh = make_mesh("tp2"), make_mesh("dp2")
     world.make_groups([(0, 1)])
@@ -220,11 +221,12 @@ def lose_a_rank(world: World, transport: str) -> str:
     resharder = make_resharder(world, model, source_mesh, target_mesh, source, target, transport=transport)
     if world.rank == 1:
         # Alive for longer than the other waits.
-        time.sleep(3.0)
+        wait_until(is_over.exists)
         return ""
     before = {name: tensor.clone() for name, tensor in source.items()}
     with pytest.raises(DeadlineError) as caught:
         resharder.run()
+    is_over.touch()
     assert_same(source, before)
     return str(caught.value)
 
@@ -232,10 +234,10 @@ def lose_a_rank(world: World, transport: str) -> str:
 @pytest.mark.parametrize(
     ("transport", "expected"),
     [
-        ("torch", "reshard tp2 to dp2: lost contact with some of ranks [1] (deadline 2 s)"),
-        ("shared", "reshard tp2 to dp2: ranks [1] did not come within 2 s"),
+        ("torch", "reshard tp2 to dp2: lost contact with some of ranks [1] (deadline 3 s)"),
+        ("shared", "reshard tp2 to dp2: ranks [1] did not come within 3 s"),
     ],
 )
-def test_a_silent_rank_ends_the_wait(transport: str, expected: str) -> None:
-    message = run_ranks(lose_a_rank, 2, transport, wait_s=2.0)[0]
+def test_a_silent_rank_ends_the_wait(transport: str, expected: str, tmp_path: Path) -> None:
+    message = run_ranks(lose_a_rank, 2, transport, tmp_path / "over", wait_s=3.0)[0]
     assert message.startswith(expected)

@@ -23,6 +23,7 @@ from hybridflow.parallel.trust import check_connections, refuse_objects
 from hybridflow.parallel.world import join_world
 from tests.e2e.commands import free_port
 from tests.support.ranks import run_ranks
+from tests.support.waiting import wait_until
 
 FORK = multiprocessing.get_context("fork")
 
@@ -146,8 +147,9 @@ def two_networks():
         pytest.skip("needs root, and ip, nsenter and unshare of Linux")
     holders = [subprocess.Popen(["unshare", "--net", "sleep", "120"]) for _ in range(2)]
     try:
-        time.sleep(0.5)
         pids = [str(holder.pid) for holder in holders]
+        own = os.readlink("/proc/self/ns/net")
+        wait_until(lambda: all(os.readlink(f"/proc/{pid}/ns/net") != own for pid in pids), what="networks")
         commands = [
             ["ip", "link", "add", "cable0", "netns", pids[0], "type", "veth", "peer", "cable1", "netns", pids[1]]
         ]

@@ -24,7 +24,7 @@ from tests.support.slurm_cluster import SlurmCluster
 cluster = SlurmCluster(num_nodes=2, isolation=sys.argv[1])
 cluster.start()
 job = cluster.sbatch("--nodes=2", "--wrap", "srun bash -c 'echo $$ > $SLURM_PROCID; sleep 600'", cwd=Path.cwd())
-cluster.wait_for(lambda: all(Path(rank).exists() and Path(rank).read_text() for rank in "01"), within_s=60, what="up")
+cluster.wait_for(lambda: all(Path(rank).exists() and Path(rank).read_text() for rank in "01"), within_s=300, what="up")
 print(cluster.folder, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -67,12 +67,12 @@ def test_crash_leaves_nothing_for_long(isolation, tmp_path):
 def test_node_dies_and_boots(isolation, tmp_path):
     with SlurmCluster(num_nodes=2, isolation=isolation) as cluster:
         job = cluster.sbatch("--no-requeue", "--nodes=2", "--wrap", "srun sleep 600", cwd=tmp_path)
-        cluster.wait_for(lambda: len(sleepers(tmp_path)) >= 4, within_s=60, what="all tasks run")
+        cluster.wait_for(lambda: len(sleepers(tmp_path)) >= 4, within_s=300, what="all tasks run")
         cluster.kill_node("node2")
-        assert cluster.wait_for_end(job, within_s=60)["JobState"] == "NODE_FAIL"
+        assert cluster.wait_for_end(job, within_s=300)["JobState"] == "NODE_FAIL"
         cluster.start_node("node2")
         again = cluster.sbatch("--nodes=2", "--output=again.out", "--wrap", "srun --label true", cwd=tmp_path)
-        state = cluster.wait_for_end(again, within_s=60)["JobState"]
+        state = cluster.wait_for_end(again, within_s=300)["JobState"]
         assert state == "COMPLETED", (tmp_path / "again.out").read_text()
         cluster.sbatch("--wrap", "trap '' TERM; while :; do sleep 1; done", cwd=tmp_path)
         # As the controller does with a node whose tasks do not end in time.
@@ -84,10 +84,10 @@ def test_node_dies_and_boots(isolation, tmp_path):
 
 def test_higher_partition_sends_a_job_back_into_the_queue(cluster, tmp_path):
     low = cluster.sbatch("--nodes=4", "--exclusive", "--wrap", "sleep 600", cwd=tmp_path)
-    cluster.wait_for_state(low, "RUNNING", within_s=60)
+    cluster.wait_for_state(low, "RUNNING", within_s=300)
     high = cluster.sbatch("--partition=high", "--nodes=4", "--exclusive", "--wrap", "sleep 1", cwd=tmp_path)
-    assert cluster.wait_for_end(high, within_s=60)["JobState"] == "COMPLETED"
-    assert cluster.wait_for_state(low, "RUNNING", within_s=60)["Restarts"] == "1"
+    assert cluster.wait_for_end(high, within_s=300)["JobState"] == "COMPLETED"
+    assert cluster.wait_for_state(low, "RUNNING", within_s=300)["Restarts"] == "1"
 
 
 def test_training_where_nodes_share_everything(folder):

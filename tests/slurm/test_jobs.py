@@ -142,9 +142,9 @@ def test_pipeline_ends_where_a_job_fails(cluster, tmp_path):
     write_job(tmp_path)
     said = cluster.run(str(SCRIPTS / "pipeline.sh"), "tiny.yaml", "nowhere", "out", cwd=tmp_path)
     first, *others = [line.split(": job ")[1] for line in said.splitlines()]
-    assert cluster.wait_for_end(first, within_s=60)["JobState"] == "FAILED"
+    assert cluster.wait_for_end(first, within_s=300)["JobState"] == "FAILED"
     for job in others:
-        assert cluster.wait_for_end(job, within_s=60)["JobState"] == "CANCELLED"
+        assert cluster.wait_for_end(job, within_s=300)["JobState"] == "CANCELLED"
     assert "nowhere" in output(cluster, first)
 
 

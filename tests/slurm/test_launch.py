@@ -23,7 +23,7 @@ def score(prompt, response, answer):
 """
 
 
-def launch(cluster, folder, *argv, site=None, within_s=240):
+def launch(cluster, folder, *argv, site=None, within_s=600):
     """Run the command in a folder, as on a login node of the cluster."""
     (folder / "site.yaml").write_text(yaml.safe_dump(site or {}))
     command = [sys.executable, "-m", "hybridflow", "launch", "slurm", "tiny.yaml", "--site", "site.yaml", *argv]

@@ -31,7 +31,7 @@ def run_ranks(
     case: Callable[..., Any],
     size: int,
     *args: Any,
-    deadline_s: float = 600.0,
+    deadline_s: float = 1800.0,
     wait_s: float = 60.0,
     ranks_per_node: int = 0,
     dying: frozenset[int] = frozenset(),

@@ -29,7 +29,7 @@ PRELUDE = (
 )
 
 
-def run(code, *, num_ranks=3, end_s=5.0, argv=()):
+def run(code, *, num_ranks=3, end_s=30.0, argv=()):
     return run_local(argv, num_ranks=num_ranks, end_s=end_s, program=[sys.executable, "-c", PRELUDE + code])
 
 
@@ -42,7 +42,7 @@ def in_a_folder(tmp_path, monkeypatch):
 def none_left(tmp_path):
     yield
     for path in tmp_path.glob("pid*"):
-        wait_until(partial(is_gone, int(path.read_text())), within_s=5, what=f"end of {path.name}")
+        wait_until(partial(is_gone, int(path.read_text())), what=f"end of {path.name}")
 
 
 def is_gone(pid):
@@ -78,12 +78,13 @@ def test_output_of_the_ranks_is_ours(capfd):
 def test_one_rank_that_fails_ends_all_with_one_line(none_left, capfd, death, status, says):
     start = time.monotonic()
     assert run(f"if rank == 1: {death}\ntime.sleep(60)", end_s=0.3) == status
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     errors = capfd.readouterr().err
     assert errors.startswith(says) and errors.count("\n") == (says != "")
 
 
-def test_others_have_time_to_end_by_themselves(none_left, capfd):
+def test_others_have_time_to_end_by_themselves(none_left, capfd, monkeypatch):
+    monkeypatch.setattr("hybridflow.launch.local._BEFORE_MEETING_S", 30.0)
     code = "if rank == 1: sys.exit(3)\ntime.sleep(0.5); os.write(1, b'said by %d\\n' % rank); sys.exit(3)"
     assert run(code, end_s=30.0) == 3
     assert sorted(capfd.readouterr().out.splitlines()) == ["said by 0", "said by 2"]
@@ -117,7 +118,7 @@ def test_rank_that_does_not_end_is_killed(none_left):
     code += "while rank == 0 and not os.path.exists('deaf1'): time.sleep(0.01)\n"
     start = time.monotonic()
     assert run(code + "if rank == 0: sys.exit(4)\ntime.sleep(60)", num_ranks=2, end_s=0.5) == 4
-    assert 0.5 < time.monotonic() - start < 10
+    assert 0.5 < time.monotonic() - start < 30
 
 
 def test_failure_of_the_last_rank_left_is_seen(capfd):
@@ -143,7 +144,7 @@ def start_parent(tmp_path, code, save_s="60"):
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, save_s, PRELUDE + code + "\nopen(f'up{rank}', 'w')\ntime.sleep(60)"]
     )
-    wait_until(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2)), what="ranks that are up")
+    wait_for_files(tmp_path, "up")
     return parent
 
 
@@ -153,26 +154,32 @@ def test_ranks_are_asked_to_save_and_say_how_it_went(none_left, tmp_path, signum
     code = f"def seen(*_):\n    open(f'seen{{rank}}', 'w')\n    sys.exit({status})\n"
     parent = start_parent(tmp_path, code + f"signal.signal({int(signum)}, seen)")
     parent.send_signal(signum)
-    assert parent.wait(10) == status
+    assert parent.wait(50) == status
     assert all((tmp_path / f"seen{rank}").exists() for rank in range(2))
 
 
-DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)"
+DEAF = "signal.signal(signal.SIGTERM, lambda *_: open(f'asked{rank}', 'w'))"
+
+
+def wait_for_files(tmp_path, name):
+    wait_until(lambda: all((tmp_path / f"{name}{rank}").exists() for rank in range(2)), what=f"{name} of both ranks")
 
 
 def test_ranks_that_do_not_save_in_time_are_killed(none_left, tmp_path):
     parent = start_parent(tmp_path, DEAF, save_s="0.3")
     parent.send_signal(signal.SIGTERM)
-    assert parent.wait(5) == 128 + signal.SIGTERM
+    assert parent.wait(30) == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize(("job", "status"), [({"SLURM_JOB_ID": "7"}, 75), ({}, 128 + signal.SIGUSR1)])
-def test_in_a_job_of_slurm_ranks_save_as_long_as_they_need(none_left, tmp_path, monkeypatch, job, status):
+@pytest.mark.parametrize(
+    ("job", "takes_s", "status"), [({"SLURM_JOB_ID": "7"}, 1.5, 75), ({}, 60.0, 128 + signal.SIGUSR1)]
+)
+def test_in_a_job_of_slurm_ranks_save_as_long_as_they_need(none_left, tmp_path, monkeypatch, job, takes_s, status):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     for name, value in job.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("hybridflow.launch.local._SAVE_S", 0.5)
-    code = "def save(*_):\n    time.sleep(1.5)\n    sys.exit(75)\nsignal.signal(signal.SIGUSR1, save)\n"
+    code = f"def save(*_):\n    time.sleep({takes_s})\n    sys.exit(75)\nsignal.signal(signal.SIGUSR1, save)\n"
     code += "open(f'up{rank}', 'w')\n"
     # The rank asks the process that started it.
     code += "if rank == 0:\n    while not os.path.exists('up1'): time.sleep(0.01)\n    os.kill(os.getppid(), 10)\n"
@@ -183,7 +190,7 @@ def test_ctrl_c_asks_the_ranks_to_save_and_says_so(none_left, tmp_path, capfd):
     code = "def seen(*_):\n    open(f'seen{rank}', 'w')\n    sys.exit(75)\n"
     parent = start_parent(tmp_path, code + "signal.signal(signal.SIGTERM, seen)")
     parent.send_signal(signal.SIGINT)
-    assert parent.wait(10) == 75
+    assert parent.wait(50) == 75
     assert all((tmp_path / f"seen{rank}").exists() for rank in range(2))
     assert "Ctrl-C: the job saves and stops; press Ctrl-C again to end it at once" in capfd.readouterr().err
 
@@ -191,19 +198,21 @@ def test_ctrl_c_asks_the_ranks_to_save_and_says_so(none_left, tmp_path, capfd):
 def test_a_second_ctrl_c_ends_deaf_ranks_at_once(none_left, tmp_path):
     parent = start_parent(tmp_path, DEAF, save_s="0.1")
     parent.send_signal(signal.SIGINT)
-    time.sleep(0.5)
+    # The system may make one signal of two that come before the process looks.
+    wait_for_files(tmp_path, "asked")
+    time.sleep(0.3)
     assert parent.poll() is None
     parent.send_signal(signal.SIGINT)
-    assert parent.wait(5) == 128 + signal.SIGINT
+    assert parent.wait(50) == 128 + signal.SIGINT
 
 
 def test_second_signal_ends_deaf_ranks_at_once(none_left, tmp_path):
     parent = start_parent(tmp_path, DEAF)
     parent.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
+    wait_for_files(tmp_path, "asked")
     assert parent.poll() is None
     parent.send_signal(signal.SIGTERM)
-    assert parent.wait(5) == 128 + signal.SIGTERM
+    assert parent.wait(50) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("first", [signal.SIGUSR1, signal.SIGTERM])
@@ -211,23 +220,21 @@ def test_ranks_that_are_asked_again_go_on_saving(none_left, tmp_path, first):
     code = "def seen(*_):\n    open(f'seen{rank}', 'w')\n    while not os.path.exists('saved'): time.sleep(0.01)\n"
     parent = start_parent(tmp_path, code + f"    sys.exit(75)\nsignal.signal({int(first)}, seen)")
     parent.send_signal(first)
-    while not all((tmp_path / f"seen{rank}").exists() for rank in range(2)):
-        assert parent.poll() is None
-        time.sleep(0.02)
+    wait_for_files(tmp_path, "seen")
     # As train.sbatch does every few seconds, which cannot know whether the first has come.
     for _ in range(3):
         parent.send_signal(signal.SIGUSR1)
         time.sleep(0.2)
         assert parent.poll() is None
     (tmp_path / "saved").touch()
-    assert parent.wait(10) == 75
+    assert parent.wait(50) == 75
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends children with their parent")
 def test_ranks_die_with_a_killed_parent(none_left, tmp_path):
     parent = start_parent(tmp_path, "")
     parent.kill()
-    parent.wait(5)
+    parent.wait(30)
 
 
 def test_program_that_does_not_exist():

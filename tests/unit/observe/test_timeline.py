@@ -94,5 +94,5 @@ def test_the_clocks_are_in_seconds():
     timeline = Timeline()
     with timeline.span("sleep", "20 ms"):
         sleep(0.02)
-    assert 0.02 <= timeline.totals()["sleep"] < 2
+    assert 0.02 <= timeline.totals()["sleep"] < 60
     assert before - 1e-3 <= timeline.spans[0].start_s <= time() - 0.02 + 1e-3

@@ -6,6 +6,7 @@ To open a file never waits. To read a small one takes no more memory than is nam
 from __future__ import annotations
 
 import errno
+import math
 import os
 import resource
 import stat
@@ -87,4 +88,4 @@ def limit_cpu(seconds: int) -> None:
     """Have this process killed when it has computed for so long again, also where nobody is left to end it."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + seconds, most))
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime) + seconds, most))

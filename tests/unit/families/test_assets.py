@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -95,3 +97,14 @@ def test_pipes_and_devices_are_not_opened(tmp_path):
     for path in ("/dev/zero", "/proc", tmp_path):
         with pytest.raises(OSError, match="regular file|directory"):
             open_regular(path)
+
+
+def test_a_limit_of_time_on_a_core_leaves_all_of_it():
+    """On a slow machine a process has used much of a second before it is first asked."""
+    program = (
+        "import resource, time; from hybridflow.foreign import limit_cpu; limit_cpu(1); "
+        "print(resource.getrlimit(resource.RLIMIT_CPU)[0] - time.process_time())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    # What it takes to look counts too.
+    assert 0.99 < float(done.stdout) <= 2

@@ -186,6 +186,20 @@ def experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     )
 
 
+GATED_SHARED_EXPERT = (
+    Rule(
+        logical=f"{_LAYER}.mlp.shared_experts.linear_fc1.weight",
+        hf=(f"{_HF_LAYER}.mlp.shared_expert.gate_proj.weight", f"{_HF_LAYER}.mlp.shared_expert.up_proj.weight"),
+        form="stack",
+    ),
+    Rule(
+        logical=f"{_LAYER}.mlp.shared_experts.linear_fc2.weight",
+        hf=(f"{_HF_LAYER}.mlp.shared_expert.down_proj.weight",),
+    ),
+    Rule(logical=f"{_LAYER}.mlp.shared_experts.gate_weight", hf=(f"{_HF_LAYER}.mlp.shared_expert_gate.weight",)),
+)
+"""The shared expert of Qwen's mixtures."""
+
 MIXTURE_KEYS = {
     "intermediate_size": "dense_ffn_hidden_size",
     "moe_intermediate_size": "ffn_hidden_size",

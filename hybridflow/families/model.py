@@ -105,6 +105,8 @@ class ModelConfig:
             their weights (arXiv 2408.15664). It needs ``router_score: sigmoid``.
         shared_ffn_hidden_size: Width inside the shared expert of each layer, which every token goes to. None means no
             shared expert.
+        shared_expert_gate: Whether the shared expert's output is multiplied by the sigmoid of a learned product with
+            its input, one number for each token.
         num_dense_layers: Layers from the first with a dense feed-forward block instead of experts.
         dense_ffn_hidden_size: Width inside the feed-forward block of these layers.
         router_groups: Equal groups of experts. A token goes to experts of its best ``router_groups_per_token`` groups,
@@ -167,6 +169,7 @@ class ModelConfig:
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     router_bias: bool = False
     shared_ffn_hidden_size: Count | None = None
+    shared_expert_gate: bool = False
     num_dense_layers: Annotated[int, Bounds(low=0)] = 0
     dense_ffn_hidden_size: Count | None = None
     router_groups: Count | None = None
@@ -356,7 +359,7 @@ def _check_no_rope(model: ModelConfig, owner: str) -> None:
 
 
 _EXPERT_KEYS = {
-    **{"router_score": "softmax", "router_bias": False, "shared_ffn_hidden_size": None},
+    **{"router_score": "softmax", "router_bias": False, "shared_ffn_hidden_size": None, "shared_expert_gate": False},
     **{"num_dense_layers": 0, "dense_ffn_hidden_size": None, "routed_scaling": 1.0},
     **{"router_groups": None, "router_groups_per_token": None},
 }
@@ -382,6 +385,11 @@ def _check_experts(model: ModelConfig, owner: str) -> None:
         raise ConfigError(
             f"{owner}.router_bias=true with {owner}.router_score={model.router_score!r}: the bias is added to scores "
             "of sigmoid alone; set router_score to sigmoid, or router_bias to false"
+        )
+    if model.shared_expert_gate and model.shared_ffn_hidden_size is None:
+        raise ConfigError(
+            f"{owner}.shared_expert_gate=true without {owner}.shared_ffn_hidden_size; give the width of the shared "
+            "expert, or set shared_expert_gate to false"
         )
     _check_dense_layers(model, owner)
     _check_router_groups(model, owner)

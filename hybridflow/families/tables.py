@@ -13,6 +13,7 @@ from hybridflow.families.mixtral import MIXTRAL
 from hybridflow.families.olmo import OLMO2, OLMO3
 from hybridflow.families.phi3 import PHI3
 from hybridflow.families.qwen2 import QWEN2
+from hybridflow.families.qwen2_moe import QWEN2_MOE
 from hybridflow.families.qwen3 import QWEN3
 from hybridflow.families.qwen3_moe import QWEN3_MOE
 from hybridflow.families.smollm3 import SMOLLM3
@@ -21,6 +22,6 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, GLM, GLM4, SMOLLM3),
-        *(MIXTRAL, QWEN3_MOE, GPT_OSS, GLM4_MOE, DEEPSEEK_V3),
+        *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, GPT_OSS, GLM4_MOE, DEEPSEEK_V3),
     )
 }

@@ -190,15 +190,15 @@ def _layer_bytes(model: ModelConfig, layout: ParallelLayout, slices: int, tokens
     ``5 (q + kv) / tp``, and what norms of queries and keys keep; of the feed-forward block gate and up, and the
     product, ``3 f / tp``. Experts in grouped products keep the weighted product too, ``4 f / tp``; one after the other
     they keep ``6 f / tp``, or ``8 f / tp`` with biases or another gate. A shared expert keeps ``5 f / tp``, by
-    megatron-core's gate. In a mixture these are there for each expert that a token goes to, or those of a dense layer,
-    where it is wider. Latent attention keeps the compressed vectors too.
+    megatron-core's gate, and its output where that is gated too. In a mixture these are there for each expert that a
+    token goes to, or those of a dense layer, where it is wider. Latent attention keeps the compressed vectors too.
 
     An expert is cut in ``etp`` parts, and tokens go to ranks of their experts. With even loads a rank has ``etp / tp``
     inputs of an expert, ``h`` each, for each choice of a token of its own. Of these it has ``f / etp`` columns: ``f /
     tp`` for each choice, whatever ``etp`` is. Each expert has up to ``ALIGNED_ROWS`` such inputs more.
     """
     queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
-    whole = -(-_norm_columns(model) // slices) + 4 * model.rotary_size
+    whole = -(-(_norm_columns(model) + model.hidden_size * model.shared_expert_gate) // slices) + 4 * model.rotary_size
     whole += -(-2 * ((model.q_lora_rank or 0) + (model.kv_lora_rank or 0)) // slices)
     whole += _input_columns(model, layout) + _router_columns(model)
     cut = (3 if model.kv_lora_rank is None else 5) * (queries + keys) + _head_norm_columns(model, queries, keys)

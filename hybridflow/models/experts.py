@@ -90,7 +90,7 @@ class ExpertLayer(BaseMoELayer):
         self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=groups)
         if self.use_shared_expert:
             dense = submodules.experts.submodules
-            self.shared_experts = SharedExpertMLP(config, dense, gate=False, pg_collection=groups)
+            self.shared_experts = SharedExpertMLP(config, dense, gate=model.shared_expert_gate, pg_collection=groups)
         if config.add_bias_linear:
             for expert in self.experts.local_experts:
                 share_bias(expert.linear_fc2, config.expert_tensor_parallel_size)

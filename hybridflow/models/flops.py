@@ -51,6 +51,7 @@ def model_flops(model: ModelConfig, *, vocab_size: int, has_value_head: bool = F
     if model.num_experts is not None:
         feed_forward = model.experts_per_token * feed_forward + hidden * model.num_experts
         feed_forward += 3 * hidden * (model.shared_ffn_hidden_size or 0)
+        feed_forward += hidden * model.shared_expert_gate
     dense = 3 * hidden * (model.dense_ffn_hidden_size or 0)
     feed_forward = (layers - model.num_dense_layers) * feed_forward + model.num_dense_layers * dense
     return ModelFlops(

@@ -78,6 +78,7 @@ def transformer_config(
             # As the models that have them were trained; those of softmax have the activations' own format.
             moe_router_dtype="fp32" if model.router_score == "sigmoid" else None,
             moe_shared_expert_intermediate_size=model.shared_ffn_hidden_size,
+            moe_shared_expert_gate=model.shared_expert_gate,
         )
     config = TransformerConfig(
         num_layers=model.num_layers,

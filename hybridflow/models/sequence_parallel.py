@@ -17,6 +17,7 @@ from hybridflow.models.experts import ExpertLayer
 
 _NORMS = ("layernorm.weight", "layer_norm_weight")
 _ADDED_LAST = ("linear_proj.bias", "linear_fc2.bias")
+_SHARED_GATE = ".shared_experts.gate_weight"
 _HEAD_NORMS = ("q_layernorm", "k_layernorm")
 
 
@@ -57,7 +58,7 @@ class SequenceSwitch:
             if name.endswith(_NORMS) and not any(norm in name for norm in _HEAD_NORMS):
                 # Of norms of heads megatron-core sums the gradients anyway.
                 parameter.sequence_parallel = True
-            if ".mlp.router." in name:
+            if ".mlp.router." in name or name.endswith(_SHARED_GATE):
                 parameter.sequence_parallel = True
 
     def turn(self, is_on: bool) -> None:

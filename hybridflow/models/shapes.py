@@ -147,6 +147,8 @@ def _mixture(prefix: str, model: ModelConfig, layer: int) -> Iterator[TensorSpec
     for index in range(model.num_experts):
         expert = index, model.num_experts
         yield from _gated(f"{prefix}.experts.{index}", model, model.ffn_hidden_size, layer, expert)
+    if model.shared_expert_gate:
+        yield _whole(f"{prefix}.shared_experts.gate_weight", (1, hidden), dtype, layer)
     if model.shared_ffn_hidden_size is not None:
         yield from _gated(f"{prefix}.shared_experts", model, model.shared_ffn_hidden_size, layer)
 

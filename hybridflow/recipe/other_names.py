@@ -359,6 +359,7 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
         "moe_router_score_function": "model.router_score",
         "moe_router_enable_expert_bias": "model.router_bias",
         "moe_shared_expert_intermediate_size": "model.shared_ffn_hidden_size",
+        "moe_shared_expert_gate": "model.shared_expert_gate",
     },
 }
 """Framework -> its name -> our key, and what the key says if that differs. Under no framework: names of several."""

@@ -64,7 +64,7 @@ MIXTURE = ModelConfig(
     experts_per_token=2,
     normalized_experts=False,
 )
-# What DeepSeek-V3 has beside, and its attention.
+# What DeepSeek-V3 has beside, and its attention; the gate is that of Qwen2-MoE.
 SHARED = replace(
     MIXTURE,
     num_layers=2,
@@ -78,6 +78,7 @@ SHARED = replace(
     num_dense_layers=1,
     dense_ffn_hidden_size=32,
     shared_ffn_hidden_size=16,
+    shared_expert_gate=True,
     router_score="sigmoid",
     router_bias=True,
     router_groups=2,

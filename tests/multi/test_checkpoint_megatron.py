@@ -49,7 +49,9 @@ pytestmark = pytest.mark.slow
 
 MODEL = replace(SMALL, vocab_divisible_by=4, rotary_base=50000.0, norm_eps=1e-6, max_context=32)
 TIED = replace(in_bf16(MODEL), tied_embeddings=True, qkv_bias=False, qk_norm=True)
-MIXTURE = replace(MODEL, num_experts=4, experts_per_token=2, qkv_bias=False)
+MIXTURE = replace(
+    MODEL, num_experts=4, experts_per_token=2, qkv_bias=False, shared_ffn_hidden_size=8, shared_expert_gate=True
+)
 LATENT = ModelConfig(
     num_layers=4,
     hidden_size=16,
@@ -118,6 +120,8 @@ def arguments(model, layout):
         num_experts=model.num_experts,
         moe_router_topk=2,
         moe_router_pre_softmax=False,
+        moe_shared_expert_intermediate_size=model.shared_ffn_hidden_size,
+        moe_shared_expert_gate=model.shared_expert_gate,
         moe_router_load_balancing_type="aux_loss",
         window_size=None,
         params_dtype=torch.bfloat16 if model.dtype == "bf16" else torch.float32,

@@ -250,6 +250,11 @@ CASES = {
     "qwen3 moe, window": Case(
         config="Qwen3Moe", given={**MIXTURE, "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 4}
     ),
+    "qwen2 moe": Case(config="Qwen2Moe", given={**MIXTURE, "shared_expert_intermediate_size": 20}),
+    "qwen2 moe, no biases": Case(
+        config="Qwen2Moe",
+        given={**MIXTURE, "norm_topk_prob": True, "qkv_bias": False, "shared_expert_intermediate_size": 20},
+    ),
     "glm4 moe": Case(config="Glm4Moe", given=GLM4_MOE, is_fast=False),
     "glm4 moe, normalized": Case(
         config="Glm4Moe",

@@ -95,6 +95,7 @@ def make_config(shape: ModelConfig, layout: ParallelLayout = WHOLE, **other: Any
             moe_router_topk=2,
             moe_router_load_balancing_type="none",
             moe_shared_expert_intermediate_size=shape.shared_ffn_hidden_size,
+            moe_shared_expert_gate=shape.shared_expert_gate,
             moe_router_enable_expert_bias=shape.router_bias,
             moe_router_score_function="sigmoid" if shape.router_bias else "softmax",
             moe_token_dispatcher_type="allgather",

@@ -49,7 +49,6 @@ MEGATRON_SETTINGS: dict[str, tuple[object, ...]] = {
     "mtp_num_layers": (None, 0),
     "moe_layer_freq": (1,),
     "moe_router_score_function": ("softmax", "sigmoid"),
-    "moe_shared_expert_gate": (False,),
     "moe_router_topk_scaling_factor": (None, 1.0),
     "moe_router_num_groups": (None,),
     "moe_router_group_topk": (None,),
@@ -177,6 +176,7 @@ def router_settings(values: Mapping[str, Any]) -> dict[str, Any]:
         "normalized_experts": not (is_one if has_sigmoid else values.get("moe_router_pre_softmax", False)),
         "router_bias": values.get("moe_router_enable_expert_bias", False),
         "shared_ffn_hidden_size": values.get("moe_shared_expert_intermediate_size") or None,
+        "shared_expert_gate": values.get("moe_shared_expert_gate", False),
     }
 
 
@@ -198,6 +198,7 @@ def to_args(model: ModelConfig, dtype: DType) -> dict[str, Any]:
         "moe_router_score_function": model.router_score,
         "moe_router_enable_expert_bias": model.router_bias,
         "moe_shared_expert_intermediate_size": model.shared_ffn_hidden_size,
+        "moe_shared_expert_gate": model.shared_expert_gate,
         "kv_channels": model.head_size,
         "group_query_attention": model.query_groups != model.num_attention_heads,
         "num_query_groups": model.query_groups,

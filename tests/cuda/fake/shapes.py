@@ -85,11 +85,21 @@ _CONFIGS = {
         num_experts_per_tok=8,
         norm_topk_prob=True,
     ),
+    "qwen2_moe": dict(
+        hidden_size=2048,
+        intermediate_size=5632,
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        num_experts=60,
+        num_experts_per_tok=4,
+    ),
 }
 
 
 FAMILIES = tuple(_CONFIGS)
-BY_MODULES = ("gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "olmo2", "olmo3", "smollm3")
+BY_MODULES = ("gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "olmo2", "olmo3", "qwen2_moe", "smollm3")
 """Families that the kernels for decoding do not know, so that they generate with the modules of training."""
 
 

@@ -84,6 +84,7 @@ SIZES = {
     "Mixtral-8x7B": (32, 4096, 14336, 32, 8, 32768, 32000),
     "gpt-oss-20b": (24, 2880, 2880, 64, 8, 131072, 201088),
     "Qwen3-30B-A3B": (48, 2048, 6144, 32, 4, 40960, 151936),
+    "Qwen1.5-MoE-A2.7B": (24, 2048, 5632, 16, 16, 8192, 151936),
     "GLM-4.5-Air": (46, 4096, 10944, 96, 8, 131072, 151552),
     "DeepSeek-V3": (61, 7168, 18432, 128, 128, 163840, 129280),
 }
@@ -335,6 +336,18 @@ REAL = {
             **{"num_experts": 128, "experts_per_token": 8},
         },
     ),
+    "Qwen1.5-MoE-A2.7B": (
+        {
+            **{**QWEN, **MOE, "model_type": "qwen2_moe", "norm_topk_prob": False, "tie_word_embeddings": False},
+            **{"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408},
+            **{"shared_expert_intermediate_size": 5632, "max_window_layers": 21, "sliding_window": 32768},
+        },
+        {
+            **{"norm_eps": 1e-6, "rotary_base": 1e6, "qkv_bias": True, "ffn_hidden_size": 1408},
+            **{"num_experts": 60, "experts_per_token": 4, "normalized_experts": False},
+            **{"shared_ffn_hidden_size": 5632, "shared_expert_gate": True},
+        },
+    ),
     "GLM-4.5-Air": (
         {
             **{"model_type": "glm4_moe", "hidden_act": "silu", "torch_dtype": "bfloat16", "attention_bias": True},
@@ -412,7 +425,7 @@ def meaning(values):
         "num_nextn_predict_layers",
         "ep_size",
     }
-    nothing |= {"intermediate_size"} if values["model_type"] == "qwen3_moe" else set()
+    nothing |= {"intermediate_size"} if values["model_type"] in ("qwen2_moe", "qwen3_moe") else set()
     return {key: value for key, value in config.items() if key not in nothing}
 
 
@@ -520,6 +533,8 @@ def models(draw, family):
         if values["num_experts"] % 2 == 0 and values["num_experts"] > 2:
             values |= {"router_groups": 2, "router_groups_per_token": draw(st.integers(1, 2))}
         values["routed_scaling"] = draw(FLOATS)
+    if family.always.get("shared_expert_gate"):
+        values["shared_ffn_hidden_size"] = draw(st.integers(1, 99))
     if "qk_norm" in family.keys.values():
         values["qk_norm"] = draw(st.booleans())
     caps = {"attention_softcap", "logit_softcap"} & {*family.keys.values()}
@@ -565,6 +580,7 @@ PLAIN = ModelConfig(
         ({"qk_norm": True, "window": 4, "window_layers": (0,)}, "qwen3"),
         ({"num_experts": 4}, "mixtral"),
         ({"num_experts": 4, "normalized_experts": False, "qk_norm": True}, "qwen3_moe"),
+        ({"num_experts": 4, "shared_ffn_hidden_size": 8, "shared_expert_gate": True}, "qwen2_moe"),
         ({"zero_centered_norms": True, "scaled_embeddings": True, "activation": "gelu_tanh"}, "gemma"),
         ({"rotary_interleaved": True, "head_dim": 8, "rotary_dim": 4}, "glm"),
         ({"rotary_interleaved": True, "post_norms": True, "qkv_bias": True}, "glm4"),

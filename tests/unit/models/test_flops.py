@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -23,6 +26,7 @@ from hybridflow.models.microbatch import pack
 SIZES = dict(hidden_size=32, num_attention_heads=4, head_dim=12)
 LLAMA = ModelConfig(num_layers=3, ffn_hidden_size=48, num_query_groups=2, max_context=64, **SIZES)
 MIXTURE = ModelConfig(num_layers=2, ffn_hidden_size=20, max_context=64, num_experts=6, experts_per_token=2, **SIZES)
+GATED = replace(MIXTURE, shared_ffn_hidden_size=28, shared_expert_gate=True)
 LATENT = ModelConfig(
     num_layers=3,
     hidden_size=32,
@@ -60,10 +64,13 @@ def transformers_model(model: ModelConfig) -> torch.nn.Module:
         moe_intermediate_size=model.ffn_hidden_size,
         experts_implementation="eager",
     )
+    if model.shared_expert_gate:
+        width = model.shared_ffn_hidden_size
+        return Qwen2MoeForCausalLM(Qwen2MoeConfig(shared_expert_intermediate_size=width, **mixture, **known))
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(intermediate_size=1, **mixture, **known))
 
 
-@pytest.mark.parametrize("model", [LLAMA, MIXTURE, LATENT], ids=["dense", "mixture", "latent"])
+@pytest.mark.parametrize("model", [LLAMA, MIXTURE, GATED, LATENT], ids=["dense", "mixture", "gated", "latent"])
 def test_operations_are_what_torch_counts(model: ModelConfig):
     torch.manual_seed(1)
     made = transformers_model(model)

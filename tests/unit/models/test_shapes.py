@@ -114,6 +114,7 @@ def test_any_small_model_is_described_as_megatron_core_builds_it():
             qk_norm=norm,
             num_experts=experts,
             shared_ffn_hidden_size=shared,
+            shared_expert_gate=shared is not None and tied,
             router_bias=tied != bias,
             dtype="fp32" if norm else "bf16",
         )

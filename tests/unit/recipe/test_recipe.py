@@ -597,6 +597,10 @@ def test_variables_of_a_chat_template_keep_their_kinds(recipe_file):
         ),
         (["model.shared_ffn_hidden_size=8"], ["shared_ffn_hidden_size=8 without model.num_experts"]),
         (
+            ["model.shared_expert_gate=true", "model.num_experts=4"],
+            ["model.shared_expert_gate=true without model.shared_ffn_hidden_size; give the width"],
+        ),
+        (
             ["actor.moe.router_replay=replay", "model.num_experts=4", "rollout.environment={name: calculator}"],
             ["actor.moe.router_replay=replay: with rollout.environment nobody tells"],
         ),

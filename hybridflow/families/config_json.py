@@ -43,7 +43,7 @@ _ROTARY_KEYS = {
 _COMPUTED = {"is_causal": (True, None)}
 """Keys of every family and the values that are computed; models that embed texts see those behind."""
 
-_RANDOM = ("attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
+_RANDOM = ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
 
 
 class NotComputedError(ConfigError):
@@ -226,13 +226,15 @@ def _one_rotary(family: Family, given: Mapping[str, Any], told: dict[str, Any], 
     rotary: dict[str, Any] = {"rotary_base": float(base)}
     partial = told.get("partial_rotary_factor", given.get("partial_rotary_factor"))
     if partial is not None and float(partial) != 1.0:
-        if "partial_rotary_factor" not in family.defaults:
+        if "partial_rotary_factor" not in family.defaults and "rotary_dim" not in family.keys:
             raise NotComputedError(
                 f"{where}: partial_rotary_factor={partial} is not computed for {family.name}; only 1 is: choose "
                 "another model"
             )
         head = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
         rotary["rotary_dim"] = int(head * partial)
+    elif partial is not None and "rotary_dim" in family.keys:
+        rotary["rotary_dim"] = None  # the share goes before the dims
     kind = told.get("rope_type", told.get("type", "default"))
     if kind == "default":
         return rotary

@@ -14,7 +14,7 @@ _KEY = "quantization_config"
 _REMEDY = "load the model in transformers with dequantize=True, save_pretrained it, and name the new directory"
 _KEYS: dict[str, dict[str, tuple[object, ...] | None]] = {
     "fp8": {
-        "fmt": ("e4m3", None),
+        "fmt": ("e4m3", "float8_e4m3fn", None),
         "activation_scheme": ("dynamic", None),
         "expert_dtype": ("fp8", None),
         "scale_fmt": ("float", "ue8m0", None),

@@ -8,6 +8,7 @@ from hybridflow.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from hybridflow.families.glm import GLM, GLM4, GLM4_MOE
 from hybridflow.families.gpt_oss import GPT_OSS
 from hybridflow.families.llama import LLAMA
+from hybridflow.families.minimax import MINIMAX_M2
 from hybridflow.families.mistral import MISTRAL
 from hybridflow.families.mixtral import MIXTRAL
 from hybridflow.families.olmo import OLMO2, OLMO3
@@ -22,6 +23,6 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, GLM, GLM4, SMOLLM3),
-        *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, GPT_OSS, GLM4_MOE, DEEPSEEK_V3),
+        *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, GPT_OSS, GLM4_MOE, MINIMAX_M2, DEEPSEEK_V3),
     )
 }

@@ -65,7 +65,7 @@ class Case:
 
     @property
     def is_mixture(self) -> bool:
-        return any(word in self.config for word in ("Mixtral", "Moe", "Oss", "Deepseek"))
+        return any(word in self.config for word in ("Mixtral", "Moe", "GptOss", "Deepseek", "MiniMax"))
 
 
 def rope(kind: str, **other: Any) -> dict[str, Any]:
@@ -259,6 +259,11 @@ CASES = {
     "glm4 moe, normalized": Case(
         config="Glm4Moe",
         given={**GLM4_MOE, "use_qk_norm": True, "attention_bias": False, "n_group": 2, "norm_topk_prob": False},
+        is_fast=False,
+    ),
+    "minimax m2": Case(
+        config="MiniMaxM2",
+        given={**dict(num_local_experts=4, num_experts_per_tok=2, head_dim=24, rotary_dim=16), **rope("default")},
         is_fast=False,
     ),
     "deepseek v3": Case(config="DeepseekV3", given=DEEPSEEK),

@@ -24,6 +24,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 12},
     "gemma2": {"head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": 5},
     "gpt_oss": {"head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
+    "minimax_m2": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=12, rotary_dim=8),
     "mistral": {"sliding_window": 5},
     "mixtral": {"num_local_experts": 4},
     "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": 5, "sliding_window_pattern": 2},

@@ -38,6 +38,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 48,
     },
     "qwen3": {"head_dim": 32},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "rotary_dim": 16},
     "mistral": {"sliding_window": 8},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "phi3": {"pad_token_id": 0, "sliding_window": 12},

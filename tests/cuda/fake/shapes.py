@@ -71,6 +71,16 @@ _CONFIGS = {
         num_local_experts=8,
         num_experts_per_tok=2,
     ),
+    "minimax_m2": dict(
+        hidden_size=3072,
+        intermediate_size=1536,
+        num_attention_heads=48,
+        num_key_value_heads=8,
+        head_dim=128,
+        rotary_dim=64,
+        num_local_experts=256,
+        num_experts_per_tok=8,
+    ),
     "gpt_oss": dict(
         hidden_size=2880, intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8, num_local_experts=32
     ),
@@ -99,7 +109,18 @@ _CONFIGS = {
 
 
 FAMILIES = tuple(_CONFIGS)
-BY_MODULES = ("gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "olmo2", "olmo3", "qwen2_moe", "smollm3")
+BY_MODULES = (
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "gpt_oss",
+    "minimax_m2",
+    "olmo2",
+    "olmo3",
+    "qwen2_moe",
+    "smollm3",
+)
 """Families that the kernels for decoding do not know, so that they generate with the modules of training."""
 
 

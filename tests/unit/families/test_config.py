@@ -86,6 +86,7 @@ SIZES = {
     "Qwen3-30B-A3B": (48, 2048, 6144, 32, 4, 40960, 151936),
     "Qwen1.5-MoE-A2.7B": (24, 2048, 5632, 16, 16, 8192, 151936),
     "GLM-4.5-Air": (46, 4096, 10944, 96, 8, 131072, 151552),
+    "MiniMax-M2": (62, 3072, 1536, 48, 8, 196608, 200064),
     "DeepSeek-V3": (61, 7168, 18432, 128, 128, 163840, 129280),
 }
 LLAMA = {"model_type": "llama", "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False}
@@ -363,6 +364,20 @@ REAL = {
             **{"shared_ffn_hidden_size": 1408, "router_score": "sigmoid", "router_bias": True},
         },
     ),
+    "MiniMax-M2": (
+        {
+            **{"model_type": "minimax_m2", "hidden_act": "silu", "torch_dtype": "bfloat16", "head_dim": 128},
+            **{"attention_dropout": 0.0, "rms_norm_eps": 1e-6, "rope_theta": 5000000, "rotary_dim": 64},
+            **{"num_local_experts": 256, "num_experts_per_tok": 8, "tie_word_embeddings": False},
+            **{"use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True},
+            **{"shared_intermediate_size": 0, "router_jitter_noise": 0.0},
+        },
+        {
+            **{"norm_eps": 1e-6, "rotary_base": 5e6, "rotary_dim": 64, "head_dim": 128, "qk_norm": True},
+            **{"qk_norm_over": "projection", "num_experts": 256, "experts_per_token": 8},
+            **{"router_score": "sigmoid", "router_bias": True},
+        },
+    ),
     "DeepSeek-V3": (
         {
             **{"model_type": "deepseek_v3", "hidden_act": "silu", "torch_dtype": "bfloat16", "attention_bias": False},
@@ -539,7 +554,8 @@ def models(draw, family):
         values["qk_norm"] = draw(st.booleans())
     caps = {"attention_softcap", "logit_softcap"} & {*family.keys.values()}
     values |= {cap: draw(st.none() | FLOATS) for cap in sorted(caps)}
-    if "partial_rotary_factor" in family.defaults and "longrope" not in family.scalings:
+    has_parts = "partial_rotary_factor" in family.defaults or "rotary_dim" in family.keys
+    if has_parts and "longrope" not in family.scalings:
         values["rotary_dim"] = draw(st.sampled_from([None, 2, 4, 6, 8]))
     if "rope_local_base_freq" in family.defaults and "window" in values:
         values["local_rotary_base"] = draw(FLOATS)
@@ -681,6 +697,7 @@ LONGROPE = {"rope_type": "longrope", "long_factor": LONG[:12], "short_factor": S
         ("gemma2", {"rope_parameters": {**LONGROPE, "factor": 4.0, "original_max_position_embeddings": 64}}),
         ("qwen3", {"rope_parameters": ROTATED, "rope_theta": 77.0}),
         ("mistral", {"rope_parameters": ROTATED, "rope_theta": None}),
+        ("minimax_m2", {"rope_parameters": {**ROTATED, "partial_rotary_factor": 0.25}, "rotary_dim": 12}),
         ("glm", {"rope_parameters": {**ROTATED, "partial_rotary_factor": 0.25}, "partial_rotary_factor": 0.5}),
     ],
 )
@@ -785,6 +802,7 @@ def test_what_is_not_computed_or_malformed_is_refused_by_name(case):
         ("deepseek_v3", FP8),
         ("deepseek_v3", {**FP8, "scale_fmt": "ue8m0"}),  # V3.1, whose factors are fp32 too
         ("qwen3", {**FP8, "modules_to_not_convert": ["lm_head"]}),
+        ("minimax_m2", {**FP8, "fmt": "float8_e4m3fn", "modules_to_not_convert": ["gate", "lm_head"]}),
         ("gpt_oss", {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}),
     ],
 )

@@ -32,8 +32,6 @@ MINIMAX_M2 = Family(
         "num_local_experts": 256,
         "num_experts_per_tok": 8,
         "rope_theta": 5000000.0,
-        "bos_token_id": 200034,
-        "eos_token_id": 200020,
     },
     always={
         "qk_norm": True,

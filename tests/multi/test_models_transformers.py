@@ -226,6 +226,7 @@ CASES = {
         },
         is_fast=False,
     ),
+    "seed oss": Case(config="SeedOss", given={"head_dim": 32, **rope("default")}),
     "mixtral": Case(config="Mixtral", given={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "mixtral, window": Case(
         config="Mixtral", given={"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 6}

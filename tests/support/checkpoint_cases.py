@@ -38,6 +38,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "olmo3": {"head_dim": 12, "sliding_window": 5},
     "phi3": {"sliding_window": 6},
     "qwen3": {"head_dim": 12},
+    "seed_oss": {"head_dim": 12},
     "qwen2_moe": {
         **dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=16)
     },

@@ -33,6 +33,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
+    "seed_oss": {"head_dim": 32},
     "qwen2_moe": {
         **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
         "shared_expert_intermediate_size": 48,

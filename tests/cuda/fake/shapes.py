@@ -71,6 +71,9 @@ _CONFIGS = {
         num_local_experts=8,
         num_experts_per_tok=2,
     ),
+    "seed_oss": dict(
+        hidden_size=5120, intermediate_size=27648, num_attention_heads=80, num_key_value_heads=8, head_dim=128
+    ),
     "minimax_m2": dict(
         hidden_size=3072,
         intermediate_size=1536,

@@ -25,7 +25,7 @@ ATTENTION = {"_varlen_attn", "packed_attention"}
 LAUNCHES_PER_LAYER, LAUNCHES_OF_OTHERS = 20, 65
 """In a forward pass. The others have experts, also a shared one; norms around 1, of four launches each; or norms over
 all heads."""
-PLAIN = {"llama", "mistral", "qwen2", "qwen3", "phi3", "glm", "glm4"}
+PLAIN = {"llama", "mistral", "qwen2", "qwen3", "phi3", "glm", "glm4", "seed_oss"}
 
 
 def build(world, model, **given):

@@ -80,6 +80,7 @@ SIZES = {
     "GLM-4-32B-0414": (61, 6144, 23040, 48, 2, 32768, 151552),
     "OLMo-2-7B": (32, 4096, 11008, 32, 32, 4096, 100352),
     "SmolLM3-3B": (36, 2048, 11008, 16, 4, 65536, 128256),
+    "Seed-OSS-36B": (64, 5120, 27648, 80, 8, 524288, 155136),
     "Olmo-3-7B": (32, 4096, 11008, 32, 32, 65536, 100278),
     "Mixtral-8x7B": (32, 4096, 14336, 32, 8, 32768, 32000),
     "gpt-oss-20b": (24, 2880, 2880, 64, 8, 131072, 201088),
@@ -289,6 +290,14 @@ REAL = {
             "no_rope_layers": tuple(range(3, 36, 4)),
         },
     ),
+    "Seed-OSS-36B": (
+        {
+            **{**LLAMA, "model_type": "seed_oss", "attention_bias": True, "attention_dropout": 0.1, "head_dim": 128},
+            **{"attention_out_bias": False, "mlp_bias": False, "residual_dropout": 0.1, "rms_norm_eps": 1e-6},
+            **{"rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0, "pretraining_tp": 1},
+        },
+        {"norm_eps": 1e-6, "rotary_base": 1e7, "head_dim": 128, "qkv_bias": True},
+    ),
     "Olmo-3-7B": (
         {
             **{"model_type": "olmo3", "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False},
@@ -440,6 +449,8 @@ def meaning(values):
         "num_nextn_predict_layers",
         "ep_size",
     }
+    # Which no one computes: published files have that of pre-training.
+    nothing |= {"attention_dropout", "residual_dropout"} if values["model_type"] == "seed_oss" else set()
     nothing |= {"intermediate_size"} if values["model_type"] in ("qwen2_moe", "qwen3_moe") else set()
     return {key: value for key, value in config.items() if key not in nothing}
 
@@ -748,6 +759,10 @@ REFUSED = {
     "bias": ({"attention_bias": True}, "attention_bias=True is not computed for llama"),
     "embeddings of texts": ({"is_causal": False}, "is_causal=False is not computed for llama; only True"),
     "dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1: nothing random is computed; set it to 0"),
+    "dropout of a residual": (
+        {"model_type": "seed_oss", "residual_dropout": 0.2},
+        "residual_dropout=0.2: nothing random is computed; set it to 0",
+    ),
     "quantized by others": (
         {"quantization_config": {"quant_method": "gptq", "bits": 4}},
         "quantization_config.quant_method='gptq' is not read; only 'fp8' and 'mxfp4' are: name the model",

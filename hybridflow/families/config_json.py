@@ -11,7 +11,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.families.family import Family
 from hybridflow.families.model import ModelConfig, RotaryScaling, check_model
 from hybridflow.families.quantization import read_quantization
-from hybridflow.families.tables import FAMILIES
+from hybridflow.families.tables import BY_TYPE, FAMILIES
 from hybridflow.families.vision import ORIGIN, language_model, with_language_model
 from hybridflow.sections import read_section, to_dict
 
@@ -146,12 +146,18 @@ def dtype_of(values: Mapping[str, Any]) -> str:
 
 def _family(values: Mapping[str, Any], where: str) -> Family:
     name = values.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
+    if not isinstance(name, str) or name not in BY_TYPE:
         raise ConfigError(
-            f"{where}: model_type={name!r}: not a family known here; expected one of {', '.join(FAMILIES)}, or add a "
+            f"{where}: model_type={name!r}: not a family known here; expected one of {', '.join(BY_TYPE)}, or add a "
             "table for it (docs/families.md)"
         )
-    return FAMILIES[name]
+    family = BY_TYPE[name]
+    unsaid = [key for key in family.defaults if key not in values] if name in family.others else []
+    if unsaid:
+        raise NotComputedError(
+            f"{where}: {unsaid[0]}: missing; nothing is known of what a {name} takes for it: add it to the file"
+        )
+    return family
 
 
 def _check_given(family: Family, given: Mapping[str, Any], where: str) -> None:
@@ -369,7 +375,8 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
         # What has tensors of the language model alone is one, such as a critic.
         original = _with_longest(language_model(original), described)
     if original is not None and describes(original, described):
-        head = {key: value for key, value in config.items() if key in ("architectures", "id2label", "label2id")}
+        named = ("architectures", "model_type", "id2label", "label2id")
+        head = {key: value for key, value in config.items() if key in named}
         # Code and labels do not travel along, and what is written lies in no codes.
         gone = ("auto_map", "num_labels", "id2label", "label2id", "quantization_config")
         kept = {key: value for key, value in original.items() if key not in gone}

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1: latent attention, groups of experts with a shared one, and dense first layers."""
+"""DeepSeek-V3 and R1, Kimi-K2: latent attention, groups of experts with a shared one, and dense first layers."""
 
 from hybridflow.families.family import COMMON_KEYS, EMBEDDINGS, MIXTURE, MIXTURE_KEYS, NO_DROPOUT, NORMS, Family, Rule
 
@@ -60,6 +60,7 @@ DEEPSEEK_V3 = Family(
     },
     scalings=("yarn",),
     further_layers=("eh_proj.weight", "num_nextn_predict_layers"),
+    others=("kimi_k2",),
     rules=(
         *EMBEDDINGS,
         *NORMS,

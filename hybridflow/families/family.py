@@ -70,6 +70,8 @@ class Family:
         rules: Every tensor of the language model.
         further_layers: End of a name by which a layer behind the last is told that predicts further tokens (multi-token
             prediction), and the key that counts such layers. They are skipped, and written as none.
+        others: Further values of ``model_type`` whose models compute the same. What their classes take for a key that
+            is left out is not known: their files have to say every key that has a default here.
         ignored: Regular expressions of tensors that hold nothing learned, such as tables of frequencies.
     """
 
@@ -85,6 +87,7 @@ class Family:
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
     rules: tuple[Rule, ...]
     further_layers: tuple[str, str] | None = None
+    others: tuple[str, ...] = ()
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
 
 

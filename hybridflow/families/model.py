@@ -456,9 +456,9 @@ def _check_rotary(model: ModelConfig, scaling: RotaryScaling, owner: str) -> Non
             f"{owner}.low_freq_factor={scaling.low_freq_factor} is not below "
             f"{owner}.high_freq_factor={scaling.high_freq_factor}; lower the first or raise the second"
         )
-    if scaling.kind == "yarn" and scaling.beta_slow >= scaling.beta_fast:
+    if scaling.kind == "yarn" and scaling.beta_slow > scaling.beta_fast:
         raise ConfigError(
-            f"{owner}.beta_slow={scaling.beta_slow} is not below {owner}.beta_fast={scaling.beta_fast}; lower the "
+            f"{owner}.beta_slow={scaling.beta_slow} is above {owner}.beta_fast={scaling.beta_fast}; lower the "
             "first or raise the second"
         )
     for key in ("short_factor", "long_factor"):

@@ -13,7 +13,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.families.config_json import Described, NotComputedError, dtype_of, has_value_head, read_config
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.model_info import ModelInfo
-from hybridflow.families.tables import FAMILIES
+from hybridflow.families.tables import BY_TYPE
 from hybridflow.families.vision import vision_model
 from hybridflow.sections import read_section
 
@@ -83,7 +83,7 @@ def _read_by_table(values: Mapping[str, Any], where: str) -> Described | None:
         ConfigError: It is malformed.
     """
     name = values.get("model_type")
-    if isinstance(name, str) and name.isprintable() and name not in FAMILIES and vision_model(values) is None:
+    if isinstance(name, str) and name.isprintable() and name not in BY_TYPE and vision_model(values) is None:
         return None
     try:
         return read_config(values, where=where)

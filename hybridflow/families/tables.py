@@ -27,3 +27,6 @@ FAMILIES: dict[str, Family] = {
         *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, GPT_OSS, GLM4_MOE, MINIMAX_M2, DEEPSEEK_V3),
     )
 }
+
+BY_TYPE = {name: family for family in FAMILIES.values() for name in (family.name, *family.others)}
+"""Values of ``model_type`` and the families of their models."""

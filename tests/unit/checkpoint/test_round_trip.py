@@ -14,7 +14,7 @@ from hybridflow.checkpoint.manifest import digest
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.tables import FAMILIES
 from hybridflow.layout.parallel_layout import ParallelLayout
-from tests.support.checkpoint_cases import make_model, same_bits, save, tensors_of
+from tests.support.checkpoint_cases import edit_json, make_model, same_bits, save, tensors_of
 from tests.support.conversions import convert
 
 PROMPTS = torch.tensor([[1, 17, 5, 9, 30, 2, 8, 11, 36], [1, 4, 4, 23, 7, 19, 33, 3, 10]])
@@ -130,6 +130,15 @@ def test_the_bias_that_chooses_experts_is_not_rounded(tmp_path):
         after = tensors_of(convert(small, "hf", tmp_path / f"{form}-back"))
         for name, tensor in before.items():
             assert torch.equal(after[name], tensor if name in biases else tensor.bfloat16()), (form, name)
+
+
+def test_a_kimi_k2_is_exported_as_what_transformers_loads_without_its_code(tmp_path):
+    start = save(make_model("deepseek_v3"), tmp_path / "start")
+    expected = answers(start)
+    edit_json(start / "config.json", model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.Config"})
+    end = convert(convert(start, "megatron", tmp_path / "ours", layout=ParallelLayout(tp=2)), "hf", tmp_path / "end")
+    assert same_bits(tensors_of(end), tensors_of(start))
+    assert all(torch.equal(*each) for each in zip(answers(end), expected, strict=True))
 
 
 def test_a_scorer_is_a_value_model(tmp_path):

@@ -35,6 +35,7 @@ SCALINGS = {
     "yarn, mscale": RotaryScaling(kind="yarn", factor=4.0, original_context=64, mscale=0.7, mscale_all_dim=1.3),
     "yarn, mscale alone": RotaryScaling(kind="yarn", factor=4.0, original_context=64, mscale=0.7),
     "yarn, band of one": RotaryScaling(kind="yarn", factor=2.0, original_context=64, beta_fast=3.01, beta_slow=3.0),
+    "yarn, no band": RotaryScaling(kind="yarn", factor=32.0, original_context=64, beta_fast=1.0, beta_slow=1.0),
     "longrope": RotaryScaling(kind="longrope", factor=4.0, original_context=32, short_factor=SHORT, long_factor=LONG),
     "longrope, factor": RotaryScaling(
         kind="longrope",

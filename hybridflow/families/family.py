@@ -10,14 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Form = Literal["same", "stack", "halves", "qkv", "fused_qkv", "transposed", "interleaved"]
+Form = Literal["same", "stack", "halves", "qkv", "fused_qkv", "transposed", "transposed_halves", "interleaved"]
 """How the Hugging Face tensors of a rule make one logical tensor, whose view is that of ``reshard.spec``.
 
 ``same``: one tensor, as it is. ``stack``: gate and up, ``[ffn, hidden]`` each, become ``[2, ffn, hidden]``. ``halves``:
 the same out of one tensor ``[2 * ffn, hidden]``. ``qkv``: query, key and value, weights or biases, become rows grouped
 by query group: the group's queries, its key, its value. ``fused_qkv``: the same out of one tensor with all queries,
-then all keys, then all values. ``transposed``: one tensor ``[in, out]``. ``interleaved``: gate and up by turns in the
-last dim, weights ``[hidden, 2 * ffn]`` or biases.
+then all keys, then all values. ``transposed``: one tensor ``[in, out]``. ``transposed_halves``: gate and up out of one
+tensor ``[hidden, 2 * ffn]``. ``interleaved``: gate and up by turns in the last dim, weights ``[hidden, 2 * ffn]`` or
+biases.
 """
 
 

@@ -6,14 +6,14 @@ original directory, which ``config.json`` names on its way through our checkpoin
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridflow.errors import CheckpointError
 from hybridflow.families.assets import CONFIG, parse_json, to_json
-from hybridflow.families.family import Family
+from hybridflow.families.family import Rule
 from hybridflow.families.tables import FAMILIES
 
 ORIGIN = "_name_or_path"
@@ -37,6 +37,8 @@ class VisionModel:
         family: Name of the table that describes its language model.
         defaults: Values of keys that ``text_config`` may leave out, where the table has none or others.
         unused: Keys of the table that its language model does not have.
+        rules: Tensors that published files have in another form than the table.
+        saved_rules: The same of files that ``transformers`` 5 has saved, in its own form.
         is_flat: Whether older files have the keys of ``text_config`` beside ``vision_config``.
         text_ties: Whether embeddings are tied where either the whole or ``text_config`` says so, else where the whole
             does.
@@ -48,6 +50,8 @@ class VisionModel:
     family: str
     defaults: Mapping[str, object] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    rules: tuple[Rule, ...] = ()
+    saved_rules: tuple[Rule, ...] = ()
     is_flat: bool = False
     text_ties: bool = False
 
@@ -95,7 +99,42 @@ _GLM4V = VisionModel(
     text_ties=True,
 )
 
-VISION_MODELS = {model.name: model for model in (_GEMMA3, _QWEN3_VL, _QWEN2_5_VL, _MISTRAL3, _GLM4V)}
+_EXPERT, _HF_EXPERTS = "decoder.layers.{layer}.mlp.experts.{expert}", "model.layers.{layer}.mlp.experts"
+
+_QWEN3_VL_MOE = VisionModel(
+    name="qwen3_vl_moe",
+    causal="Qwen3VLMoeForConditionalGeneration",
+    text="qwen3_vl_moe_text",
+    family="qwen3_moe",
+    defaults={
+        **{"num_key_value_heads": 16, "max_position_embeddings": 128000, "rope_theta": 500000.0},
+        **{"moe_intermediate_size": 1408, "num_experts": 60, "num_experts_per_tok": 4, "norm_topk_prob": True},
+    },
+    # Its router always divides by the sum.
+    unused=(*_WINDOW, "norm_topk_prob"),
+    rules=(
+        Rule(logical=f"{_EXPERT}.linear_fc1.weight", hf=(f"{_HF_EXPERTS}.gate_up_proj",), form="transposed_halves"),
+        Rule(logical=f"{_EXPERT}.linear_fc2.weight", hf=(f"{_HF_EXPERTS}.down_proj",), form="transposed"),
+    ),
+    saved_rules=(
+        Rule(logical=f"{_EXPERT}.linear_fc1.weight", hf=(f"{_HF_EXPERTS}.gate_up_proj",), form="halves"),
+        Rule(logical=f"{_EXPERT}.linear_fc2.weight", hf=(f"{_HF_EXPERTS}.down_proj",)),
+    ),
+)
+
+_GLM4V_MOE = VisionModel(
+    name="glm4v_moe",
+    causal="Glm4vMoeForConditionalGeneration",
+    text="glm4v_moe_text",
+    family="glm4_moe",
+    defaults={"max_position_embeddings": 65536, "attention_bias": True, "partial_rotary_factor": 1.0},
+    unused=("use_qk_norm",),
+    text_ties=True,
+)
+
+VISION_MODELS = {
+    model.name: model for model in (_GEMMA3, _QWEN3_VL, _QWEN2_5_VL, _MISTRAL3, _GLM4V, _QWEN3_VL_MOE, _GLM4V_MOE)
+}
 
 
 def vision_model(values: Mapping[str, Any]) -> VisionModel | None:
@@ -125,14 +164,16 @@ def language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
         return values
     table = FAMILIES[found.family]
     told = _text_of(values, found)
-    text = {**found.defaults, **{key: value for key, value in told.items() if key not in found.unused}}
+    named = {table.aliases.get(key, key) for key in told}
+    text = {key: value for key, value in found.defaults.items() if key not in named or key in found.unused}
+    text |= {key: value for key, value in told.items() if key not in found.unused}
     # As transformers has it: whether the output layer is the embedding is the whole model's to say.
     above = {key: values[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in values}
     above.setdefault("tie_word_embeddings", table.defaults["tie_word_embeddings"])
     if found.text_ties:
         above["tie_word_embeddings"] = above["tie_word_embeddings"] or told.get("tie_word_embeddings", False)
-    rotary = {key: _plain_rotary(text[key]) for key in ("rope_scaling", "rope_parameters") if key in text}
-    return {**text, **above, **rotary, "model_type": table.name, "architectures": [table.causal]}
+    text |= {key: _plain_rotary(text[key]) for key in ("rope_scaling", "rope_parameters") if key in text}
+    return {**text, **above, "model_type": table.name, "architectures": [table.causal]}
 
 
 def _plain_rotary(told: Any) -> Any:
@@ -175,10 +216,12 @@ class TextNames(NamedTuple):
     Attributes:
         prefix: Begins the names of all but the output layer.
         head: The output layer.
+        rules: Those that the files have in another form than the table, as in a model of text alone.
     """
 
     prefix: str
     head: str
+    rules: tuple[Rule, ...] = ()
 
     def of(self, name: str) -> str:
         """Return the name of a tensor that ``name`` is in a model of text alone."""
@@ -193,25 +236,30 @@ NAMES_IN_MEMORY = TextNames(_PREFIXES[0], _HEADS[0])
 """What ``transformers`` calls the tensors of the language model within a model that sees."""
 
 
-def text_names(names: Collection[str], table: Family, where: str) -> TextNames:
+def text_names(shapes: Mapping[str, tuple[int, ...]], kind: VisionModel, where: str) -> TextNames:
     """Return what the files of a model that sees call the tensors of its language model.
 
     Args:
-        names: Of all tensors.
-        table: The family of the language model.
+        shapes: Those of all tensors.
+        kind: Which model it is.
         where: What messages call the files.
 
     Raises:
         CheckpointError: There is no language model.
     """
-    (embedding,) = (rule.hf[0] for rule in table.rules if rule.logical == "embedding.word_embeddings.weight")
-    head = next((name for name in _HEADS if name in names), _HEADS[0])
+    rules = FAMILIES[kind.family].rules
+    (embedding,) = (rule.hf[0] for rule in rules if rule.logical == "embedding.word_embeddings.weight")
+    head = next((name for name in _HEADS if name in shapes), _HEADS[0])
     known = [TextNames(prefix, head) for prefix in _PREFIXES]
-    found = next((each for each in known if each.of(embedding) in names), None)
+    found = next((each for each in known if each.of(embedding) in shapes), None)
     if found is None:
         expected = " or ".join(each.of(embedding) for each in known)
         raise CheckpointError(
             f"{where}: missing: {expected}, the embedding of a model that sees; restore it, or give the {CONFIG} that "
             "belongs to these tensors"
         )
-    return found
+    width = shapes[found.of(embedding)][-1]
+    first = (found.of(rule.hf[0].format(layer=0)) for rule in kind.saved_rules)
+    # As transformers has it: where the shapes tell nothing, it is its own form.
+    is_saved = all(shapes.get(name, ())[-1:] == (width,) for name in first if name.endswith("gate_up_proj"))
+    return found._replace(rules=kind.saved_rules if is_saved else kind.rules)

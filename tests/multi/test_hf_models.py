@@ -228,6 +228,8 @@ def test_parameters_of_bf16_have_one_number_format_and_a_routers_bias_stays_exac
         pytest.param("Qwen2_5_VL", "cp2", marks=pytest.mark.slow),
         pytest.param("Mistral3", "pp2", marks=pytest.mark.slow),
         pytest.param("Glm4v", "tp2", marks=pytest.mark.slow),
+        pytest.param("Qwen3VLMoe", "ep2", marks=pytest.mark.slow),
+        pytest.param("Glm4vMoe", "pp2", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_that_sees_learns_from_text_and_is_exported_whole(tmp_path, name, how):
@@ -235,7 +237,7 @@ def test_a_model_that_sees_learns_from_text_and_is_exported_whole(tmp_path, name
     given = write_seeing_model(tmp_path / name, name)
     write_tokenizer(tmp_path / name)
     is_theirs = how == "transformers"
-    ranks, layout = (1, {"dp": 1}) if is_theirs else (2, {how[:2]: 2})
+    ranks, layout = (1, {"dp": 1}) if is_theirs else (2, {"dp": 2, "ep": 2} if how == "ep2" else {how[:2]: 2})
     actor = {"update": layout, "rollout": {"dp": ranks}, "optimizer": {"lr": 1e-2}}
     model = {"implementation": "transformers"} if is_theirs else {}
     made = recipe(tmp_path, "grpo", "sees", name, ranks, kl={"coef": 0.0}, model=model, actor=actor)

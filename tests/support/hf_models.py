@@ -88,6 +88,19 @@ SEEING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         | dict(head_dim=4, image_size=8, patch_size=4),
         {"tie_word_embeddings": False},
     ),
+    "Qwen3VLMoe": (
+        {"rope_parameters": dict(rope_theta=5e3, rope_type="default", mrope_section=[2, 2, 2], mrope_interleaved=True)}
+        | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
+        dict(depth=2, hidden_size=8, intermediate_size=8, num_heads=2, out_hidden_size=32, num_position_embeddings=16)
+        | dict(patch_size=4, deepstack_visual_indexes=[0]),
+        {},
+    ),
+    "Glm4vMoe": (
+        {"rope_parameters": dict(rope_theta=5e3, mrope_section=[1, 1, 1], partial_rotary_factor=0.5)}
+        | dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, first_k_dense_replace=1),
+        dict(depth=1, hidden_size=8, intermediate_size=8, num_heads=2, out_hidden_size=32, patch_size=4, image_size=8),
+        {},
+    ),
     "Glm4v": (
         {"rope_parameters": dict(rope_theta=5e3, mrope_section=[1, 1, 0], partial_rotary_factor=0.5), "head_dim": None},
         dict(depth=1, hidden_size=8, intermediate_size=8, num_heads=2, out_hidden_size=32, patch_size=4, image_size=8),

@@ -27,6 +27,9 @@ def to_logical(form: Form, tensors: list[Tensor], model: ModelConfig) -> Tensor:
         return halves
     if form == "transposed":
         return tensors[0].t()
+    if form == "transposed_halves":
+        rows_of_both: Tensor = tensors[0].t().unflatten(0, (2, -1))
+        return rows_of_both
     if form == "interleaved":
         by_turns: Tensor = tensors[0].unflatten(-1, (-1, 2))
         return by_turns.permute(*reversed(range(by_turns.dim())))
@@ -70,6 +73,8 @@ def from_logical(form: Form, tensor: Tensor, model: ModelConfig) -> list[Tensor]
         return [tensor.flatten(0, 1)]
     if form == "transposed":
         return [tensor.t()]
+    if form == "transposed_halves":
+        return [tensor.flatten(0, 1).t()]
     if form == "interleaved":
         return [tensor.permute(*reversed(range(tensor.dim()))).flatten(-2)]
     groups, head = model.query_groups, model.head_size
@@ -88,7 +93,7 @@ def part_shapes(form: Form, shape: tuple[int, ...], model: ModelConfig) -> tuple
         return ((2 * shape[1], *shape[2:]),)
     if form == "transposed":
         return (shape[::-1],)
-    if form == "interleaved":
+    if form in ("interleaved", "transposed_halves"):
         return ((*shape[2:], 2 * shape[1]),)
     queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
     return tuple((rows, *shape[1:]) for rows in (queries, keys, keys))

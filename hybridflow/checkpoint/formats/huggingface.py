@@ -19,10 +19,10 @@ from hybridflow.checkpoint.tensor_file import HeldTensors, TensorFile, TensorFil
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import CONFIG, asset_names, identity_of, parse_json, read_assets, read_json, to_json
 from hybridflow.families.config_json import Described, describe, read_config, update_config
-from hybridflow.families.family import Form
+from hybridflow.families.family import Form, Rule
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.quantization import plain_assets, read_quantization
-from hybridflow.families.vision import TextNames, text_names, vision_model, with_origin
+from hybridflow.families.vision import TextNames, VisionModel, text_names, vision_model, with_origin
 from hybridflow.families.weight_files import INDEX, SINGLE, find_weight_files
 from hybridflow.models.shapes import model_spec
 from hybridflow.reshard.spec import DTYPE_WORDS, Box, DType
@@ -72,6 +72,12 @@ class Parts(NamedTuple):
         return [torch.stack(tensors) for tensors in zip(*parts, strict=True)]
 
 
+def _rules(described: Described, text: TextNames | None) -> dict[str, Rule]:
+    """Return logical name -> the rule of it; arguments as for ``parts_of``."""
+    rules = (*described.family.rules, *(() if text is None else text.rules))
+    return {rule.logical: rule for rule in rules}
+
+
 def parts_of(described: Described, text: TextNames | None = None) -> dict[str, Parts]:
     """Return logical name -> the Hugging Face tensors of it, in the model's order.
 
@@ -82,7 +88,7 @@ def parts_of(described: Described, text: TextNames | None = None) -> dict[str, P
     Raises:
         ConfigError: The family has no place for a tensor of the model.
     """
-    model, rules = described.model, {rule.logical: rule for rule in described.family.rules}
+    model, rules = described.model, _rules(described, text)
     found: dict[str, Parts] = {}
     for spec in model_spec(model, has_value_head=described.has_value_head).tensors:
         rule = rules.get(re.sub(r"\b(layer|expert)s\.\d+", r"\1s.{\1}", spec.name))
@@ -124,7 +130,7 @@ class HuggingFaceSource(Source):
         how = read_quantization(values, described.family, where=str(path / CONFIG))
         files = open_files(path, has_codes=how is not None)
         coded = {} if how is None else coded_tensors(files, how, described.model.dtype)
-        self._take(path, described, files, coded, sees=vision_model(values) is not None)
+        self._take(path, described, files, coded, kind=vision_model(values))
 
     def _take(
         self,
@@ -133,7 +139,7 @@ class HuggingFaceSource(Source):
         files: Mapping[str, TensorFile | HeldTensors],
         coded: Mapping[str, CodedTensor] | None = None,
         *,
-        sees: bool = False,
+        kind: VisionModel | None = None,
     ) -> None:
         """Hold tensors, wherever they are, against the settings that go with them.
 
@@ -142,19 +148,20 @@ class HuggingFaceSource(Source):
             described: The settings.
             files: The files by name.
             coded: Tensors that lie in codes.
-            sees: Whether they are those of a model that sees, of which the language model's are held.
+            kind: The model that sees that they are of, of which the language model's are held; None: all are.
         """
         self.path = path
         self._files = files
         self._where: dict[str, TensorFile | HeldTensors | CodedTensor] = {}
         self._where |= {name: file for file in files.values() for name in file.entries}
-        self._names = text_names(self._where, described.family, str(path)) if sees else None
+        shapes = {name: file.entries[name].shape for name, file in self._where.items()}
+        self._names = None if kind is None else text_names(shapes, kind, str(path))
         if self._names is not None:
             self._where = {name: file for name, file in self._where.items() if self._names.has(name)}
         for name, tensor in ({} if coded is None else coded).items():
             self._where[name] = tensor
             self._where.pop(tensor.scales, None)
-        _check_counts(described, len(self._where), path)
+        _check_counts(described, self._names, len(self._where), path)
         self.model, self.has_value_head = described.model, described.has_value_head
         self.family = described.family.name
         self._parts = parts_of(described, self._names)
@@ -414,10 +421,10 @@ def open_files(path: Path, *, has_codes: bool = False, has_masks: bool = False) 
     return files
 
 
-def _check_counts(described: Described, num_tensors: int, path: Path) -> None:
+def _check_counts(described: Described, text: TextNames | None, num_tensors: int, path: Path) -> None:
     """Refuse sizes that the files cannot have, before anything is listed by them."""
     model = described.model
-    has_own_tensors = not any(rule.has_all_experts for rule in described.family.rules)
+    has_own_tensors = not any(rule.has_all_experts for rule in _rules(described, text).values())
     if (num_blocks(model) if has_own_tensors else model.num_layers) > num_tensors:
         raise CheckpointError(
             f"{path / CONFIG}: found {model.num_layers} layers"

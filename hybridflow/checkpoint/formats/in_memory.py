@@ -130,7 +130,7 @@ class _TransformersSource(HuggingFaceSource):
         state = names_as_saved(model, model.state_dict())
         if described.model.tied_embeddings:
             _drop_copy(state)
-        self._take(path, described, {str(path): HeldTensors(path, state)}, sees=vision_model(values) is not None)
+        self._take(path, described, {str(path): HeldTensors(path, state)}, kind=vision_model(values))
         self._assets = _small_files(model, values)
 
     def assets(self) -> dict[str, bytes]:

@@ -52,8 +52,10 @@ class WholeSource(Source):
         self._original = _find_original(text, original)
         self._files = open_files(self._original)
         names = {name: file for file in self._files.values() for name in file.entries}
-        described = describe(text.model, family=text.family, has_value_head=False)
-        self.text_names = text_names(names, described.family, str(self._original))
+        kind = vision_model(read_json(self._original / CONFIG))
+        assert kind is not None, "checked by _find_original"
+        shapes = {name: file.entries[name].shape for name, file in names.items()}
+        self.text_names = text_names(shapes, kind, str(self._original))
         self.others = {name: file for name, file in names.items() if not self.text_names.has(name)}
         entries = {name: file.entries[name] for name, file in self.others.items()}
         self.tensors: Mapping[str, TensorEntry] = {**text.tensors, **entries}

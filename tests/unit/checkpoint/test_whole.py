@@ -94,6 +94,20 @@ def test_the_names_are_those_of_the_original(original, tmp_path):
     assert torch.equal(logits(back), logits(original))
 
 
+@pytest.mark.parametrize("original", ["Qwen3VLMoe"], indirect=True)
+def test_experts_have_the_form_of_the_original(original, tmp_path):
+    """Published files have them transposed; those that transformers 5 has saved do not."""
+    published, tensors = tmp_path / "published", tensors_of(original)
+    shutil.copytree(original, published, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
+    turned = {key: each.mT.contiguous() if ".experts." in key else each for key, each in tensors.items()}
+    save_file(turned, published / "model.safetensors", {"format": "pt"})
+    assert torch.equal(logits(published), logits(original))
+    ours, theirs = open_source(published), open_source(original)
+    assert all(torch.equal(ours.read(name), theirs.read(name)) for name in theirs.tensors)
+    back = convert(convert(published, "megatron", tmp_path / "there"), "hf", tmp_path / "back")
+    assert same_bits(tensors_of(back), turned)
+
+
 def test_an_original_that_is_gone_is_named_and_another_copy_is_taken(original, tmp_path, capsys):
     there = convert(original, "megatron", tmp_path / "there")
     moved = original.rename(tmp_path / "moved")

@@ -14,7 +14,6 @@ from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import ends_in
 from hybridflow.families.config_json import NotComputedError, read_config, update_config
 from hybridflow.families.other_config import has_no_table, read_info
-from hybridflow.families.tables import FAMILIES
 from hybridflow.families.vision import VISION_MODELS, text_names
 
 GEMMA3 = {
@@ -85,6 +84,32 @@ OTHERS = {
             **dict(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e9, sliding_window=None, vocab_size=131072),
         },
     },
+    "Qwen3-VL 30B-A3B": {
+        **dict(
+            architectures=["Qwen3VLMoeForConditionalGeneration"], model_type="qwen3_vl_moe", vision_config={"depth": 27}
+        ),
+        "text_config": {
+            **dict(attention_bias=False, attention_dropout=0.0, decoder_sparse_step=1, dtype="bfloat16", head_dim=128),
+            **dict(hidden_act="silu", hidden_size=2048, intermediate_size=6144, max_position_embeddings=262144),
+            **dict(mlp_only_layers=[], model_type="qwen3_vl_moe_text", moe_intermediate_size=768, norm_topk_prob=True),
+            **dict(num_attention_heads=32, num_experts=128, num_experts_per_tok=8, num_hidden_layers=48),
+            **dict(num_key_value_heads=4, rms_norm_eps=1e-6, rope_theta=5000000, vocab_size=151936),
+            **dict(rope_scaling={"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}),
+        },
+        "tie_word_embeddings": False,
+    },
+    "GLM-4.5V": {
+        **dict(architectures=["Glm4vMoeForConditionalGeneration"], model_type="glm4v_moe", vision_config={"depth": 24}),
+        "text_config": {
+            **dict(attention_bias=True, attention_dropout=0.0, dtype="bfloat16", first_k_dense_replace=1, head_dim=128),
+            **dict(hidden_act="silu", hidden_size=4096, intermediate_size=10944, max_position_embeddings=65536),
+            **dict(model_type="glm4v_moe_text", moe_intermediate_size=1408, n_group=1, n_routed_experts=128),
+            **dict(n_shared_experts=1, norm_topk_prob=True, num_attention_heads=96, num_experts_per_tok=8),
+            **dict(num_hidden_layers=46, num_key_value_heads=8, partial_rotary_factor=0.5, rms_norm_eps=1e-5),
+            **dict(rope_scaling={"rope_type": "default", "mrope_section": [8, 12, 12]}, rope_theta=10000.0),
+            **dict(routed_scaling_factor=1.0, topk_group=1, use_qk_norm=False, vocab_size=151552),
+        },
+    },
     "GLM-4.1V 9B": {
         **dict(architectures=["Glm4vForConditionalGeneration"], model_type="glm4v", vision_config={"depth": 24}),
         "text_config": {
@@ -101,6 +126,8 @@ EXPECTED = {
     "Qwen2.5-VL 7B": (28, 3584, 28, 4, 128, 152064, 128000, 1e6, False, "bf16"),
     "Qwen2.5-VL, as of transformers 5": (28, 3584, 28, 4, 128, 152064, 128000, 1e6, True, "bf16"),
     "Mistral Small 3.1": (40, 5120, 32, 8, 128, 131072, 131072, 1e9, False, "bf16"),
+    "Qwen3-VL 30B-A3B": (48, 2048, 32, 4, 128, 151936, 262144, 5e6, False, "bf16"),
+    "GLM-4.5V": (46, 4096, 96, 8, 128, 151552, 65536, 1e4, False, "bf16"),
     "GLM-4.1V 9B": (40, 4096, 32, 2, 128, 151552, 65536, 1e4, False, "bf16"),
     "Gemma 3 4B": (34, 2560, 8, 4, 256, 262208, 131072, 1e6, True, "bf16"),
     "Gemma 3 27B": (62, 5376, 32, 16, 128, 262208, 131072, 1e6, True, "bf16"),
@@ -137,7 +164,11 @@ def test_what_a_published_file_leaves_out_has_the_default_of_transformers(name):
     given["dtype"] = given.pop("torch_dtype", "bfloat16")
     text = given.get("text_config", given)
     for key in (None, "max_position_embeddings", "rope_theta", "rope_scaling", "num_key_value_heads", "rms_norm_eps"):
-        if key == "num_key_value_heads" and (given["model_type"] != "gemma3"):
+        if (
+            key == "num_key_value_heads"
+            and "Moe" not in given["architectures"][0]
+            and (given["model_type"] != "gemma3")
+        ):
             text["num_attention_heads"] = 64  # so that each default divides it
         text.pop(key, None)
         written = json.loads(transformers.AutoConfig.for_model(**copy.deepcopy(given)).to_json_string())
@@ -199,7 +230,7 @@ def test_ends_of_a_response_are_those_of_the_language_model():
 
 def test_files_without_a_language_model_are_refused():
     with pytest.raises(CheckpointError, match="missing: model.language_model.embed_tokens.weight or"):
-        text_names({"vision_tower.x", "model.norm.weight"}, FAMILIES["gemma3_text"], "models/x")
+        text_names({"vision_tower.x": (2,), "model.norm.weight": (8,)}, VISION_MODELS["gemma3"], "models/x")
 
 
 def test_the_docs_name_every_model_that_sees():

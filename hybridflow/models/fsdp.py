@@ -30,6 +30,21 @@ Output = Callable[[MicroBatch], Tensor]
 """What a model gives for the rows of a micro-batch."""
 
 
+def freeze_buffers(model: Uncut) -> None:
+    """Make the buffers that a module saves parameters that are not trained, in place: FSDP shards parameters alone.
+
+    A number of no dims, which FSDP does not shard, becomes a list of one.
+    """
+    held = {id(tensor) for _, tensor in model.tensors()}
+    for module in [*model.modules()]:
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+            if id(tensor) in held and not (isinstance(tensor, nn.Parameter) and tensor.dim()):
+                delattr(module, name)
+                shape = tuple(tensor.shape) or (1,)
+                module.register_parameter(name, nn.Parameter(tensor.detach().view(shape), requires_grad=is_trained))
+
+
 def shard_model(
     model: nn.Module, layers: Iterable[nn.Module], world: World, mesh: DeviceMesh, *, in_host_memory: bool = False
 ) -> None:

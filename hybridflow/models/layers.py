@@ -25,6 +25,8 @@ def chunks_of(model: nn.Module) -> list[Any]:
 def transformer_layers(model: nn.Module, owner: str) -> Sequence[nn.Module]:
     """Return a model's layers: the longest ``nn.ModuleList`` of modules of one class that is in no other list.
 
+    Where there is no such list, the longest of modules that each have parameters: hybrids have a class for each kind.
+
     Of virtual pipeline chunks those of all, one chunk after the other.
 
     Args:
@@ -40,10 +42,11 @@ def transformer_layers(model: nn.Module, owner: str) -> Sequence[nn.Module]:
     # Experts, which may be more than the layers, are lists within one.
     outer = [each for name, each in named.items() if not any(name != one and name.startswith(one) for one in named)]
     lists = [[*each] for each in outer if len({*map(type, each)}) == 1]
+    lists = lists or [[*each] for each in outer if all(any(True for _ in layer.parameters()) for layer in each)]
     if not lists:
         raise ConfigError(
-            f"{owner}: has no nn.ModuleList of layers of one class, which would be gathered or "
-            "computed again one by one; keep its layers in one, or use neither fsdp nor recompute"
+            f"{owner}: has no nn.ModuleList of layers, which would be gathered or computed again one "
+            "by one; keep its layers in one, or use neither fsdp nor recompute"
         )
     return max(lists, key=len)
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from hybridflow.config.roles import LoRAConfig, OptimizerConfig
-from hybridflow.errors import ConfigError
-from hybridflow.models.fsdp import FsdpTrainable, forward_in_step, shard_model
+from hybridflow.models.fsdp import FsdpTrainable, forward_in_step, freeze_buffers, shard_model
 from hybridflow.models.layers import transformer_layers
 from hybridflow.models.microbatch import MicroBatch
 from hybridflow.models.specs import logical_parameters
@@ -68,19 +67,13 @@ class FsdpUserModel(_Sharded, UserModel):
         Collective: all ranks of the mesh.
 
         Raises:
-            ConfigError: The module has no list of layers, or a buffer that would have to be sharded.
+            ConfigError: The module has no list of layers.
         """
         super().build(has_value_head=has_value_head, lora=lora)
         if self._role == "actor":
             self.module = copy.deepcopy(self.module)
             self.transformer = Uncut(self.module)
-        parameters = dict(self.module.named_parameters())
-        for name, _ in self.transformer.tensors():
-            if name not in parameters:
-                raise ConfigError(
-                    f"{self._name}.{name}: a buffer that is saved, which FSDP does not shard; register it with "
-                    "persistent=False, or use dp in the place of fsdp"
-                )
+        freeze_buffers(self.transformer)
         layers = transformer_layers(self.module, self._name)
         if not self._job.is_resumed:
             # From here on no rank has all of a tensor.

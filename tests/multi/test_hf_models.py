@@ -716,6 +716,10 @@ def test_layers_are_found_beside_more_experts():
     layers = [nn.Sequential(nn.ModuleList(nn.Linear(2, 2) for _ in range(5))) for _ in range(3)]
     model = nn.Sequential(nn.ModuleList([nn.Linear(1, 1), nn.ReLU()] * 4), nn.ModuleList(layers))
     assert transformer_layers(model, "actor") == layers
+    # Jamba has layers of two classes.
+    layers = [nn.Linear(2, 2), nn.Bilinear(2, 2, 2), nn.Linear(2, 2)]
+    model = nn.Sequential(nn.ModuleList([nn.Linear(1, 1), nn.ReLU()] * 4), nn.ModuleList(layers))
+    assert transformer_layers(model, "actor") == layers
     complains(lambda: transformer_layers(nn.Linear(1, 1), "actor"), ["actor: has no nn.ModuleList"], ConfigError)
 
 

@@ -35,7 +35,7 @@ _RENAMED = {
     f".lora_A.{ADAPTER}.weight": ".lora.A",
     f".lora_B.{ADAPTER}.weight": ".lora.B",
 }
-_SCORER = "ForSequenceClassification"
+_CAUSAL, _SCORER = "AutoModelForCausalLM", "ForSequenceClassification"
 
 _UNCACHED = ("minimax", "moshi", "recurrent_gemma")
 """Types of models that compute something else with their cache than without it.
@@ -196,7 +196,7 @@ def make_actor(folder: Path, model: ModelConfig, *, filling: Filling) -> Transfo
         ConfigError: ``transformers`` is not there, or has no such model.
         CheckpointError: The weights are not the model's.
     """
-    return wrap_actor(_make("AutoModelForCausalLM", folder, model, filling), model)
+    return wrap_actor(_make(_CAUSAL, folder, model, filling), model)
 
 
 def wrap_actor(inner: Any, model: ModelConfig) -> TransformersActor:
@@ -217,7 +217,7 @@ def make_critic(folder: Path, model: ModelConfig, *, is_scorer: bool, filling: F
         ConfigError: ``transformers`` is not there, or has no such model; or its backbone or head is not found.
         CheckpointError: The weights are not the model's.
     """
-    inner = _make(f"AutoModel{_SCORER}" if is_scorer else "AutoModelForCausalLM", folder, model, filling)
+    inner = _make(f"AutoModel{_SCORER}" if is_scorer else _CAUSAL, folder, model, filling)
     return wrap_critic(inner, model, is_scorer=is_scorer, where=str(folder))
 
 
@@ -295,7 +295,6 @@ def is_scorer(given: object) -> bool:
 def _make(auto_class: str, folder: Path, model: ModelConfig, filling: Filling) -> Any:
     """Return a module of ``transformers``, in evaluation mode."""
     library = _library(f"{folder}: runs in transformers")
-    auto = getattr(library, auto_class)
     bars = library.utils.logging
     has_bars = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
@@ -304,6 +303,7 @@ def _make(auto_class: str, folder: Path, model: ModelConfig, filling: Filling) -
     try:
         config = library.AutoConfig.from_pretrained(folder, local_files_only=True, **asked)
         asked["dtype"] = TORCH_DTYPES[model.dtype]
+        auto = _whole(library, config) if auto_class == _CAUSAL else getattr(library, auto_class)
         if filling == "read":
             module, found = auto.from_pretrained(
                 folder, config=config, local_files_only=True, use_safetensors=True, output_loading_info=True, **asked
@@ -341,6 +341,18 @@ def _make(auto_class: str, folder: Path, model: ModelConfig, filling: Filling) -
     # transformers keeps some in fp32, such as routers of mixtures.
     _cast(module, model)
     return module.eval()
+
+
+def _whole(library: Any, config: Any) -> Any:
+    """Return the class of ``transformers`` that makes a causal language model with the parts that see.
+
+    ``AutoModelForCausalLM`` leaves these parts out for some types, whose files then have other names, and has no model
+    for others. Llama 4 with them cannot compute text alone.
+    """
+    names = library.models.auto.modeling_auto
+    seeing = names.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    is_whole = seeing is not None and seeing in (config.architectures or ()) and config.model_type != "llama4"
+    return library.AutoModelForImageTextToText if is_whole else getattr(library, _CAUSAL)
 
 
 def _library(what: str) -> Any:
@@ -445,7 +457,9 @@ def renaming(values: Mapping[str, Any]) -> Callable[[Mapping[str, Tensor]], dict
         ConfigError: ``transformers`` cannot be imported, or cannot make the model.
     """
     library = _library("writing a model that runs in transformers needs transformers")
-    if values.get("model_type") not in library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    names, kind = library.models.auto.modeling_auto, values.get("model_type")
+    known_kinds = {*names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *names.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    if kind not in known_kinds:
         return dict
     known = {key: value for key, value in values.items() if key != "auto_map"}
     try:
@@ -453,7 +467,7 @@ def renaming(values: Mapping[str, Any]) -> Callable[[Mapping[str, Tensor]], dict
         with tempfile.TemporaryDirectory() as folder, torch.device("meta"):
             (Path(folder) / CONFIG).write_bytes(to_json(known))
             config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
-            module = library.AutoModelForCausalLM.from_config(config)
+            module = _whole(library, config).from_config(config)
     except Exception as error:  # see _make
         raise ConfigError(
             f"model_type={values['model_type']!r}: transformers {library.__version__} cannot make the model, which "

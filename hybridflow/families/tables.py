@@ -12,6 +12,7 @@ from hybridflow.families.minimax import MINIMAX_M2
 from hybridflow.families.mistral import MISTRAL
 from hybridflow.families.mixtral import MIXTRAL
 from hybridflow.families.olmo import OLMO2, OLMO3
+from hybridflow.families.olmoe import OLMOE
 from hybridflow.families.phi3 import PHI3
 from hybridflow.families.qwen2 import QWEN2
 from hybridflow.families.qwen2_moe import QWEN2_MOE
@@ -24,7 +25,7 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, GLM, GLM4, SMOLLM3, SEED_OSS),
-        *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, GPT_OSS, GLM4_MOE, MINIMAX_M2, DEEPSEEK_V3),
+        *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, GPT_OSS, GLM4_MOE, MINIMAX_M2, DEEPSEEK_V3),
     )
 }
 

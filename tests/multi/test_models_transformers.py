@@ -65,7 +65,7 @@ class Case:
 
     @property
     def is_mixture(self) -> bool:
-        return any(word in self.config for word in ("Mixtral", "Moe", "GptOss", "Deepseek", "MiniMax"))
+        return any(word in self.config for word in ("Mixtral", "Moe", "GptOss", "Deepseek", "MiniMax", "Olmoe"))
 
 
 def rope(kind: str, **other: Any) -> dict[str, Any]:
@@ -231,6 +231,7 @@ CASES = {
     "mixtral, window": Case(
         config="Mixtral", given={"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 6}
     ),
+    "olmoe": Case(config="Olmoe", given={"num_experts": 4, "num_experts_per_tok": 2, **rope("default")}, is_fast=False),
     "gpt oss": Case(
         config="GptOss",
         given={

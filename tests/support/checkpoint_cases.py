@@ -34,6 +34,7 @@ OTHER: dict[str, dict[str, Any]] = {
         **dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, first_k_dense_replace=1),
         **dict(head_dim=12, use_qk_norm=True, attention_bias=True),
     },
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "olmo2": {"head_dim": 12},
     "olmo3": {"head_dim": 12, "sliding_window": 5},
     "phi3": {"sliding_window": 6},

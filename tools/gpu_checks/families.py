@@ -47,6 +47,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "glm": {"head_dim": 32},
     "glm4": {"head_dim": 32},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "olmo2": {"head_dim": 32},
     "olmo3": {"head_dim": 32, "sliding_window": 8},
     "smollm3": {"no_rope_layer_interval": 2, "tie_word_embeddings": True},

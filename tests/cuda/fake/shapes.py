@@ -74,6 +74,9 @@ _CONFIGS = {
     "seed_oss": dict(
         hidden_size=5120, intermediate_size=27648, num_attention_heads=80, num_key_value_heads=8, head_dim=128
     ),
+    "olmoe": dict(
+        hidden_size=2048, intermediate_size=1024, num_attention_heads=16, num_key_value_heads=16, num_experts=64
+    ),
     "minimax_m2": dict(
         hidden_size=3072,
         intermediate_size=1536,
@@ -121,6 +124,7 @@ BY_MODULES = (
     "minimax_m2",
     "olmo2",
     "olmo3",
+    "olmoe",
     "qwen2_moe",
     "smollm3",
 )

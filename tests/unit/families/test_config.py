@@ -91,6 +91,7 @@ SIZES = {
     "Seed-OSS-36B": (64, 5120, 27648, 80, 8, 524288, 155136),
     "Olmo-3-7B": (32, 4096, 11008, 32, 32, 65536, 100278),
     "Mixtral-8x7B": (32, 4096, 14336, 32, 8, 32768, 32000),
+    "OLMoE-1B-7B": (16, 2048, 1024, 16, 16, 4096, 50304),
     "gpt-oss-20b": (24, 2880, 2880, 64, 8, 131072, 201088),
     "Qwen3-30B-A3B": (48, 2048, 6144, 32, 4, 40960, 151936),
     "Qwen1.5-MoE-A2.7B": (24, 2048, 5632, 16, 16, 8192, 151936),
@@ -328,6 +329,17 @@ REAL = {
             **{"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02},
         },
         {"rotary_base": 1e6, "num_experts": 8, "experts_per_token": 2},
+    ),
+    "OLMoE-1B-7B": (
+        {
+            **{**LLAMA, "model_type": "olmoe", "attention_bias": False, "attention_dropout": 0.0, "clip_qkv": None},
+            **{"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "rms_norm_eps": 1e-5},
+            **{"rope_theta": 10000.0, "rope_scaling": None, "router_aux_loss_coef": 0.01},
+        },
+        {
+            **{"qk_norm": True, "qk_norm_over": "projection", "num_experts": 64, "experts_per_token": 8},
+            "normalized_experts": False,
+        },
     ),
     "gpt-oss-20b": (
         {

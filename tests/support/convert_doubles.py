@@ -145,7 +145,7 @@ def fork(case: Callable[[], object]) -> int:
         os._exit(status)
 
 
-def wait_for(children: list[int], within_s: float = 60.0) -> list[int]:
+def wait_for(children: list[int], within_s: float = 200.0) -> list[int]:
     """Their statuses; the negative signal where one ended a child."""
     end, found = time.monotonic() + within_s, {}
     while len(found) < len(children):

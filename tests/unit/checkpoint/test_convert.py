@@ -157,7 +157,7 @@ def test_killed_at_any_moment_nothing_complete_is_redone(source, tmp_path, monke
     chance, out, log = random.Random(7), tmp_path / "out", tmp_path / "log"
 
     def attempt(rank):
-        place = Place(rank=rank, size=num_ranks, deadline_s=30)
+        place = Place(rank=rank, size=num_ranks, deadline_s=60)
         slowly = {"before_write": lambda file, key: time.sleep(0.04)}
         return lambda: run_plain(source, out, place=place, num_files=4, can_go_on=can_go_on, log=log, **slowly)
 
@@ -318,7 +318,7 @@ def test_ranks_share_the_files_and_surplus_ranks_leave(source, tmp_path):
     def rank(index):
         log = tmp_path / f"log-{index}"
         log.write_text("")
-        return lambda: run_plain(source, out, place=Place(rank=index, size=4, deadline_s=20), num_files=3, log=log)
+        return lambda: run_plain(source, out, place=Place(rank=index, size=4, deadline_s=60), num_files=3, log=log)
 
     make_tensors(source, rows=9)
     assert wait_for([fork(rank(index)) for index in range(4)]) == [0, 0, 0, 0]
@@ -343,7 +343,7 @@ def test_rank_that_is_killed_ends_the_others_in_time(source, tmp_path, lost):
         place = Place(rank=index, size=3, deadline_s=deadline_s)
         return lambda: run_plain(source, out, place=place, num_files=4, before_write=slowly)
 
-    def check(deadline_s):
+    def lose(deadline_s):
         shutil.rmtree(part_folder(out), ignore_errors=True)
         began = time.monotonic()
         codes = wait_for([fork(rank(index, deadline_s)) for index in range(3)])
@@ -351,7 +351,7 @@ def test_rank_that_is_killed_ends_the_others_in_time(source, tmp_path, lost):
         assert time.monotonic() - began < 50
         assert not out.exists()
 
-    with_more_time(check, 1.5, 10.0)
+    with_more_time(lose, 1.5, 10.0)
     assert wait_for([fork(lambda: run_plain(source, out, num_files=4))]) == [0]
     check(source, out, num_files=4)
 
@@ -371,7 +371,7 @@ def test_rank_that_fails_ends_the_others_at_once(source, tmp_path):
     assert left
 
     def again(index):
-        return lambda: run_plain(source, tmp_path / "out", place=Place(rank=index, size=2, deadline_s=20), num_files=4)
+        return lambda: run_plain(source, tmp_path / "out", place=Place(rank=index, size=2, deadline_s=60), num_files=4)
 
     assert wait_for([fork(again(index)) for index in range(2)]) == [0, 0]
     check(source, tmp_path / "out", num_files=4)

@@ -28,6 +28,7 @@ _SPELLINGS = {
         "max_sequence_length",
         "seq_length",
         "n_ctx",
+        "model_max_length",
     ),
     "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "num_query_groups": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
@@ -123,6 +124,10 @@ def _read(values: Mapping[str, Any], where: str, assets: Path | None) -> ModelIn
     if isinstance(text, Mapping):
         values = {**text, **values}
     found = {setting: _size(values, names) for setting, names in _SPELLINGS.items()}
+    kinds = values.get("layers_block_type")
+    if found["num_layers"] is None and isinstance(kinds, list):
+        # Nemotron-H tells what each layer is, as transformers 5 saves it.
+        found["num_layers"] = len(kinds)
     for setting in _NEEDED:
         if found[setting] is None:
             raise ConfigError(
@@ -156,7 +161,7 @@ def _mixture(values: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, A
     experts = _size(values, _EXPERTS)
     if experts is None or experts == 1:
         return {}
-    width, dense = _size(values, ("moe_intermediate_size",)), sizes["ffn_hidden_size"]
+    width, dense = _size(values, ("moe_intermediate_size", "expert_ffn_hidden_size")), sizes["ffn_hidden_size"]
     width = dense if width is None else width
     shared = _size(values, ("shared_expert_intermediate_size",))
     if shared is None:

@@ -57,6 +57,15 @@ def test_what_is_left_out_is_estimated_and_experts_are_counted():
     assert (mixture.ffn_hidden_size, mixture.num_experts, mixture.dtype) == (48, 4, "bf16")
 
 
+def test_newer_spellings_are_known(tmp_path):
+    """Kimi Linear and Bailing tell the longest sequence, and Nemotron-H the layers, in a way of their own."""
+    transformers.KimiLinearConfig(max_position_embeddings=96).save_pretrained(tmp_path / "kimi")
+    assert read_model_info(tmp_path / "kimi").model.max_context == 96
+    kinds = ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"]
+    transformers.NemotronHConfig(layers_block_type=kinds).save_pretrained(tmp_path / "nemotron")
+    assert read_model_info(tmp_path / "nemotron").model.num_layers == 5
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

@@ -200,7 +200,12 @@ def make_actor(folder: Path, model: ModelConfig, *, filling: Filling) -> Transfo
 
 
 def wrap_actor(inner: Any, model: ModelConfig) -> TransformersActor:
-    """Return a causal language model of ``transformers`` as an actor, with the settings of the recipe."""
+    """Return a causal language model of ``transformers`` as an actor, with the settings of the recipe.
+
+    Raises:
+        ConfigError: It is not causal.
+    """
+    _check_causal(inner)
     return TransformersActor(inner, vocab_size=model.known_vocab_size, max_context=model.max_context)
 
 
@@ -231,8 +236,9 @@ def wrap_critic(inner: Any, model: ModelConfig, *, is_scorer: bool, where: str) 
         where: What messages call it.
 
     Raises:
-        ConfigError: Its backbone or head is not found.
+        ConfigError: Its backbone or head is not found, or it is not causal.
     """
+    _check_causal(inner)
     prefix, name = inner.base_model_prefix, type(inner).__name__
     backbone: nn.Module | None = getattr(inner, prefix, None)
     if backbone is None:
@@ -248,6 +254,29 @@ def wrap_critic(inner: Any, model: ModelConfig, *, is_scorer: bool, where: str) 
     if is_scorer:
         critic.value_head.weight = heads[0].weight
     return critic
+
+
+def _check_causal(inner: Any) -> None:
+    """Refuse a model in which later tokens, or padding, change what is computed for a token.
+
+    Raises:
+        ConfigError: A key of its ``config.json`` asks for it.
+    """
+    config = inner.config.get_text_config()
+    names = _library("a model that runs in transformers").models.auto.modeling_auto
+    found = {
+        "is_causal": getattr(config, "is_causal", True) is False,
+        "use_bidirectional_attention": getattr(config, "use_bidirectional_attention", None) in (True, "all"),
+        # BERT and its kin. Others have this key too, and are causal whatever it says.
+        "is_decoder": getattr(config, "is_decoder", True) is False
+        and config.model_type in names.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    }
+    for key, is_asked in found.items():
+        if is_asked:
+            raise ConfigError(
+                f"{type(inner).__name__}: {key}={getattr(config, key)}: a token would see those behind it; choose "
+                "another model, or set the key in config.json if this one was trained to predict the next token"
+            )
 
 
 def copy_model(given: nn.Module, model: ModelConfig, *, filling: Filling) -> Any:

@@ -741,6 +741,29 @@ def test_a_directory_that_lacks_a_tensor_or_has_another_is_refused(folder, tmp_p
     )
 
 
+NOT_CAUSAL = {
+    "Roberta": ("is_decoder=False", {"max_position_embeddings": 66}),
+    "Gemma3Text": ("use_bidirectional_attention=True", {"use_bidirectional_attention": True, "head_dim": 8}),
+    "Llama": ("is_causal=False", {"is_causal": False}),
+}
+
+
+@pytest.mark.parametrize("family", NOT_CAUSAL)
+def test_a_model_in_which_tokens_see_those_behind_them_is_refused(tmp_path, family):
+    said, changes = NOT_CAUSAL[family]
+    given = write_model(tmp_path / "model", family, **changes)
+    ids = torch.tensor([[7, 8, 9, 10], [7, 8, 9, 11]])
+    with torch.no_grad():
+        one, other = given(ids).logits[:, 0]
+    assert (one - other).abs().max() > 1e-4
+    model = settings(tmp_path / "model")
+    for make in (
+        lambda: make_actor(tmp_path / "model", model, filling="read"),
+        lambda: make_critic(tmp_path / "model", model, is_scorer=False, filling="later"),
+    ):
+        complains(make, [said, "see those behind it"], ConfigError)
+
+
 @pytest.mark.parametrize("changes", [{"layer_norm_eps": "x"}, {"pad_token_id": 4000}])
 def test_a_config_that_transformers_cannot_read_is_told_in_one_sentence(tmp_path, changes):
     write_model(tmp_path / "other", "StableLm")

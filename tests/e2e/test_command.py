@@ -115,6 +115,6 @@ def test_output_that_nobody_takes(tmp_path):
             subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=subprocess.PIPE, text=True, **more)
             for out, more in ((full, {}), (left, {}), (None, {"preexec_fn": lambda: os.close(1)}))
         ]
-    errors = [each.communicate(timeout=60)[1] for each in started]
+    errors = [each.communicate(timeout=300)[1] for each in started]
     assert [each.returncode for each in started] == [TARGET, DONE, DONE]
     assert errors == ["hybridflow: [Errno 28] No space left on device\n", "", ""]

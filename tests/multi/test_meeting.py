@@ -243,7 +243,7 @@ import os, time
 from hybridflow.parallel import mpi
 mpi._START_DEADLINE_S = 2.0
 if os.environ["PMI_RANK"] == "1":
-    time.sleep(60)
+    time.sleep(600)
 mpi.find_place()
 """
 
@@ -253,10 +253,10 @@ mpi.find_place()
 def test_a_rank_that_never_comes_to_mpis_own_start_is_not_waited_for():
     begun = time.monotonic()
     done = subprocess.run(
-        [MPIRUN, "-n", "2", sys.executable, "-c", IN_VAIN], capture_output=True, text=True, timeout=90, check=False
+        [MPIRUN, "-n", "2", sys.executable, "-c", IN_VAIN], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode != 0 and "Timeout (0:00:02" in done.stderr and "in find_place" in done.stderr, done.stderr
-    assert time.monotonic() - begun < 50
+    assert time.monotonic() - begun < 250
 
 
 FOR_A_MESSENGER = """
@@ -284,7 +284,7 @@ os._exit(0)
 @pytest.mark.skipif(MPIRUN is None, reason="no mpirun beside python or in PATH")
 def test_a_rank_that_never_comes_to_a_first_message_over_mpi_is_not_waited_for_and_is_named():
     program = [MPIRUN, "-n", "4", sys.executable, "-c", FOR_A_MESSENGER]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
     told = r"rank (\d): ranks 2-3 of 0-3 did not come to their meeting over MPI within 1 s; look for a rank that failed"
     assert sorted(re.findall(told, done.stdout)) == ["0", "0", "1", "1"], done.stdout + done.stderr
 

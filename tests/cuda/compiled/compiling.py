@@ -121,7 +121,7 @@ def compiled(launch: Launch, capability: int, folder: Path) -> Use:
     path = folder / f"{launch.name}.cubin"
     path.write_bytes(kernel.asm["cubin"])
     dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    text = subprocess.run([dump, "-res-usage", path], capture_output=True, text=True, timeout=60, check=True).stdout
+    text = subprocess.run([dump, "-res-usage", path], capture_output=True, text=True, timeout=300, check=True).stdout
     told = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
     assert told is not None, text
     registers, stack, local = map(int, told.groups())

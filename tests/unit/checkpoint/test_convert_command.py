@@ -1,6 +1,7 @@
 """``hybridflow convert`` as a user, a pipeline or a launcher meets it."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -377,11 +378,12 @@ def test_more_files_than_the_usual_limit(here, capfd):
         assert "Too many open files" in line and "; raise ulimit -n" in line
 
 
-def slow_writes(seconds: float, monkeypatch) -> None:
-    write = TensorFileWriter.write
+def slow_writes(seconds: float, monkeypatch, most: int | None = None) -> None:
+    """Take so long for each tensor, and no more of them than so many, until a signal comes."""
+    write, count = TensorFileWriter.write, itertools.count()
 
     def slowly(self, key, tensor):
-        time.sleep(seconds)
+        time.sleep(600 if next(count) == most else seconds)
         return write(self, key, tensor)
 
     monkeypatch.setattr(TensorFileWriter, "write", slowly)
@@ -393,7 +395,7 @@ def test_signal_leaves_what_is_complete(here, capfd, monkeypatch, number):
     assert convert("models/llama", "out/whole", "--to", "megatron", "--layout", "tp2.pp2") == 0
     capfd.readouterr()
     with monkeypatch.context() as patch:
-        slow_writes(0.05, patch)
+        slow_writes(0.0, patch, most=8)
         child = fork(lambda: os._exit(convert(*TO_MEGATRON)))
         journal = part_folder(here / "out/m") / "journal-00000.jsonl"
         wait_until(lambda: journal.exists() and journal.read_text().count("\n") > 3, what="a journal of some lines")

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -30,6 +29,7 @@ from hybridflow.exit_status import FAILURE, exit_status
 from tests.support.disks import no_room
 from tests.support.ranks import run_ranks
 from tests.support.row_files import ENDINGS, examples_of_file, write_rows
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 DATA = DataConfig(train="rows", held_out="none")
@@ -297,14 +297,15 @@ def test_a_pass_that_was_killed_leaves_no_store_and_the_next_makes_it(tmp_path, 
     path = tmp_path / "rows.jsonl"
     with path.open("w") as file:
         file.writelines(json.dumps(ROWS[number % 60]) + "\n" for number in range(20_000))
-    stores = tmp_path / "stores"
-    killed = subprocess.Popen([sys.executable, "-c", KILLED, str(path), str(stores), source], cwd=ROOT)
-    end_s = time.monotonic() + 60
-    while not list(stores.glob(".*.tmp/*.places")):
-        assert time.monotonic() < end_s and killed.poll() is None
-        time.sleep(0.002)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    # Where this process gets no time on a core, the pass may be over before it is killed.
+    for attempt in range(5):
+        stores = tmp_path / f"stores-{attempt}"
+        killed = subprocess.Popen([sys.executable, "-c", KILLED, str(path), str(stores), source], cwd=ROOT)
+        wait_until(lambda stores=stores: list(stores.glob(".*.tmp/*.places")) or list(stores.glob("*/manifest.json")))
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        if not list(stores.glob("*/manifest.json")):
+            break
     assert not list(stores.glob("*/manifest.json"))
     if source == "file":
         store, _ = store_of(path, stores)

@@ -364,7 +364,7 @@ def test_an_object_store_in_the_form_of_s3(tmp_path):
         env={**os.environ, **keys, "PYTHONPATH": str(ROOT), "FSSPEC_S3_ENDPOINT_URL": f"http://127.0.0.1:{port}"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -90,7 +90,7 @@ def test_the_package_is_built_from_what_the_images_copy(tmp_path):
     assert {f"hybridflow/{name}" for name in wanted} <= set(names)
 
 
-def run(*command, timeout=120):
+def run(*command, timeout=300):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
 
 

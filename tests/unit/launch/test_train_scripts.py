@@ -90,7 +90,9 @@ def run(tmp_path):
         environ = {**JOB, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "STATE": state, **environ}
         command = ["bash", str(script), *argv]
         with open(tmp_path / "said", "w") as said:
-            done = subprocess.run(command, cwd=tmp_path, env=environ, stdout=said, stderr=said, timeout=60, check=False)
+            done = subprocess.run(
+                command, cwd=tmp_path, env=environ, stdout=said, stderr=said, timeout=300, check=False
+            )
         steps = [line.split("|")[:-1] for line in (tmp_path / "trains").read_text().splitlines()]
         return done.returncode, steps, (tmp_path / "requeued").exists()
 

@@ -12,9 +12,9 @@ from hybridflow.parallel import rank
 
 rank._LEAVE_S = 0.3
 if sys.argv[1] == "thread":
-    concurrent.futures.ThreadPoolExecutor(thread_name_prefix="judge").submit(time.sleep, 60)
+    concurrent.futures.ThreadPoolExecutor(thread_name_prefix="judge").submit(time.sleep, 600)
 else:
-    atexit.register(time.sleep, 60)
+    atexit.register(time.sleep, 600)
 rank._end_later(int(sys.argv[2]), 0)
 sys.exit(int(sys.argv[2]))
 """
@@ -47,6 +47,6 @@ sys.exit(run_rank(Start(launcher="alone"), CaughtSignals(), lambda: work, Cluste
 @pytest.mark.parametrize(("words", "called"), [([], "sys.exit()"), (["text"], "sys.exit('no key')")])
 def test_work_that_calls_sys_exit_has_failed(words, called):
     argv = [sys.executable, "-c", EXITING, *words]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith(f": code that the job calls called {called}; have it raise an exception instead\n")

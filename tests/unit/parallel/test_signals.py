@@ -26,7 +26,7 @@ os.late = Late()
 
 
 def test_a_signal_while_python_ends_does_not_change_the_status():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, b"late"), done.stderr
 
 
@@ -59,7 +59,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_program_alone_is_asked_once_and_keeps_its_own_handlers():
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == -signal.SIGTERM, done.stderr
     # The forked process ends without a word.
     assert done.stdout.splitlines() == ["my own", "received SIGUSR1", "received SIGTERM"]
@@ -91,7 +91,7 @@ assert signals.wait(5.0) == (signal.SIGTERM,)
 
 
 def test_a_forked_process_ends_by_sigterm_and_what_it_gets_does_not_stop_the_rank():
-    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=300, check=False)
     # At Ctrl-C the rank speaks; a worker of its goes on while it saves.
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -109,7 +109,7 @@ assert signals.wait(5.0) == (signal.SIGTERM,) and signals.wait(0.01) == ()
 
 
 def test_a_program_with_more_than_a_thousand_open_files_is_told_of_signals():
-    done = subprocess.run([sys.executable, "-c", MANY_FILES], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", MANY_FILES], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -126,7 +126,7 @@ time.sleep(60)
 
 
 def test_the_first_ctrl_c_asks_to_stop_and_says_so_and_the_second_ends_the_process():
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGINT, "saved\n"), done.stderr
     assert done.stderr == "hybridflow: Ctrl-C: the job saves and stops; press Ctrl-C again to end it at once\n"
 
@@ -165,14 +165,14 @@ signals.wait(5.0)
 )
 def test_a_launchers_copy_of_ctrl_c_is_the_first_one_and_a_later_one_ends_the_process(second, number, status):
     program = UNDER_A_LAUNCHER.replace("SPEAKS", "True").replace("SECOND\n", second).replace("SECOND_SIGNAL", number)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (status, "saved\n"), done.stderr
     assert done.stderr.count("Ctrl-C: the job saves and stops") == 1
 
 
 def test_one_rank_speaks_at_ctrl_c():
     program = UNDER_A_LAUNCHER.replace("SPEAKS", "False").replace("SECOND\n", "")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "saved\n", "")
 
 

@@ -511,7 +511,7 @@ def test_without_the_packages_the_extra_is_named():
             "import sys\nsys.modules[sys.argv[1]] = None\nfrom hybridflow.cli import main\nsys.exit(main(sys.argv[2:]))"
         )
         argv = [sys.executable, "-c", code, package, "serve", "--model", "absent"]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == REQUEST and len(done.stderr.splitlines()) == 1, done.stderr
         assert package in done.stderr and "pip install 'hybridflow[serve]'" in done.stderr
 

@@ -32,9 +32,10 @@ def check_cut(model: ModelConfig, layout: ParallelLayout, name: str) -> None:
             f"{name}: tp={tp} neither divides nor is a multiple of model.num_query_groups={groups}; change one"
         )
     _check_stages(model.num_layers, layout, name)
-    if layout.is_sharded and model.router_bias:
+    if layout.is_sharded and model.router_bias and model.implementation == "megatron":
         raise LayoutError(
-            f"{name}: {layout} with model.router_bias=true: FSDP has no place for the routers' biases; use dp and ep"
+            f"{name}: {layout} with model.router_bias=true: FSDP has no place for the routers' biases; use dp and ep, "
+            "or model.implementation=transformers for a model of a directory"
         )
     if ep > 1 and (model.num_experts is None or model.num_experts % ep):
         found = "null" if model.num_experts is None else model.num_experts

@@ -179,6 +179,14 @@ def test_experts_are_dealt_to_equal_blocks(recipe_file):
             check_cut(model, ParallelLayout(dp=3, ep=3), "mesh")
 
 
+def test_biases_of_routers_are_sharded_where_transformers_computes_them():
+    of_routers = dict(num_experts=4, router_score="sigmoid", router_bias=True)
+    model = replace(load_recipe("quickstart").model, **of_routers)
+    with pytest.raises(LayoutError, match="no place for .*biases.*model.implementation=transformers"):
+        check_cut(model, ParallelLayout(fsdp=2), "mesh")
+    check_cut(replace(model, implementation="transformers"), ParallelLayout(fsdp=2), "mesh")
+
+
 def test_heads_may_be_wider_than_their_share_of_the_hidden_size(recipe_file):
     assert load_recipe(recipe_file, ["model.hidden_size=30", "model.head_dim=16"]).model.head_dim == 16
 

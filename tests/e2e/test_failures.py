@@ -20,6 +20,7 @@ from hybridflow.observe.status import read_status
 from hybridflow.parallel import rank
 from hybridflow.roles.actor import Actor
 from tests.e2e.commands import fork_ranks, run_command, run_well, write_recipe
+from tests.support.waiting import with_more_time
 
 HOST = socket.gethostname()
 
@@ -169,9 +170,17 @@ def test_weights_that_an_update_has_made_useless_are_not_called_damaged(folder):
 @pytest.mark.slow
 def test_rank_that_never_comes_is_named_once(folder):
     argv = ["train", "tiny.yaml", "cluster.ranks=4", "actor.update={dp: 4}", "actor.rollout={dp: 4}"]
-    done = fork_ranks([*argv, "cluster.start_deadline_s=2"], folder, num_ranks=4, start_only=[0, 2])
-    done.complains_once("2 of 4 ranks did not come within 2 s: ranks 1,3", "raise cluster.start_deadline_s")
-    assert set(done.codes) == {1} and done.seconds < 200
+
+    def check(limit_s):
+        limit = f"cluster.start_deadline_s={limit_s:g}"
+        done = fork_ranks([*argv, limit], folder, num_ranks=4, start_only=[0, 2])
+        done.complains_once(
+            f"2 of 4 ranks did not come within {limit_s:g} s: ranks 1,3", "raise cluster.start_deadline_s"
+        )
+        assert set(done.codes) == {1} and done.seconds < 200
+
+    # Those that come are to do so within it.
+    with_more_time(check, 2.0, 20.0)
 
 
 def test_rank_0_that_never_comes(folder):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridflow.errors import LayoutError
@@ -25,7 +25,7 @@ class Coordinate(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _places(tp: int, cp: int, dp: int, pp: int) -> tuple[Coordinate, ...]:
-    """Return the coordinates of a layout's ranks in mesh order. A search makes thousands of large meshes."""
+    """Return the coordinates of a layout's ranks in mesh order."""
     sizes = (range(size) for size in (pp, dp, cp, tp))
     return tuple(Coordinate(*reversed(place)) for place in itertools.product(*sizes))
 
@@ -49,7 +49,6 @@ class DeviceMesh:
     layout: ParallelLayout
     ranks: tuple[int, ...]
     ranks_per_node: int
-    _coordinates: dict[int, Coordinate] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.layout.check_fits(len(self.ranks), self.name)
@@ -57,9 +56,12 @@ class DeviceMesh:
             raise LayoutError(f"{self.name}: ranks {list(self.ranks)}: expected distinct ranks from 0 up")
         if self.ranks_per_node < 1:
             raise LayoutError(f"{self.name}: ranks_per_node={self.ranks_per_node}: expected at least 1")
+
+    @functools.cached_property
+    def _coordinates(self) -> dict[int, Coordinate]:
+        """Return the place of each rank. A search makes many large meshes of which it asks a stage or nothing."""
         layout = self.layout
-        coordinates = dict(zip(self.ranks, _places(layout.tp, layout.cp, layout.dp, layout.pp), strict=True))
-        object.__setattr__(self, "_coordinates", coordinates)
+        return dict(zip(self.ranks, _places(layout.tp, layout.cp, layout.dp, layout.pp), strict=True))
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._coordinates
@@ -88,6 +90,10 @@ class DeviceMesh:
         if rank not in self._coordinates:
             raise LayoutError(f"{self.name}: rank {rank} is not among its ranks {list(self.ranks)}")
         return self._coordinates[rank]
+
+    def stage(self, rank: int) -> int:
+        """Return the pipeline stage of a global rank of the mesh."""
+        return self.ranks.index(rank) * self.layout.pp // len(self.ranks)
 
     def rank_at(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """Return the global rank at a coordinate."""

@@ -96,7 +96,7 @@ def training_bytes(
         recompute: With ``full`` a layer keeps its input alone.
         recompute_layers: With ``full`` so many of the stage's layers, from the first; None: all.
     """
-    layout, stage = mesh.layout, mesh.coordinate(rank).pp
+    layout, stage = mesh.layout, mesh.stage(rank)
     slices = _slices(layout)
     layer_bytes = _layer_bytes(model, layout, slices, tokens)
     layer_bytes += 0 if lora is None else tokens * _adapter_bytes(model, layout.tp, slices, lora)
@@ -299,7 +299,7 @@ def _output_bytes(
     model: ModelConfig, mesh: DeviceMesh, rank: int, tokens: int, *, has_value_head: bool, copies: int
 ) -> int:
     """Return the logits on the last stage, all copies at one time, and four fp32 chunks of them."""
-    if mesh.coordinate(rank).pp != mesh.layout.pp - 1:
+    if mesh.stage(rank) != mesh.layout.pp - 1:
         return 0
     columns = 1 if has_value_head else -(-model.known_vocab_size // mesh.layout.tp)
     logits = copies * tokens * columns * ITEM_BYTES[model.dtype]

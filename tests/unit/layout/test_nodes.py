@@ -39,6 +39,13 @@ def test_a_rank_has_one_place_in_a_mesh():
         make_mesh("tp2.dp2", (0, 1, 1, 2), 2)
 
 
+def test_a_rank_has_the_stage_of_its_place():
+    placed = make_mesh("tp2.pp2.dp2", (7, 5, 3, 1, 0, 2, 4, 6), 8)
+    # The first four ranks are the first stage.
+    assert [placed.stage(rank) for rank in placed.ranks] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert all(placed.stage(rank) == placed.coordinate(rank).pp for rank in placed.ranks)
+
+
 def test_plan_warns_of_tensor_parallelism_across_nodes_by_the_name_of_the_mesh(capsys):
     settings = ["cluster.ranks=4", "actor.update={tp: 2, dp: 2}", "actor.rollout={dp: 4}"]
     assert main(["plan", "job", "quickstart", *settings, "cluster.ranks_per_node=2"]) == 0

@@ -57,13 +57,13 @@ class Task:
 
     Attributes:
         prompt: The line.
-        ids: Its tokens.
+        ids: Its tokens, ``[prompt]`` int64: a file may have hundreds of thousands of prompts, and all ranks keep them.
         params: How to sample.
         count: Samples wanted.
     """
 
     prompt: Prompt
-    ids: list[int]
+    ids: torch.Tensor
     params: SamplingParams
     count: int
 
@@ -215,7 +215,9 @@ def _task(prompt: Prompt, ids: list[int], tokenizer: Tokenizer | None, options: 
     # What the context leaves is what there can be.
     merged["max_new_tokens"] = min(merged["max_new_tokens"], max_context - len(ids))
     merged["min_new_tokens"] = min(merged.get("min_new_tokens", 0), merged["max_new_tokens"])
-    return Task(prompt=prompt, ids=ids, params=with_stop_tokens(SamplingParams(**merged), tokenizer), count=count)
+    return Task(
+        prompt=prompt, ids=as_tensor(ids), params=with_stop_tokens(SamplingParams(**merged), tokenizer), count=count
+    )
 
 
 def _requests(tasks: Sequence[Task], there: Set[Key], placed: Placed) -> list[Request]:
@@ -232,10 +234,9 @@ def _requests(tasks: Sequence[Task], there: Set[Key], placed: Placed) -> list[Re
             pieces.append([])
         pieces[-1].append((task, index))
     lengths = (sum(len(task.ids) + task.params.max_new_tokens for task, _ in piece) for piece in pieces)
-    prompts = {task.prompt.prompt_index: as_tensor(task.ids) for task, _ in missing}
     return [
         Request(
-            prompt=prompts[task.prompt.prompt_index],
+            prompt=task.ids,
             params=task.params,
             prompt_index=task.prompt.prompt_index,
             index=index,

@@ -57,6 +57,16 @@ def chatting(folder, template="{% for message in messages %}{{ message.content }
     return replace(SERVED, tokenizer=tokenizer)
 
 
+def test_the_samples_of_a_prompt_share_its_tokens_which_take_eight_bytes_each():
+    """In a list a number above 256 takes 36 bytes, and a file may have hundreds of thousands of prompts."""
+    prompt = Prompt(prompt_index=0, place="p:1")
+    task = batch._task(prompt, [1000, 2000, 3000], None, {"max_new_tokens": 4, "n": 2}, 64)
+    placed = argparse.Namespace(dp=0, mesh=argparse.Namespace(layout=argparse.Namespace(dp=1)))
+    one, other = batch._requests([task], set(), placed)
+    assert one.prompt.tolist() == [1000, 2000, 3000] and one.prompt.element_size() == 8
+    assert one.prompt.data_ptr() == other.prompt.data_ptr() == task.ids.data_ptr()
+
+
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [

@@ -105,7 +105,7 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
             )
     model = {setting: given[key] for key, setting in family.keys.items() if given.get(key) is not None}
     model |= family.always
-    model |= _mixture(given, model)
+    model |= _mixture(family, given, model, where)
     model |= _rotary(family, given, where)
     model |= _window(family, given, where)
     model |= _no_rope(family, given)
@@ -121,9 +121,12 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
     )
 
 
-def _mixture(given: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+def _mixture(family: Family, given: Mapping[str, Any], model: dict[str, Any], where: str) -> dict[str, Any]:
     """Return what the keys of shared experts, dense layers and groups of experts mean together."""
     found: dict[str, Any] = {}
+    if "mlp_layer_types" in family.defaults:
+        model["num_dense_layers"] = _num_dense(given, where)
+        found["num_dense_layers"] = model["num_dense_layers"]
     if given.get("n_shared_experts"):
         found["shared_ffn_hidden_size"] = given["n_shared_experts"] * model["ffn_hidden_size"]
     if model.get("num_dense_layers") == 0:
@@ -131,6 +134,21 @@ def _mixture(given: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, An
     if model.get("router_groups") == 1:
         found |= {"router_groups": None, "router_groups_per_token": None}
     return found
+
+
+def _num_dense(given: Mapping[str, Any], where: str) -> int:
+    """Return the number of layers without experts, which are the first, by a list of all; there is one if it is none.
+
+    Raises:
+        NotComputedError: Such a layer comes behind one with experts.
+    """
+    num_layers, kinds = given["num_hidden_layers"], given["mlp_layer_types"]
+    dense = 1 if kinds is None else kinds.count("dense")
+    if kinds not in (None, ["dense"] * dense + ["sparse"] * (num_layers - dense)):
+        raise NotComputedError(
+            f"{where}: mlp_layer_types={kinds} is not computed; only {num_layers} of 'dense' and then 'sparse' are"
+        )
+    return dense
 
 
 def dtype_of(values: Mapping[str, Any]) -> str:
@@ -543,6 +561,9 @@ def _written_mixture(family: Family, model: ModelConfig) -> dict[str, Any]:
     if "first_k_dense_replace" in family.keys and model.dense_ffn_hidden_size is None:
         # A number to transformers, which nothing uses then.
         config["intermediate_size"] = model.ffn_hidden_size
+    if "mlp_layer_types" in family.defaults:
+        sparse = model.num_layers - model.num_dense_layers
+        config["mlp_layer_types"] = ["dense"] * model.num_dense_layers + ["sparse"] * sparse
     if "n_group" in family.keys and model.router_groups is None:
         config |= {"n_group": 1, "topk_group": 1}
     if family.further_layers is not None:

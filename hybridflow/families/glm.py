@@ -1,8 +1,10 @@
 """GLM-4: neighboring dims of half of each head are rotated; in the second table also norms behind the blocks.
 
-The mixtures from GLM-4.5 on rotate a dim of each half together, and have DeepSeek-V3's experts.
+The mixtures from GLM-4.5 on rotate a dim of each half together, and have DeepSeek-V3's experts; GLM-4.7-Flash has its
+attention too.
 """
 
+from hybridflow.families.deepseek import DEEPSEEK_V3
 from hybridflow.families.family import (
     ATTENTION,
     COMMON_KEYS,
@@ -92,4 +94,38 @@ GLM4_MOE = Family(
     scalings=("linear", "llama3", "yarn"),
     further_layers=("eh_proj.weight", "num_nextn_predict_layers"),
     rules=(*EMBEDDINGS, *NORMS, *ATTENTION, *QKV_BIAS, *QK_NORM, *MIXTURE),
+)
+
+GLM4_MOE_LITE = Family(
+    name="glm4_moe_lite",
+    causal="Glm4MoeLiteForCausalLM",
+    scorer=None,
+    keys=DEEPSEEK_V3.keys,
+    aliases=DEEPSEEK_V3.aliases,
+    defaults={
+        "num_key_value_heads": 20,
+        "intermediate_size": 10240,
+        "moe_intermediate_size": 1536,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "mlp_layer_types": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.8,
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 202752,
+        "tie_word_embeddings": False,
+    },
+    always=DEEPSEEK_V3.always,
+    computed={**NO_DROPOUT, "attention_bias": (False,), "rope_interleave": (True,)},
+    scalings=DEEPSEEK_V3.scalings,
+    further_layers=DEEPSEEK_V3.further_layers,
+    rules=DEEPSEEK_V3.rules,
 )

@@ -227,6 +227,7 @@ CASES = {
         is_fast=False,
     ),
     "seed oss": Case(config="SeedOss", given={"head_dim": 32, **rope("default")}),
+    "ernie 4.5": Case(config="Ernie4_5", given={"head_dim": 32, **rope("default")}, is_fast=False),
     "mixtral": Case(config="Mixtral", given={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "mixtral, window": Case(
         config="Mixtral", given={"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 6}
@@ -269,6 +270,13 @@ CASES = {
         is_fast=False,
     ),
     "deepseek v3": Case(config="DeepseekV3", given=DEEPSEEK),
+    "glm4 moe lite": Case(
+        config="Glm4MoeLite",
+        given={
+            **{key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"},
+            "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+        },
+    ),
     "deepseek v3, yarn": Case(
         config="DeepseekV3",
         given={

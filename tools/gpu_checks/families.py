@@ -60,6 +60,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
         **{"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "n_shared_experts": 1},
         **{"num_key_value_heads": 4, "moe_intermediate_size": 24, "first_k_dense_replace": 1},
     },
+    "ernie4_5": {"head_dim": 32, "tie_word_embeddings": True},
+    "glm4_moe_lite": {
+        **{"kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14},
+        **{"n_routed_experts": 8, "num_experts_per_tok": 3, "num_key_value_heads": 4, "moe_intermediate_size": 24},
+    },
     "gemma": {"head_dim": 32, "tie_word_embeddings": True},
 }
 """Keys of ``config.json`` in which a family differs, those first that differ most."""

@@ -77,6 +77,7 @@ _CONFIGS = {
     "olmoe": dict(
         hidden_size=2048, intermediate_size=1024, num_attention_heads=16, num_key_value_heads=16, num_experts=64
     ),
+    "ernie4_5": dict(hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=2),
     "minimax_m2": dict(
         hidden_size=3072,
         intermediate_size=1536,
@@ -116,6 +117,7 @@ _CONFIGS = {
 
 FAMILIES = tuple(_CONFIGS)
 BY_MODULES = (
+    "ernie4_5",
     "gemma3_text",
     "glm",
     "glm4",

@@ -91,6 +91,8 @@ SIZES = {
     "Seed-OSS-36B": (64, 5120, 27648, 80, 8, 524288, 155136),
     "Olmo-3-7B": (32, 4096, 11008, 32, 32, 65536, 100278),
     "Mixtral-8x7B": (32, 4096, 14336, 32, 8, 32768, 32000),
+    "ERNIE-4.5-0.3B": (18, 1024, 3072, 16, 2, 131072, 103424),
+    "GLM-4.7-Flash": (47, 2048, 10240, 20, 20, 202752, 154880),
     "OLMoE-1B-7B": (16, 2048, 1024, 16, 16, 4096, 50304),
     "gpt-oss-20b": (24, 2880, 2880, 64, 8, 131072, 201088),
     "Qwen3-30B-A3B": (48, 2048, 6144, 32, 4, 40960, 151936),
@@ -329,6 +331,30 @@ REAL = {
             **{"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02},
         },
         {"rotary_base": 1e6, "num_experts": 8, "experts_per_token": 2},
+    ),
+    "ERNIE-4.5-0.3B": (
+        {
+            **{**LLAMA, "model_type": "ernie4_5", "head_dim": 128, "use_bias": False, "rms_norm_eps": 1e-5},
+            **{"rope_theta": 500000.0, "rope_scaling": None, "tie_word_embeddings": True},
+        },
+        {"rotary_base": 5e5, "head_dim": 128, "rotary_interleaved": True, "tied_embeddings": True},
+    ),
+    "GLM-4.7-Flash": (
+        {
+            **{"model_type": "glm4_moe_lite", "hidden_act": "silu", "dtype": "bfloat16", "attention_bias": False},
+            **{"attention_dropout": 0.0, "rms_norm_eps": 1e-5, "rope_theta": 1000000, "rope_scaling": None},
+            **{"kv_lora_rank": 512, "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64},
+            **{"v_head_dim": 256, "moe_intermediate_size": 1536, "n_routed_experts": 64, "n_shared_experts": 1},
+            **{"num_experts_per_tok": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+            **{"routed_scaling_factor": 1.8, "norm_topk_prob": True, "num_nextn_predict_layers": 1},
+            **{"partial_rotary_factor": 1.0, "tie_word_embeddings": False},
+        },
+        {
+            **{"rotary_base": 1e6, "num_query_groups": 20, "ffn_hidden_size": 1536, "kv_lora_rank": 512},
+            **{"q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256},
+            **{"num_experts": 64, "experts_per_token": 4, "num_dense_layers": 1, "dense_ffn_hidden_size": 10240},
+            **{"shared_ffn_hidden_size": 1536, "routed_scaling": 1.8, "router_score": "sigmoid", "router_bias": True},
+        },
     ),
     "OLMoE-1B-7B": (
         {
@@ -776,6 +802,10 @@ FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "we
 REFUSED = {
     "family": ({"model_type": "gpt2"}, "model_type='gpt2': not a family known here"),
     "family of another type": ({"model_type": ["llama"]}, "model_type=['llama']"),
+    "dense layers behind others": (
+        {"model_type": "glm4_moe_lite", "mlp_layer_types": ["sparse"] * 31 + ["dense"]},
+        "is not computed; only 32 of 'dense' and then 'sparse' are",
+    ),
     "bias": ({"attention_bias": True}, "attention_bias=True is not computed for llama"),
     "embeddings of texts": ({"is_causal": False}, "is_causal=False is not computed for llama; only True"),
     "dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1: nothing random is computed; set it to 0"),

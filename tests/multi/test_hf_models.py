@@ -515,6 +515,8 @@ def test_without_transformers_the_error_says_what_to_install(folder, monkeypatch
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+# With experts in each layer it would have a table.
+EXPERTS |= {"decoder_sparse_step": 2}
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "learned positions": ("GPT2", "LMHeadModel", {"n_positions": 64}),
     "ALiBi": ("Bloom", "ForCausalLM", {"seq_length": 64, "n_layer": 2, "n_head": 4}),

@@ -22,7 +22,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
-from hybridflow.models import cuda_attention
+from hybridflow.models import cuda_attention, delta_rule
+from hybridflow.models.delta_rule import Recurrence
 from hybridflow.models.norm import ProjectionNorm
 from hybridflow.models.scoring import Scoring
 from hybridflow.parallel.copies import to_device
@@ -97,6 +98,21 @@ class PackedAttention:
                 return self._sequences.attend(query, key, value, scoring, backend)
         return self._rectangles.attend(query, key, value, scoring)
 
+    def recur(self, layer: int, mixed: Tensor, decay: Tensor, beta: Tensor, recurrence: Recurrence) -> Tensor:
+        """Compute the linear attention of one layer; every sequence begins without a state.
+
+        Args:
+            layer: Local layer index.
+            mixed: Queries, keys and values before the convolution, ``[tokens, channels]``.
+            decay: Logarithm of what states are multiplied by, ``[tokens, value heads/tp]`` fp32.
+            beta: Share of a value that replaces another, ``[tokens, value heads/tp]``.
+            recurrence: Weights and sizes.
+
+        Returns:
+            ``[tokens, value heads/tp, value]``.
+        """
+        return self._rectangles.recur(mixed, decay, beta, recurrence)
+
     @functools.cached_property
     def _sequences(self) -> cuda_attention.Sequences:
         return cuda_attention.Sequences(self._lengths, self._host_places, self._device)
@@ -163,6 +179,21 @@ class _Rectangles:
             found.append(attend(queries, keys, values, seen, scoring).transpose(1, 2).flatten(0, 1))
         if not found:
             return query.new_empty(*query.shape[:2], value.shape[2])
+        context = found[0] if len(found) == 1 else torch.cat(found)
+        return context if self._is_rectangle else _rows(context, self._cells)
+
+    def recur(self, mixed: Tensor, decay: Tensor, beta: Tensor, recurrence: Recurrence) -> Tensor:
+        """Recur as ``PackedAttention.recur`` does."""
+        if not self._is_rectangle:
+            mixed, decay, beta = (_rows(each, self._taken) for each in (mixed, decay, beta))
+        found, start = [], 0
+        for samples, width in self._shapes:
+            part = slice(start, start + samples * width)
+            start = part.stop
+            queries, decays, betas = (each[part].unflatten(0, (samples, width)) for each in (mixed, decay, beta))
+            found.append(delta_rule.recur(queries, decays, betas, recurrence)[0].flatten(0, 1))
+        if not found:
+            return mixed.new_empty(0, recurrence.value_heads, recurrence.value_size)
         context = found[0] if len(found) == 1 else torch.cat(found)
         return context if self._is_rectangle else _rows(context, self._cells)
 
@@ -260,6 +291,9 @@ class AttentionPlan(Protocol):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Compute the attention of one layer, as ``PackedAttention.attend`` does."""
+
+    def recur(self, layer: int, mixed: Tensor, decay: Tensor, beta: Tensor, recurrence: Recurrence) -> Tensor:
+        """Compute the linear attention of one layer, as ``PackedAttention.recur`` does."""
 
 
 class SdpaCoreAttention(MegatronModule):

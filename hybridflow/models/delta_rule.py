@@ -1,0 +1,128 @@
+"""The gated delta rule of linear attention, and the convolution before it.
+
+A value head has a state S, ``[key, value]``. Token t makes of it, with q and k of length 1, the decay g and beta:
+S_t = exp(g_t) S_t-1, then S_t += k_t beta_t (v_t - S_t^T k_t)^T; its output is S_t^T q_t / sqrt(key). Tokens are taken
+in chunks: within one the corrections are the solution of a triangular system, and states go from chunk to chunk. So
+memory grows with the tokens, not with their square.
+
+Paper: arXiv 2412.06464; the chunks are those of arXiv 2406.06484.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, silu
+
+_CHUNK = 64
+_EPS = 1e-6
+"""Added to the squares of queries and keys, within the root."""
+
+
+class Recurrence(NamedTuple):
+    """What a layer with linear attention gives its plan: weights of this rank's heads.
+
+    Attributes:
+        conv: Of the convolution, ``[channels, kernel]``. Channels are all queries, then all keys, then all values.
+        key_heads: Query and key heads of this rank.
+        value_heads: Value heads of this rank, a multiple of these.
+        key_size: Width of each query and key head.
+        value_size: Width of each value head.
+    """
+
+    conv: Tensor
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+
+
+class State(NamedTuple):
+    """What is left of the tokens of some sequences.
+
+    Attributes:
+        inputs: Last inputs of the convolution, ``[samples, kernel - 1, channels]`` fp32.
+        matrix: S of each head, ``[samples, value_heads, key_size, value_size]`` fp32.
+    """
+
+    inputs: Tensor
+    matrix: Tensor
+
+
+def empty_state(samples: int, recurrence: Recurrence) -> State:
+    """Return the state before the first token of each of some sequences."""
+    conv, _, heads, key, value = recurrence
+    zeros = conv.new_zeros
+    return State(
+        zeros(samples, conv.shape[1] - 1, len(conv), dtype=torch.float32),
+        zeros(samples, heads, key, value, dtype=torch.float32),
+    )
+
+
+def recur(
+    mixed: Tensor, decay: Tensor, beta: Tensor, recurrence: Recurrence, state: State | None = None
+) -> tuple[Tensor, State]:
+    """Go through tokens of some sequences, as many of each.
+
+    Args:
+        mixed: Queries, keys and values before the convolution, ``[samples, tokens, channels]``.
+        decay: Logarithm of what the state is multiplied by, ``[samples, tokens, value_heads]`` fp32.
+        beta: Share of a value that replaces what the state has for its key, ``[samples, tokens, value_heads]``.
+        recurrence: Weights and sizes.
+        state: What the tokens before have left; None: there are none.
+
+    Returns:
+        ``[samples, tokens, value_heads, value_size]``, and the state behind the last token.
+    """
+    state = empty_state(len(mixed), recurrence) if state is None else state
+    whole = torch.cat([state.inputs, mixed.float()], dim=1)
+    conv, (tokens, left) = recurrence.conv.float(), (mixed.shape[1], state.inputs.shape[1])
+    summed = torch.stack([whole[:, shift : shift + tokens] * conv[:, shift] for shift in range(left + 1)]).sum(0)
+    keys = recurrence.key_heads * recurrence.key_size
+    query, key, value = silu(summed).to(mixed.dtype).float().split([keys, keys, summed.shape[2] - 2 * keys], dim=-1)
+    # [samples, key heads, value heads of each, tokens, size]: value heads share a query and a key.
+    query, key = (
+        _unit(each.unflatten(-1, (-1, recurrence.key_size))).movedim(1, 2)[:, :, None] for each in (query, key)
+    )
+    split = recurrence.key_heads, -1
+    value = value.unflatten(-1, (*split, recurrence.value_size)).movedim(1, 3)
+    decay, beta = (each.float().unflatten(-1, split).movedim(1, 3) for each in (decay, beta))
+    query = query * recurrence.key_size**-0.5
+    found, matrix = _through_chunks(query, key, value, decay, beta, state.matrix.unflatten(1, split))
+    found = found.movedim(3, 1).flatten(2, 3).to(mixed.dtype)
+    return found, State(whole[:, tokens:], matrix.flatten(1, 2))
+
+
+def _unit(heads: Tensor) -> Tensor:
+    return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _EPS)
+
+
+def _through_chunks(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, matrix: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs, and the state behind them; fp32 ``[samples, key heads, value heads of each, tokens, …]``."""
+    tokens, chunk = query.shape[3], min(_CHUNK, query.shape[3])
+    # Tokens that are filled in leave the state alone: they do not decay it, and their beta is 0.
+    missing = -tokens % chunk
+    query, key, value = (pad(each, (0, 0, 0, missing)).unflatten(3, (-1, chunk)) for each in (query, key, value))
+    decay, beta = (pad(each, (0, missing)).unflatten(3, (-1, chunk)) for each in (decay, beta))
+    since = decay.cumsum(-1)
+    is_later = torch.ones(chunk, chunk, dtype=torch.bool, device=query.device).triu(1)
+    # Decay from each token to each behind it in its chunk.
+    between = (since[..., :, None] - since[..., None, :]).masked_fill(is_later, -torch.inf).exp()
+    system = (key @ key.transpose(-1, -2)) * between * beta[..., None]
+    # Of the values without a state before the chunk, and of what a state has for the keys.
+    wanted = torch.cat([value, key * since.exp()[..., None]], dim=-1) * beta[..., None]
+    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    new, old = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
+    scores = (query @ key.transpose(-1, -2)) * between
+    query, to_end = query * since.exp()[..., None], (since[..., -1:] - since).exp()
+    key, whole = (key * to_end[..., None]).transpose(-1, -2), since[..., -1].exp()[..., None, None]
+    found = []
+    for index in range(query.shape[3]):
+        written = new[:, :, :, index] - old[:, :, :, index] @ matrix
+        found.append(query[:, :, :, index] @ matrix + scores[:, :, :, index] @ written)
+        matrix = whole[:, :, :, index] * matrix + key[:, :, :, index] @ written
+    return torch.stack(found, dim=3).flatten(3, 4)[:, :, :, :tokens], matrix

@@ -22,7 +22,7 @@ def check_cut(model: ModelConfig, layout: ParallelLayout, name: str) -> None:
     if model.num_experts is None and layout.etp is not None:
         raise LayoutError(f"{name}: etp={layout.etp} without experts in the model; leave etp out")
     inner = "tp" if model.num_experts is None or layout.etp is None else "etp"
-    widths = ("num_attention_heads", "shared_ffn_hidden_size", "dense_ffn_hidden_size")
+    widths = ("num_attention_heads", "linear_key_heads", "shared_ffn_hidden_size", "dense_ffn_hidden_size")
     for axis, key in (*(("tp", key) for key in widths), (inner, "ffn_hidden_size")):
         size, width = getattr(layout, axis), getattr(model, key)
         if width is not None and width % size:
@@ -32,6 +32,11 @@ def check_cut(model: ModelConfig, layout: ParallelLayout, name: str) -> None:
             f"{name}: tp={tp} neither divides nor is a multiple of model.num_query_groups={groups}; change one"
         )
     _check_stages(model.num_layers, layout, name)
+    if layout.cp > 1 and model.linear_layers:
+        raise LayoutError(
+            f"{name}: cp={layout.cp} with model.linear_layers={list(model.linear_layers)}: linear attention goes "
+            "through a sequence token by token, so that ranks cannot share one; use tp and dp"
+        )
     if layout.is_sharded and model.router_bias and model.implementation == "megatron":
         raise LayoutError(
             f"{name}: {layout} with model.router_bias=true: FSDP has no place for the routers' biases; use dp and ep, "

@@ -10,15 +10,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Form = Literal["same", "stack", "halves", "qkv", "fused_qkv", "transposed", "transposed_halves", "interleaved"]
+Form = Literal[
+    "same",
+    "stack",
+    "halves",
+    "qkv",
+    "fused_qkv",
+    "transposed",
+    "transposed_halves",
+    "interleaved",
+    "delta",
+    "fused_delta",
+    "delta_conv",
+    "delta_channels",
+]
 """How the Hugging Face tensors of a rule make one logical tensor, whose view is that of ``reshard.spec``.
 
 ``same``: one tensor, as it is. ``stack``: gate and up, ``[ffn, hidden]`` each, become ``[2, ffn, hidden]``. ``halves``:
 the same out of one tensor ``[2 * ffn, hidden]``. ``qkv``: query, key and value, weights or biases, become rows grouped
-by query group: the group's queries, its key, its value. ``fused_qkv``: the same out of one tensor with all queries,
+by query group: the group's queries, its key, its value. Where heads have output gates, each follows its head's query.
+``fused_qkv``: the same out of one tensor with all queries,
 then all keys, then all values. ``transposed``: one tensor ``[in, out]``. ``transposed_halves``: gate and up out of one
 tensor ``[hidden, 2 * ffn]``. ``interleaved``: gate and up by turns in the last dim, weights ``[hidden, 2 * ffn]`` or
 biases.
+
+Of linear attention, all grouped by key head: the head's query and key, then of its value heads the values, their gates,
+the betas and the decays. ``delta``: out of four tensors: all queries, keys and values; gates; betas; decays.
+``fused_delta``: out of two that are grouped so: queries, keys, values and gates; betas and decays. ``delta_conv``: a
+convolution ``[channels, 1, kernel]`` over all queries, keys and values becomes ``[channels, kernel]``, grouped.
+``delta_channels``: one tensor of all queries, keys and values, grouped.
 """
 
 

@@ -16,7 +16,7 @@ def linear_widths(model: ModelConfig, tp: int) -> dict[str, int]:
     queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
     return {
         "model.hidden_size": model.hidden_size,
-        "query, key and value": (queries + 2 * keys) // tp,
+        "query, key and value": (model.query_rows + 2 * keys) // tp,
         "the attention's output": queries // tp,
         "model.ffn_hidden_size": model.ffn_hidden_size // tp,
     }

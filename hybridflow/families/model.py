@@ -88,6 +88,15 @@ class ModelConfig:
         qk_nope_head_dim: Part of each query and key head without position.
         qk_rope_head_dim: Part with rotary position, which all heads share in keys.
         v_head_dim: Width of each value head.
+        linear_layers: Layers with linear attention (Gated DeltaNet, arXiv 2412.06464) instead of attention. They are
+            counted from 0. The next five keys are for them.
+        linear_key_heads: Query and key heads.
+        linear_value_heads: Value heads, a multiple of the key heads.
+        linear_key_head_dim: Width of each query and key head.
+        linear_value_head_dim: Width of each value head.
+        linear_conv_kernel: Tokens that the convolution over queries, keys and values sees, its own included.
+        attention_output_gate: Whether the output of each attention head is multiplied by the sigmoid of a gate, which
+            the projection to queries gives beside the head's query.
         attention_scale: Factor on the attention scores. None means 1 / sqrt(head size).
         attention_sinks: Whether the weights of a head's scores share their sum of 1 with a learned number of the head
             (arXiv 2309.17453).
@@ -157,6 +166,13 @@ class ModelConfig:
     qk_nope_head_dim: Count | None = None
     qk_rope_head_dim: Count | None = None
     v_head_dim: Count | None = None
+    linear_layers: tuple[int, ...] = ()
+    linear_key_heads: Count | None = None
+    linear_value_heads: Count | None = None
+    linear_key_head_dim: Count | None = None
+    linear_value_head_dim: Count | None = None
+    linear_conv_kernel: Count | None = None
+    attention_output_gate: bool = False
     attention_scale: Positive | None = None
     attention_sinks: bool = False
     attention_softcap: Positive | None = None
@@ -209,6 +225,26 @@ class ModelConfig:
         """Return the width of each value head."""
         return self.head_size if self.v_head_dim is None else self.v_head_dim
 
+    @property
+    def query_rows(self) -> int:
+        """Return the rows of the projection to queries: those of each head, and of its output gate."""
+        return self.num_attention_heads * self.head_size * (1 + self.attention_output_gate)
+
+    @property
+    def linear_values(self) -> int:
+        """Return the numbers of a token's values in a layer with linear attention; 0: there is no such layer."""
+        return (self.linear_value_heads or 0) * (self.linear_value_head_dim or 0)
+
+    @property
+    def linear_channels(self) -> int:
+        """Return the numbers of a token's queries, keys and values in a layer with linear attention."""
+        return 2 * (self.linear_key_heads or 0) * (self.linear_key_head_dim or 0) + self.linear_values
+
+    @property
+    def linear_rows(self) -> int:
+        """Return the rows of the projection of such a layer: queries, keys, values, gates of these, decays, betas."""
+        return self.linear_channels + self.linear_values + 2 * (self.linear_value_heads or 0)
+
     def ffn_size(self, layer: int) -> int | None:
         """Return the width of the dense feed-forward block of a layer, or None if the layer has experts."""
         if self.num_experts is None:
@@ -259,6 +295,7 @@ def check_model(model: ModelConfig, owner: str) -> None:
     """
     heads, groups = model.num_attention_heads, model.query_groups
     _check_latent(model, owner)
+    _check_linear(model, owner)
     if model.kv_lora_rank is not None:
         if model.rotary_size % 2:
             raise ConfigError(
@@ -297,6 +334,7 @@ def check_model(model: ModelConfig, owner: str) -> None:
         _check_rotary(model, model.rotary_scaling, f"{owner}.rotary_scaling")
 
 
+_LEAST_KERNEL = 2
 _LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -323,13 +361,57 @@ def _check_latent(model: ModelConfig, owner: str) -> None:
             f"{owner}.num_query_groups={model.num_query_groups} with {owner}.kv_lora_rank={model.kv_lora_rank}: latent "
             f"attention has a key for each of its {model.num_attention_heads} heads; remove num_query_groups"
         )
-    others = ("qk_norm", "qkv_bias", "linear_bias", "attention_sinks", "rotary_dim", "local_rotary_base")
-    for name in (*others, "rotary_interleaved", "no_rope_layers"):
+    others = (
+        *("qk_norm", "qkv_bias", "linear_bias", "attention_sinks", "rotary_dim", "local_rotary_base"),
+        *("rotary_interleaved", "no_rope_layers", "linear_layers", "attention_output_gate"),
+    )
+    for name in others:
         if getattr(model, name):
             raise ConfigError(
                 f"{owner}.{name}={getattr(model, name)} with {owner}.kv_lora_rank={model.kv_lora_rank}: not computed "
                 "in latent attention; remove one of them"
             )
+
+
+_LINEAR = (
+    *("linear_key_heads", "linear_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_kernel",
+)
+
+
+def _check_linear(model: ModelConfig, owner: str) -> None:
+    """Refuse parts of linear attention without the rest, and what is not computed beside it."""
+    for name in _LINEAR:
+        if (getattr(model, name) is None) == bool(model.linear_layers):
+            raise ConfigError(
+                f"{owner}.{name}={getattr(model, name)} with {owner}.linear_layers={list(model.linear_layers)}: layers "
+                "with linear attention need all of their keys, and other models none; give or remove it"
+            )
+    if not model.linear_layers:
+        return
+    _check_layers(model, owner, "linear_layers")
+    if len(set(model.linear_layers)) == model.num_layers:
+        raise ConfigError(
+            f"{owner}.linear_layers={list(model.linear_layers)}: none of {model.num_layers} layers has keys and "
+            "values, which is not computed; leave one out"
+        )
+    keys, values, kernel = model.linear_key_heads or 0, model.linear_value_heads or 0, model.linear_conv_kernel or 0
+    if values % keys:
+        raise ConfigError(
+            f"{owner}.linear_value_heads={values} is no multiple of {owner}.linear_key_heads={keys}; change one"
+        )
+    if kernel < _LEAST_KERNEL:
+        raise ConfigError(
+            f"{owner}.linear_conv_kernel={kernel}: expected at least {_LEAST_KERNEL}, a token and the one before it; "
+            "raise it"
+        )
+    for name in ("linear_bias", "post_norms"):
+        if getattr(model, name):
+            raise ConfigError(
+                f"{owner}.{name}=true with {owner}.linear_layers: not computed in linear attention; set it to false"
+            )
+    if not model.pre_norms:
+        raise ConfigError(f"{owner}.pre_norms=false with {owner}.linear_layers is not computed; set it to true")
 
 
 def _check_window(model: ModelConfig, owner: str) -> None:

@@ -230,10 +230,6 @@ class ParallelLayout:
             )
         return self.layers
 
-    def num_layers_of(self, stage: int, num_layers: int) -> int:
-        """Return the layers of a pipeline stage, of all its chunks together, of a model with ``num_layers``."""
-        return sum(self.layer_counts(num_layers, f"layout {self}")[stage :: self.pp])
-
     def for_rollout(self) -> ParallelLayout:
         """Return the layout in which a model generates that learns in this one: whole layers, in one piece.
 

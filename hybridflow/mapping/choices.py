@@ -208,7 +208,7 @@ class Choices:
             if not self._allows("actor.rollout", layout):
                 continue
             mesh = _mesh("actor.rollout", layout)
-            a_text = tokens * size.cached_bytes(layout.tp)
+            a_text = tokens * size.cached_bytes(layout.tp) + size.state_bytes(layout.tp)
             weights = int(kept_bytes(size, layout)["first"]["weights"])
             most, held = -(-responses // layout.dp), self._texts_held(mesh, a_text)
             for concurrent in (max(1, int(min(slots, held))) for slots in self.concurrent):

@@ -153,7 +153,8 @@ def decode_seconds(
     """
     tp = layout.tp
     layer = _layer_products(size, hardware, layout, concurrent, fp8=fp8)
-    cached = concurrent * context * size.cached_bytes(tp, fp8=fp8)
+    # Keys and values are read; states are read and written.
+    cached = concurrent * (context * size.cached_bytes(tp, fp8=fp8) + 2 * size.state_bytes(tp))
     summed, exchanged = _passed(size, hardware, layout, concurrent, is_generating=True)
     # Engines for GPUs do it within other kernels; what that leaves was fitted as launches.
     elementwise = _elementwise(size, hardware, layout, concurrent) if hardware.is_cpu else 0.0
@@ -215,7 +216,8 @@ def _layer(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, float]:
     tp, tokens = layout.tp, step.micro_batch * step.sequence / layout.cp
     products = _layer_products(size, hardware, layout, tokens, fp8=step.fp8)
     # A token sees half of its sequence on average.
-    scores = tokens * step.sequence * size.heads * (size.head + size.value_head) / tp
+    scored = step.sequence * size.heads * (size.head + size.value_head)
+    scores = tokens * size.mean_attention(scored, 2 * size.state_products) / tp
     cast = _CAST_ITEMS * _product_inputs(size) if step.fp8 else 0.0
     summed, exchanged = _passed(size, hardware, layout, tokens)
     keys = 2 * tokens * layout.cp * size.groups * size.head / tp * size.item_bytes
@@ -274,6 +276,7 @@ def _layer_products(
 
     tp, mixture = layout.tp, size.experts
     attention = cut(size.attention, tokens, tp) + cut(size.compressing, tokens / tp, 1)
+    attention = size.mean_attention(attention, cut(size.linear_attention, tokens, tp))
     dense = cut(size.block(size.ffn), tokens, tp)
     if mixture is None:
         return attention + dense
@@ -499,7 +502,7 @@ def decode_bytes(size: Size, tp: int, concurrent: int, context: int, *, fp8: boo
     kept = size.item_bytes if not fp8 else 1
     return {
         "weights": tables * size.item_bytes + layers * kept,
-        "cache": concurrent * context * size.cached_bytes(tp, fp8=fp8),
+        "cache": concurrent * (context * size.cached_bytes(tp, fp8=fp8) + size.state_bytes(tp)),
     }
 
 

@@ -164,8 +164,8 @@ def run(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step]) -> int
     what = f"{arguments.phase} fp8" if arguments.dtype == "fp8" else arguments.phase
     if size.experts is not None:
         what += " mixture"
-    # Of latent attention a mixture alone was measured.
-    is_known = size.latent is None or size.experts is not None
+    # Of latent attention a mixture alone was measured, and no model with linear attention.
+    is_known = (size.latent is None or size.experts is not None) and size.linear is None
     found["error"] = known_error(what, arguments.hardware, machine, is_known=is_known)
     asked = {name: getattr(arguments, name) for name in ("phase", "model", "hardware")}
     found = {**asked, "dtype": arguments.dtype or machine.dtype, "gpus": layout.world_size, **found}

@@ -23,7 +23,7 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.mapping.activations import activation_bytes, decoding_bytes
 from hybridflow.mapping.hardware import Hardware, hardware
 from hybridflow.models.adapters import adapter_spec, parts_of
-from hybridflow.models.shapes import cached_token_bytes, model_spec
+from hybridflow.models.shapes import cached_token_bytes, model_spec, state_bytes
 from hybridflow.recipe.meshes import reference_is_base
 from hybridflow.reshard.fsdp import weight_holdings
 from hybridflow.reshard.holdings import Holdings, WeightHoldings, tensors_alike
@@ -324,7 +324,9 @@ def _rollout_memory(
         return MeshMemory(mesh=mesh.name, weights=copied, lasting=lasting, cache=vllm_bytes(recipe, gpu_bytes))
     # A cache whose bytes are given has them, whatever goes into it.
     is_given = cached is None or recipe.rollout.cache_memory >= 1
-    cache = cache_bytes(recipe, model, mesh) if is_given else (cached or 0) * cached_token_bytes(model, mesh.layout)
+    cache = cache_bytes(recipe, model, mesh)
+    if not is_given:
+        cache = (cached or 0) * cached_token_bytes(model, mesh.layout) + _states_bytes(recipe, model, mesh)
     beside = placed.stage_bytes[0] if is_vllm else packed_bytes(placed.spec, model, mesh, rank)
     # A CPU in fp32 merges adapters into its packed matrices.
     lora = None if beside else recipe.actor.lora
@@ -407,6 +409,7 @@ def packed_bytes(spec: ModelSpec, model: ModelConfig, mesh: DeviceMesh, rank: in
     ``rollout.cpu.transformer`` copies them to generate on a CPU.
     """
     fits = model.num_experts is None and model.kv_lora_rank is None
+    fits = fits and not model.linear_layers and not model.attention_output_gate
     fits = fits and model.head_size % 16 == 0 and model.query_groups >= mesh.layout.tp
     if model.dtype != "fp32" or not fits:
         return 0
@@ -445,7 +448,7 @@ def _is_packed(tensor: TensorSpec, is_last: bool) -> bool:
 
 
 def cache_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh) -> int:
-    """Return keys and values of ``rollout.max_concurrent`` sequences, each as long as the context.
+    """Return keys and values, and states, of ``rollout.max_concurrent`` sequences, each as long as the context.
 
     They are no more than the cache's budget.
     """
@@ -474,7 +477,8 @@ def cached_tokens(recipe: Recipe, meshes: Mapping[str, DeviceMesh], machine: Har
     if room < 1:
         memory = job_memory(recipe, meshes, cached=0)
         room *= machine.memory_bytes - max(memory[rank].resident for rank in mesh.ranks)
-    return max(0, int(room)) // cached_token_bytes(recipe.sized_model_of(mesh.name), mesh.layout)
+    model = recipe.sized_model_of(mesh.name)
+    return max(0, int(room) - _states_bytes(recipe, model, mesh)) // cached_token_bytes(model, mesh.layout)
 
 
 def vllm_bytes(recipe: Recipe, gpu_bytes: float) -> int:
@@ -486,7 +490,8 @@ def vllm_tokens(recipe: Recipe, mesh: DeviceMesh, gpu_bytes: float) -> int:
     """Return how many tokens' keys and values vLLM has room for in its share of a GPU, beside the whole model."""
     model = recipe.sized_model_of(mesh.name)
     weights = sum(tensor.num_bytes for tensor in _specs(model, False).tensors)
-    return max(0, vllm_bytes(recipe, gpu_bytes) - weights) // cached_token_bytes(model, mesh.layout)
+    room = vllm_bytes(recipe, gpu_bytes) - weights - _states_bytes(recipe, model, mesh)
+    return max(0, room) // cached_token_bytes(model, mesh.layout)
 
 
 def _spare_bytes(recipe: Recipe, mesh: DeviceMesh) -> int:
@@ -497,8 +502,14 @@ def _spare_bytes(recipe: Recipe, mesh: DeviceMesh) -> int:
 
 
 def _sequence_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:
-    """Return keys and values of a sequence as long as the context, in whole blocks, on the longest stage."""
-    return -(-model.max_context // BLOCK_TOKENS) * BLOCK_TOKENS * cached_token_bytes(model, mesh.layout)
+    """Return keys and values of a sequence as long as the context, in whole blocks, and its states."""
+    keys = -(-model.max_context // BLOCK_TOKENS) * BLOCK_TOKENS * cached_token_bytes(model, mesh.layout)
+    return keys + state_bytes(model, mesh.layout)
+
+
+def _states_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh) -> int:
+    """Return the states of ``rollout.max_concurrent`` sequences, which do not grow with their tokens."""
+    return recipe.rollout.max_concurrent * state_bytes(model, mesh.layout)
 
 
 def usable_bytes(recipe: Recipe, gpu_bytes: float | None) -> float | None:

@@ -11,6 +11,7 @@ from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.errors import ConfigError
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.shapes import known_models
+from hybridflow.reshard.spec import ITEM_BYTES
 
 _USUAL_HEAD = 128
 _SIZES = ("layers", "hidden", "heads", "groups", "head", "ffn", "vocab", "gated", "tied")
@@ -56,6 +57,25 @@ class Latent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Linear:
+    """The sizes of linear attention (arXiv 2412.06464), which some layers have in the place of attention.
+
+    Attributes:
+        layers: Such layers.
+        rows: Rows of the projection to queries, keys, values, gates, betas and decays.
+        values: Width of all value heads.
+        key: Width of each query and key head.
+        state: Numbers in fp32 that a layer keeps of a sequence.
+    """
+
+    layers: int
+    rows: int
+    values: int
+    key: int
+    state: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Size:
     """The sizes of a model that decide its time.
 
@@ -73,6 +93,8 @@ class Size:
         columns: Of the output layer: 1 of a critic or scorer; None: the vocabulary.
         experts: A mixture's; None: a dense model.
         latent: Of latent attention; None: plain attention.
+        linear: Of linear attention; None: no layer has it.
+        query_parts: Vectors of each head that the projection to queries gives: 2 with an output gate.
     """
 
     layers: int
@@ -88,6 +110,8 @@ class Size:
     columns: int | None = None
     experts: Experts | None = None
     latent: Latent | None = None
+    linear: Linear | None = None
+    query_parts: int = 1
 
     @property
     def value_head(self) -> int:
@@ -96,10 +120,10 @@ class Size:
 
     @property
     def attention(self) -> tuple[Matrix, ...]:
-        """Return the matrices of a layer's attention that tp cuts."""
+        """Return the matrices of attention that tp cuts, in a layer that has it."""
         out = (self.heads * self.value_head, self.hidden, False)
         if self.latent is None:
-            return ((self.hidden, (self.heads + 2 * self.groups) * self.head, True), out)
+            return ((self.hidden, (self.query_parts * self.heads + 2 * self.groups) * self.head, True), out)
         kept = self.head - self.latent.rotated + self.latent.value
         return (
             (self.latent.queries or self.hidden, self.heads * self.head, True),
@@ -122,6 +146,27 @@ class Size:
         return ((self.hidden, width * (1 + self.gated), True), (width, self.hidden, False))
 
     @property
+    def linear_attention(self) -> tuple[Matrix, ...]:
+        """Return the matrices of linear attention, in a layer that has it."""
+        if self.linear is None:
+            return ()
+        return ((self.hidden, self.linear.rows, True), (self.linear.values, self.hidden, False))
+
+    @property
+    def state_products(self) -> int:
+        """Return the multiplications of a token with the states of a layer that has linear attention."""
+        return 0 if self.linear is None else 3 * self.linear.values * self.linear.key
+
+    @property
+    def attention_layers(self) -> int:
+        """Return the layers with keys and values."""
+        return self.layers - (0 if self.linear is None else self.linear.layers)
+
+    def mean_attention(self, attention: float, linear: float) -> float:
+        """Return the mean over the layers of what a layer with attention and one with linear attention have."""
+        return linear + (attention - linear) * self.attention_layers / self.layers
+
+    @property
     def sparse_layers(self) -> int:
         """Return the layers with experts."""
         return 0 if self.experts is None else self.layers - self.experts.dense_layers
@@ -135,7 +180,8 @@ class Size:
         """Return the weights of a layer, on average, without experts, norms and biases."""
         shared = 0 if self.experts is None else self.experts.shared
         blocks = self.mean_layer(weights_of(self.block(self.ffn)), weights_of(self.block(shared)))
-        return weights_of(self.attention) + blocks + self.whole_weights
+        attention = self.mean_attention(weights_of(self.attention), weights_of(self.linear_attention))
+        return attention + blocks + self.whole_weights
 
     @property
     def whole_weights(self) -> float:
@@ -174,7 +220,11 @@ class Size:
         kept = 1 if fp8 else self.item_bytes
         if self.latent is not None:
             return self.layers * (self.latent.keys + self.latent.rotated) * kept
-        return 2 * self.layers * max(1, self.groups // tp) * self.head * kept
+        return 2 * self.attention_layers * max(1, self.groups // tp) * self.head * kept
+
+    def state_bytes(self, tp: int) -> int:
+        """Return what a rank keeps of a sequence in all layers with linear attention."""
+        return 0 if self.linear is None else self.linear.layers * self.linear.state // tp * ITEM_BYTES["fp32"]
 
     def training_flops(self, tokens: int, sequence: int) -> float:
         """Return the operations of forward and backward passes as Megatron-LM counts them.
@@ -182,7 +232,8 @@ class Size:
         Attention counts whole, not its causal half, and nothing counts for recomputation (arXiv 2104.04473). Of experts
         those count that a token goes to.
         """
-        layer = 2 * self.active_weights + 2 * sequence * self.heads * (self.head + self.value_head)
+        scores = 2 * sequence * self.heads * (self.head + self.value_head)
+        layer = 2 * self.active_weights + self.mean_attention(scores, 2 * self.state_products)
         return 3 * tokens * (self.layers * layer + 2 * self.output_weights)
 
 
@@ -205,7 +256,7 @@ def model_size(text: str) -> Size:
 
 def size_of(model: ModelConfig) -> Size:
     """Return the sizes of a model whose vocabulary is known."""
-    experts, latent = None, None
+    experts, latent, linear = None, None, None
     if model.num_experts is not None:
         experts = Experts(
             number=model.num_experts,
@@ -221,6 +272,15 @@ def size_of(model: ModelConfig) -> Size:
             rotated=model.rotary_size,
             value=model.value_size,
         )
+    if model.linear_layers:
+        kernel, key = model.linear_conv_kernel or 0, model.linear_key_head_dim or 0
+        linear = Linear(
+            layers=len(model.linear_layers),
+            rows=model.linear_rows,
+            values=model.linear_values,
+            key=key,
+            state=model.linear_channels * (kernel - 1) + model.linear_values * key,
+        )
     return Size(
         layers=model.num_layers,
         hidden=model.hidden_size,
@@ -232,6 +292,8 @@ def size_of(model: ModelConfig) -> Size:
         tied=model.tied_embeddings,
         experts=experts,
         latent=latent,
+        linear=linear,
+        query_parts=1 + model.attention_output_gate,
     )
 
 

@@ -15,7 +15,7 @@ from hybridflow.families.model import ModelConfig
 from hybridflow.models.shapes import model_spec
 from hybridflow.reshard.spec import ModelSpec, TensorSpec
 
-FACTOR = re.compile(r"(.+)\.lora(?:\.(q|k|v|gate|up))?\.([AB])")
+FACTOR = re.compile(r"(.+)\.lora(?:\.(q|k|v|gate|up|qkv|z|b|a))?\.([AB])")
 """The name of a factor: that of its linear layer, which part of it, which of the two."""
 
 MODULES: Mapping[str, tuple[str, str]] = {
@@ -24,12 +24,21 @@ MODULES: Mapping[str, tuple[str, str]] = {
     "v_proj": ("self_attention.linear_qkv", "v"),
     "qkv_proj": ("self_attention.linear_qkv", ""),
     "o_proj": ("self_attention.linear_proj", ""),
+    "in_proj_qkv": ("self_attention.in_proj", "qkv"),
+    "in_proj_z": ("self_attention.in_proj", "z"),
+    "in_proj_b": ("self_attention.in_proj", "b"),
+    "in_proj_a": ("self_attention.in_proj", "a"),
+    "out_proj": ("self_attention.out_proj", ""),
     "gate_proj": ("mlp.linear_fc1", "gate"),
     "up_proj": ("mlp.linear_fc1", "up"),
     "gate_up_proj": ("mlp.linear_fc1", ""),
     "down_proj": ("mlp.linear_fc2", ""),
 }
 """What Hugging Face calls a linear layer -> what megatron-core calls it, and which part of it that is; "": all."""
+
+
+OF_LINEAR_ATTENTION = tuple(name for name in MODULES if name.startswith("in_proj_") or name == "out_proj")
+"""Those of layers with linear attention."""
 
 
 def is_factor(name: str) -> bool:
@@ -96,8 +105,10 @@ def _factors_of(weight: TensorSpec, model: ModelConfig, lora: LoRAConfig) -> Ite
 
 
 def _factors(weight: TensorSpec, model: ModelConfig, parts: Sequence[str], rank: int) -> Iterator[TensorSpec]:
-    queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
+    queries, keys = model.query_rows, model.query_groups * model.head_size
     rows = {"q": queries, "k": keys, "v": keys, "gate": model.ffn_hidden_size, "up": model.ffn_hidden_size}
+    rows |= {"qkv": model.linear_channels, "z": model.linear_values}
+    rows |= dict.fromkeys("ba", model.linear_value_heads or 0)
     cuts_columns = weight.tp_dim == len(weight.shape) - 1
     for part in parts:
         stem = ".".join(filter(None, (weight.name.removesuffix(".weight"), "lora", part)))

@@ -387,11 +387,12 @@ class GroupedSelfAttention(SelfAttention):
     ) -> Any:
         """Project ``[tokens, 1, hidden]`` to query, key and value; on a GPU these are turned by their positions.
 
-        The query is ``[tokens, 1, heads/tp, head]``, key and value are ``[tokens, 1, groups, head]``.
+        The query is ``[tokens, 1, heads/tp, head]``, key and value are ``[tokens, 1, groups, head]``. Gates of outputs,
+        where there are any, come fourth, in the shape of the query.
 
         Collective: tp. ``groups`` are this rank's query groups, 1 where several ranks share one.
         """
-        query, key, value = self._project(hidden_states, key_value_states, output_gate, split_qkv)
+        query, key, value, *gate = self._project(hidden_states, key_value_states, output_gate, split_qkv)
         if self.scaled_part is not None:
             num_dims, factor = self.scaled_part
             query, key = (
@@ -403,27 +404,48 @@ class GroupedSelfAttention(SelfAttention):
             query, key = (
                 turned(each[:, 0], self._table, 1.0, self.config.rotary_interleaved)[:, None] for each in (query, key)
             )
-        return query, key, value
+        return query, key, value, *gate
 
     def _project(self, hidden_states: Tensor, key_value_states: None, output_gate: bool, split_qkv: bool) -> Any:
         num_groups, head = self.config.num_query_groups, self.hidden_size_per_attention_head
-        if num_groups >= self.world_size:
+        if num_groups >= self.world_size and not output_gate:
             return super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)
-        assert split_qkv and not output_gate, "neither fused rotary embeddings nor gated attention here"
+        assert split_qkv, "no fused rotary embeddings here"
+        mixed = self.linear_qkv(hidden_states)[0]
+        if num_groups >= self.world_size:
+            query, key, value = _parts(mixed, num_groups // self.world_size, head)
+            query, gate = query.unflatten(2, (-1, 2)).unbind(3)
+            return _normed(query, self.q_layernorm), _normed(key, self.k_layernorm), value, gate
         # A rank's rows of the fused weight are a part of one group: "q1 q2 k v" or a piece of that.
         sharers = self.world_size // num_groups
         tp_rank = self.tp_group.rank()
-        mixed = all_gather_last_dim_from_tensor_parallel_region(self.linear_qkv(hidden_states)[0], group=self.tp_group)
-        mixed = mixed.unflatten(-1, (num_groups, -1, head))
-        query, key, value = mixed.split([mixed.shape[3] - 2, 1, 1], dim=3)
-        query, key, value = query.flatten(2, 3), key[:, :, :, 0], value[:, :, :, 0]
+        mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=self.tp_group)
+        query, key, value = _parts(mixed, num_groups, head)
+        gates = []
+        if output_gate:
+            query, gate = query.unflatten(2, (-1, 2)).unbind(3)
+            gates = [gate.chunk(self.world_size, dim=2)[tp_rank]]
         group = slice(tp_rank // sharers, tp_rank // sharers + 1)
         is_wide = isinstance(self.q_layernorm, ProjectionNorm)
         if is_wide:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         query, key, value = query.chunk(self.world_size, dim=2)[tp_rank], key[:, :, group], value[:, :, group]
-        if not is_wide and self.q_layernorm is not None:
-            query = self.q_layernorm(query)
-        if not is_wide and self.k_layernorm is not None:
-            key = self.k_layernorm(key)
-        return query, key, value
+        if not is_wide:
+            query, key = _normed(query, self.q_layernorm), _normed(key, self.k_layernorm)
+        return query, key, value, *gates
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Multiply ``[tokens, 1, heads/tp * head]`` by the sigmoid of the gate; megatron-core's compiles that."""
+        return (x * torch.sigmoid(gate.flatten(2).float())).to(x.dtype)
+
+
+def _parts(mixed: Tensor, num_groups: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Split ``[tokens, 1, rows]``, grouped by query group, into heads of queries, with their gates, keys and values."""
+    heads = mixed.unflatten(-1, (num_groups, -1, head))
+    query, key, value = heads.split([heads.shape[3] - 2, 1, 1], dim=3)
+    return query.flatten(2, 3), key[:, :, :, 0], value[:, :, :, 0]
+
+
+def _normed(heads: Tensor, norm: nn.Module | None) -> Tensor:
+    found: Tensor = heads if norm is None else norm(heads)
+    return found

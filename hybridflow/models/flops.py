@@ -54,11 +54,23 @@ def model_flops(model: ModelConfig, *, vocab_size: int, has_value_head: bool = F
         feed_forward += hidden * model.shared_expert_gate
     dense = 3 * hidden * (model.dense_ffn_hidden_size or 0)
     feed_forward = (layers - model.num_dense_layers) * feed_forward + model.num_dense_layers * dense
+    linear = len(model.linear_layers)
+    attention = (layers - linear) * _attention_weights(model) + linear * _linear_products(model)
     return ModelFlops(
-        per_token=2 * (layers * _attention_weights(model) + feed_forward),
-        per_pair=2 * layers * model.num_attention_heads * (model.head_size + model.value_size),
+        per_token=2 * (attention + feed_forward),
+        per_pair=2 * (layers - linear) * model.num_attention_heads * (model.head_size + model.value_size),
         per_output=2 * hidden * (1 if has_value_head else vocab_size),
     )
+
+
+def _linear_products(model: ModelConfig) -> int:
+    """Return the multiplications for a token in a layer with linear attention.
+
+    The state of a head is multiplied by a key, gets a product of key and value, and is multiplied by a query. In chunks
+    that takes more.
+    """
+    weights = model.hidden_size * (model.linear_rows + model.linear_values)
+    return weights + 3 * model.linear_values * (model.linear_key_head_dim or 0)
 
 
 def _attention_weights(model: ModelConfig) -> int:
@@ -66,7 +78,7 @@ def _attention_weights(model: ModelConfig) -> int:
     hidden, heads = model.hidden_size, model.num_attention_heads
     queries, output = heads * model.head_size, heads * model.value_size * hidden
     if model.kv_lora_rank is None:
-        return hidden * (queries + 2 * model.query_groups * model.head_size) + output
+        return hidden * (model.query_rows + 2 * model.query_groups * model.head_size) + output
     of_queries = hidden * queries if model.q_lora_rank is None else model.q_lora_rank * (hidden + queries)
     up = heads * (model.head_size - model.rotary_size + model.value_size)
     return of_queries + hidden * (model.kv_lora_rank + model.rotary_size) + model.kv_lora_rank * up + output

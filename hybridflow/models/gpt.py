@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ from hybridflow.models.experts import ExpertLayer, RoutedLayer, mixtures
 from hybridflow.models.flops import ModelFlops, model_flops
 from hybridflow.models.fp8 import ALIGNED_TOKENS, check_device
 from hybridflow.models.gated import GatedMLP, gelu_tanh
+from hybridflow.models.gated_delta_net import GatedDeltaNet
 from hybridflow.models.grouped import lay_side_by_side
 from hybridflow.models.latent_attention import LatentSelfAttention
 from hybridflow.models.layers import Chunks
@@ -98,6 +101,7 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         qk_layernorm=model.qk_norm,
+        attention_output_gate=model.attention_output_gate,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
@@ -328,7 +332,8 @@ def build_transformer(
         _add_rng_states()
     # Transformer Engine fuses norms into linear layers, whose input an adapter would not see.
     has_fused_norms = lora is None and model.pre_norms and device.type == "cuda" and has_transformer_engine()
-    block, experts = _block_spec(model, config, counts[stage], is_local=not has_fused_norms)
+    layers = range(sum(counts[:stage]), sum(counts[: stage + 1]))
+    block, experts = _block_spec(model, config, layers, is_local=not has_fused_norms)
     with torch.device("meta") if is_empty else device:
         transformer = Transformer(
             config=config,
@@ -347,7 +352,7 @@ def build_transformer(
             transformer.output_layer = ValueHead(config.hidden_size, config.params_dtype, device)
         for index, layer in enumerate(transformer.decoder.layers):
             # megatron-core's own count takes stages to be equal.
-            layer.layer_number = layer.self_attention.layer_number = sum(counts[:stage]) + index + 1
+            layer.layer_number = layer.self_attention.layer_number = layers[index] + 1
             _finish_layer(layer, index, model, experts, groups, device)
         if lora is not None:
             transformer.requires_grad_(False)
@@ -392,7 +397,7 @@ def _is_common(model: ModelConfig) -> bool:
     is_other_rotation = model.rotary_interleaved or _has_two_rotations(model)
     is_other_gate = model.activation == "quick_gelu" or model.glu_clamp is not None or model.glu_offset != 0
     is_other = is_other_rotation or is_other_gate or model.linear_bias or model.attention_sinks
-    is_other = is_other or model.kv_lora_rank is not None
+    is_other = is_other or model.kv_lora_rank is not None or model.attention_output_gate or bool(model.linear_layers)
     return model.pre_norms and not has_wide_norms and not is_other
 
 
@@ -414,9 +419,9 @@ def set_rotary(transformer: Transformer, model: ModelConfig, device: torch.devic
 
 
 def _block_spec(
-    model: ModelConfig, config: TransformerConfig, num_layers: int, *, is_local: bool
+    model: ModelConfig, config: TransformerConfig, layers: Sequence[int], *, is_local: bool
 ) -> tuple[TransformerBlockSubmodules, MoESubmodules | None]:
-    """Return the spec of a stage of ``num_layers`` layers, and the submodules of its mixtures of experts.
+    """Return the spec of a stage of these layers, and the submodules of its mixtures of experts.
 
     megatron-core's local layers, or Transformer Engine's; our attention in both. Every norm is named here: left to
     itself megatron-core takes the final one from whichever package is installed, wherever the model is.
@@ -444,7 +449,18 @@ def _block_spec(
         parts.input_layernorm = parts.pre_mlp_layernorm = norm if model.pre_norms else IdentityOp
         if has_head_norms:
             parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = norm
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm), experts
+    specs = [_with_linear_attention(layer, model) if index in model.linear_layers else layer for index in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm), experts
+
+
+def _with_linear_attention(layer: ModuleSpec, model: ModelConfig) -> ModuleSpec:
+    """Return the spec of a layer with linear attention in the place of its attention."""
+    parts = copy.copy(layer.submodules)
+    parts.self_attention = ModuleSpec(module=GatedDeltaNet, params={"model": model})
+    if parts.input_layernorm is IdentityOp and model.pre_norms:
+        # Transformer Engine's would be in the projection that is not there.
+        parts.input_layernorm = TENorm
+    return replace(layer, submodules=parts)
 
 
 _DENSE = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -460,9 +476,32 @@ def _finish_layer(
     device: torch.device,
 ) -> None:
     """Put in what megatron-core's layer lacks, or has the same for all layers."""
-    core, index = layer.self_attention.core_attention, layer.layer_number - 1
-    has_window = model.window is not None and (model.window_layers is None or index in model.window_layers)
+    core = layer.self_attention.core_attention
     core.local_layer = local_layer
+    if isinstance(core, SdpaCoreAttention):
+        _finish_attention(layer, core, model, groups)
+    if experts is not None and (width := model.ffn_size(layer.layer_number - 1)) is not None:
+        # Of the width megatron-core asks the configuration too.
+        dense = copy.copy(layer.config)
+        dense.ffn_hidden_size = width
+        layer.mlp = GatedMLP(dense, _DENSE, ffn_hidden_size=width, tp_group=groups.tp)
+    elif experts is not None:
+        layer.mlp = ExpertLayer(layer.config, experts, layer.layer_number, groups, model, device)
+    else:
+        # megatron-core's layer builds its own class without a warning, and has no other place for ours.
+        assert type(layer.mlp) is MLP, f"{type(layer.mlp)}: expected megatron-core's MLP"
+        layer.mlp.__class__ = GatedMLP
+    if model.post_norms:
+        for module in (layer.self_attention, layer.mlp):
+            normalize_output(module, layer.config)
+
+
+def _finish_attention(
+    layer: TransformerLayer, core: SdpaCoreAttention, model: ModelConfig, groups: ProcessGroupCollection
+) -> None:
+    """Tell a layer's attention what megatron-core's configuration does not."""
+    index = layer.layer_number - 1
+    has_window = model.window is not None and (model.window_layers is None or index in model.window_layers)
     if model.attention_sinks:
         core.add_sinks()
     has_other_rotation = index in model.no_rope_layers or (has_window and model.local_rotary_base is not None)
@@ -479,17 +518,3 @@ def _finish_layer(
         attention, head = layer.self_attention, model.head_size
         attention.q_layernorm = ProjectionNorm(layer.config, model.num_attention_heads, head, groups.tp)
         attention.k_layernorm = ProjectionNorm(layer.config, model.query_groups, head, groups.tp)
-    if experts is not None and (width := model.ffn_size(index)) is not None:
-        # Of the width megatron-core asks the configuration too.
-        dense = copy.copy(layer.config)
-        dense.ffn_hidden_size = width
-        layer.mlp = GatedMLP(dense, _DENSE, ffn_hidden_size=width, tp_group=groups.tp)
-    elif experts is not None:
-        layer.mlp = ExpertLayer(layer.config, experts, layer.layer_number, groups, model, device)
-    else:
-        # megatron-core's layer builds its own class without a warning, and has no other place for ours.
-        assert type(layer.mlp) is MLP, f"{type(layer.mlp)}: expected megatron-core's MLP"
-        layer.mlp.__class__ = GatedMLP
-    if model.post_norms:
-        for module in (layer.self_attention, layer.mlp):
-            normalize_output(module, layer.config)

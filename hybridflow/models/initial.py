@@ -31,6 +31,11 @@ def initial_factor(name: str, shape: Sequence[int], *, seed: int, variant: int =
     return torch.empty(*shape).uniform_(-bound, bound, generator=_generator(name, seed, variant))
 
 
+def initial_rates(name: str, shape: Sequence[int], *, seed: int, variant: int = 0) -> Tensor:
+    """Return the rates by which states of linear attention decay, uniform from 0.01 to 16, as in ``transformers``."""
+    return torch.empty(*shape).uniform_(0.01, 16.0, generator=_generator(name, seed, variant))
+
+
 def _generator(name: str, seed: int, variant: int) -> torch.Generator:
     origin = f"{seed}:{name}:{variant}" if variant else f"{seed}:{name}"
     digest = hashlib.sha256(origin.encode()).digest()

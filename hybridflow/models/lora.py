@@ -33,7 +33,7 @@ from hybridflow.models.hf_model import TransformersActor
 from hybridflow.models.layers import Chunks, chunks_of
 from hybridflow.models.user_model import Uncut
 
-_ROW_PARALLEL = frozenset({"self_attention.linear_proj", "mlp.linear_fc2"})
+_ROW_PARALLEL = frozenset({"self_attention.linear_proj", "self_attention.out_proj", "mlp.linear_fc2"})
 _GOLDEN = -7046029254386353131
 _MIX = (-4658895280553007687, -7723592293110705685)
 _KEPT_BITS = 24
@@ -280,8 +280,12 @@ def _adapter_of(linear: nn.Module) -> Adapter:
 
 def attach(layer: TransformerLayer, lora: LoRAConfig, dropout: Dropout | None, groups: ProcessGroupCollection) -> None:
     """Give the linear layers of a transformer layer their adapters."""
+    modules = dict(layer.named_modules())
     for name, parts in parts_of(lora.targets).items():
-        linear = layer.get_submodule(name)
+        if name not in modules:
+            # Layers with linear attention have other modules than those with attention.
+            continue
+        linear = modules[name]
         linear.lora = Adapter(
             linear, name, layer.layer_number - 1, parts, lora, dropout, groups, _rows(layer, name, linear)
         )
@@ -292,9 +296,12 @@ def _rows(layer: TransformerLayer, name: str, linear: nn.Module) -> _Rows:
     out = _weight_of(linear).shape[0]
     if name == "mlp.linear_fc1":
         return _Rows(blocks=1, sizes={"gate": out // 2, "up": out // 2})
+    if name == "self_attention.in_proj":
+        blocks, sizes = layer.self_attention.grouped_rows()
+        return _Rows(blocks=blocks, sizes=sizes)
     if name == "self_attention.linear_qkv":
         config, head = layer.config, layer.self_attention.hidden_size_per_attention_head
-        heads = config.num_attention_heads // config.num_query_groups
+        heads = config.num_attention_heads // config.num_query_groups * (1 + config.attention_output_gate)
         # With fewer query groups than ranks this is 0, and only the layer as a whole can have factors.
         blocks = out // ((heads + 2) * head)
         return _Rows(blocks=blocks, sizes={"q": heads * head, "k": head, "v": head})

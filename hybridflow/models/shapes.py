@@ -5,13 +5,14 @@ Gives what ``specs.describe`` reads off megatron-core's own model, tensor by ten
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.reshard.spec import ITEM_BYTES, DType, ModelSpec, Place, TensorSpec
+from hybridflow.reshard.spec import ITEM_BYTES, DType, ModelSpec, Place, TensorSpec, stage_of
 
 CHUNK_TOKENS = 1024
 """Rows of logits that are in fp32 at one time."""
@@ -31,9 +32,28 @@ def known_models() -> dict[str, ModelConfig]:
 
 
 def cached_token_bytes(model: ModelConfig, layout: ParallelLayout) -> int:
-    """Return the keys and values of a token on a rank of the longest pipeline stage, in bytes."""
-    layers = max(layout.num_layers_of(stage, model.num_layers) for stage in range(layout.pp))
+    """Return the keys and values of a token on a rank of the pipeline stage that has the most of them, in bytes."""
+    layers = _most_layers(
+        model, layout, [layer for layer in range(model.num_layers) if layer not in model.linear_layers]
+    )
     return layers * model.cached_size(layout.tp) * ITEM_BYTES[model.dtype]
+
+
+def state_bytes(model: ModelConfig, layout: ParallelLayout) -> int:
+    """Return the states of linear attention of a sequence on a rank of the stage that has the most of them, in bytes.
+
+    Each layer keeps the inputs of its convolution and a matrix for each value head, in fp32.
+    """
+    if not model.linear_layers:
+        return 0
+    kernel, size = model.linear_conv_kernel or 0, model.linear_key_head_dim or 0
+    each = model.linear_channels * (kernel - 1) + model.linear_values * size
+    return _most_layers(model, layout, model.linear_layers) * each // layout.tp * ITEM_BYTES["fp32"]
+
+
+def _most_layers(model: ModelConfig, layout: ParallelLayout, layers: Iterable[int]) -> int:
+    """Return how many of these layers the stage has that has the most of them."""
+    return max(Counter(stage_of(layer, layout, model.num_layers, f"layout {layout}") for layer in layers).values())
 
 
 def model_spec(model: ModelConfig, *, has_value_head: bool = False) -> ModelSpec:
@@ -78,10 +98,13 @@ def _attention(model: ModelConfig, layer: int) -> Iterator[TensorSpec]:
         yield from _latent_attention(f"{prefix}.self_attention", model, layer, model.kv_lora_rank)
         return
     queries = model.num_attention_heads * model.head_size
-    qkv = queries + 2 * model.query_groups * model.head_size
+    qkv = model.query_rows + 2 * model.query_groups * model.head_size
     if model.pre_norms:
         yield _whole(f"{prefix}.input_layernorm.weight", (hidden,), dtype, layer)
     prefix += ".self_attention"
+    if layer in model.linear_layers:
+        yield from _linear_attention(prefix, model, layer)
+        return
     if model.attention_sinks:
         name = f"{prefix}.core_attention.softmax_offset"
         yield TensorSpec(name=name, shape=(model.num_attention_heads,), dtype=dtype, tp_dim=0, place=layer)
@@ -122,6 +145,20 @@ def _latent_attention(prefix: str, model: ModelConfig, layer: int, rank: int) ->
     yield cut("linear_proj", hidden, heads * model.value_size, tp_dim=1)
     if model.post_norms:
         yield _whole(f"{prefix}.post_layernorm.weight", (hidden,), dtype, layer)
+
+
+def _linear_attention(prefix: str, model: ModelConfig, layer: int) -> Iterator[TensorSpec]:
+    heads, size, kernel = model.linear_value_heads, model.linear_value_head_dim, model.linear_conv_kernel
+    assert heads and size and kernel, "see check_model"
+    for name, shape, tp_dim in (
+        ("dt_bias", (heads,), 0),
+        ("A_log", (heads,), 0),
+        ("in_proj.weight", (model.linear_rows, model.hidden_size), 0),
+        ("conv1d.weight", (model.linear_channels, kernel), 0),
+        ("out_norm.weight", (size,), None),
+        ("out_proj.weight", (model.hidden_size, model.linear_values), 1),
+    ):
+        yield TensorSpec(name=f"{prefix}.{name}", shape=shape, dtype=model.dtype, tp_dim=tp_dim, place=layer)
 
 
 def _feed_forward(model: ModelConfig, layer: int) -> Iterator[TensorSpec]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from hybridflow.errors import ReshardError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.adapters import is_factor
-from hybridflow.models.initial import initial_factor, initial_matrix
+from hybridflow.models.initial import initial_factor, initial_matrix, initial_rates
 from hybridflow.models.layers import Chunks, chunks_of
 from hybridflow.models.specs import logical_tensors
 from hybridflow.reshard.fsdp import weight_holdings
@@ -147,7 +147,8 @@ def initialize(
 ) -> None:
     """Set initial weights, of all tensors or of those named: a function of (seed, logical name) whatever the layout.
 
-    Norms multiply by 1: their weights are 1, or 0 where they are zero-centered. Biases are 0. Matrices are normal with
+    Norms multiply by 1: their weights are 1, or 0 where they are zero-centered. Biases are 0. The decays of linear
+    attention begin with a bias of 1 and rates that are uniform up to 16. Matrices are normal with
     ``std``, those that end a residual branch with ``std / sqrt(2 * layers)`` (GPT-2's rule). Padding rows of the
     vocabulary are 0. An adapter's A is uniform within ``1 / sqrt(in)``, as in PEFT, and its B is 0.
 
@@ -176,10 +177,14 @@ def _initial_value(tensor: TensorSpec, std: float, num_layers: int, norm: float,
     """Return the whole logical tensor, fp32 in host memory."""
     if is_factor(tensor.name):
         return initial_factor(tensor.name, tensor.shape, seed=seed, variant=variant)
+    if tensor.name.endswith(".A_log"):
+        return initial_rates(tensor.name, tensor.shape, seed=seed, variant=variant).log()
+    if tensor.name.endswith((".dt_bias", ".out_norm.weight")):
+        return torch.ones(tensor.shape)
     if tensor.name.endswith(("bias", "softmax_offset")):
         return torch.zeros(tensor.shape)
     if len(tensor.shape) == 1:
         return torch.full(tensor.shape, norm)
-    if tensor.name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+    if tensor.name.endswith(("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")):
         std = std / math.sqrt(2 * num_layers)
     return initial_matrix(tensor.name, tensor.shape, seed=seed, std=std, variant=variant)

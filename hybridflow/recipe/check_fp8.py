@@ -29,6 +29,7 @@ def check_fp8(recipe: Recipe, in_memory: Mapping[str, ModelInfo]) -> None:
             model.kv_lora_rank is not None,
             "latent attention would compute in bf16",
         ),
+        "model.linear_layers": (bool(model.linear_layers), "linear attention would compute in bf16"),
         "model.pre_norms=false": (not model.pre_norms, "such layers are not Transformer Engine's"),
         "actor.lora": (actor.lora is not None, "layers with adapters are not Transformer Engine's"),
         "actor.recompute=full": (

@@ -10,7 +10,7 @@ from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.families.cut import check_cut
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.layout.mesh import DeviceMesh
-from hybridflow.models.adapters import MODULES
+from hybridflow.models.adapters import MODULES, OF_LINEAR_ATTENTION
 from hybridflow.recipe.check_transformers import transformers_meshes
 from hybridflow.recipe.meshes import SAMPLING_MESHES, meshes_in_recipe_order, reference_is_base
 from hybridflow.sections import changed_keys
@@ -311,6 +311,12 @@ def check_lora(recipe: Recipe) -> None:
         raise ConfigError(
             f"{key}={found}: latent attention has no {', '.join(queries)}, and its projections to and from compressed "
             "vectors have no adapters here; set it to [o_proj]"
+        )
+    linear = [each for each in OF_LINEAR_ATTENTION if each in found]
+    if is_ours and linear and not recipe.model.linear_layers:
+        raise ConfigError(
+            f"{key}={found}: {', '.join(linear)} belong to linear attention, which no layer of the model has; remove "
+            "them"
         )
     parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     for whole, pieces in parts.items():

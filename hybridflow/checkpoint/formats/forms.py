@@ -33,6 +33,8 @@ def to_logical(form: Form, tensors: list[Tensor], model: ModelConfig) -> Tensor:
     if form == "interleaved":
         by_turns: Tensor = tensors[0].unflatten(-1, (-1, 2))
         return by_turns.permute(*reversed(range(by_turns.dim())))
+    if form in _DELTA:
+        return _delta_to_logical(form, tensors, model)
     groups, head = model.query_groups, model.head_size
     queries = model.num_attention_heads * head
     if form == "fused_qkv":
@@ -77,8 +79,10 @@ def from_logical(form: Form, tensor: Tensor, model: ModelConfig) -> list[Tensor]
         return [tensor.flatten(0, 1).t()]
     if form == "interleaved":
         return [tensor.permute(*reversed(range(tensor.dim()))).flatten(-2)]
+    if form in _DELTA:
+        return _delta_from_logical(form, tensor, model)
     groups, head = model.query_groups, model.head_size
-    per_group = model.num_attention_heads // groups * head
+    per_group = model.query_rows // groups
     parts = [part.flatten(0, 1) for part in tensor.unflatten(0, (groups, -1)).split([per_group, head, head], 1)]
     return [torch.cat(parts)] if form == "fused_qkv" else parts
 
@@ -95,5 +99,50 @@ def part_shapes(form: Form, shape: tuple[int, ...], model: ModelConfig) -> tuple
         return (shape[::-1],)
     if form in ("interleaved", "transposed_halves"):
         return ((*shape[2:], 2 * shape[1]),)
-    queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
-    return tuple((rows, *shape[1:]) for rows in (queries, keys, keys))
+    if form == "delta_conv":
+        return ((shape[0], 1, *shape[1:]),)
+    if form in _DELTA:
+        values, heads = model.linear_values, model.linear_value_heads or 0
+        rows: tuple[int, ...] = (model.linear_channels, values, heads, heads)
+        if form == "fused_delta":
+            rows = model.linear_channels + values, 2 * heads
+    else:
+        rows = model.query_rows, *[model.query_groups * model.head_size] * 2
+    return tuple((each, *shape[1:]) for each in rows)
+
+
+_DELTA = ("delta", "fused_delta", "delta_conv", "delta_channels")
+
+
+def _delta_to_logical(form: Form, tensors: list[Tensor], model: ModelConfig) -> Tensor:
+    """Return the tensor of linear attention that some Hugging Face tensors make, grouped by key head."""
+    if form == "delta_conv":
+        tensors = [tensors[0].squeeze(1)]
+    if form != "fused_delta":
+        channels, *others = tensors
+        tensors = [*channels.split(_channel_rows(model)), *others]
+    heads = model.linear_key_heads
+    rows: Tensor = torch.cat([tensor.unflatten(0, (heads, -1)) for tensor in tensors], 1).flatten(0, 1)
+    return rows
+
+
+def _delta_from_logical(form: Form, tensor: Tensor, model: ModelConfig) -> list[Tensor]:
+    """Split a tensor of linear attention into those of Hugging Face; the inverse of ``_delta_to_logical``."""
+    heads, values, value_heads = model.linear_key_heads or 0, model.linear_values, model.linear_value_heads or 0
+    rows = [*_channel_rows(model)]
+    if form == "delta":
+        rows += [values, value_heads, value_heads]
+    elif form == "fused_delta":
+        rows = [model.linear_channels + values, 2 * value_heads]
+    grouped = tensor.unflatten(0, (heads, -1)).split([each // heads for each in rows], 1)
+    parts = [part.flatten(0, 1) for part in grouped]
+    if form == "fused_delta":
+        return parts
+    channels, others = torch.cat(parts[:3]), parts[3:]
+    return [channels.unsqueeze(1)] if form == "delta_conv" else [channels, *others]
+
+
+def _channel_rows(model: ModelConfig) -> tuple[int, int, int]:
+    """Return how many queries, keys and values a token has in linear attention."""
+    keys = (model.linear_channels - model.linear_values) // 2
+    return keys, keys, model.linear_values

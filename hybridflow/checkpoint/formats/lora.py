@@ -46,7 +46,11 @@ from hybridflow.reshard.spec import Box, ModelSpec, TensorSpec
 from hybridflow.reshard.views import DTYPE_NAMES
 
 HEAD = "value_head.weight"
-_PARTS: dict[Form, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "stack": ("gate", "up")}
+_PARTS: dict[Form, tuple[str, ...]] = {
+    "qkv": ("q", "k", "v"),
+    "stack": ("gate", "up"),
+    "delta": ("qkv", "z", "b", "a"),
+}
 _BLOCK_ELEMENTS = 1 << 22
 _WORDS = {"A": "lora_A", "B": "lora_B", "whole": "weight, which modules_to_save names"}
 _MOST_BLOCKS = 1_000_000
@@ -180,7 +184,7 @@ class Module(NamedTuple):
     Attributes:
         hf: Its name in Hugging Face, such as ``model.layers.0.self_attn.q_proj``.
         weight: The logical tensor that has its weight.
-        part: Which part of that: q, k, v, gate or up; None: all of it.
+        part: Which part of that: q, k, v, gate or up, or of linear attention qkv, z, b or a; None: all of it.
         form: Form of the rule.
         out: Rows of its weight as Hugging Face has it.
         width: Columns of its weight.
@@ -216,6 +220,8 @@ class Factor(NamedTuple):
     @property
     def form(self) -> Form:
         """Return how it enters its logical view: B as the rows of its weight, where these are fused."""
+        if self.side == "B" and self.module.part == "qkv":
+            return "delta_channels"
         return self.module.form if self.side == "B" and self.module.form in ("halves", "fused_qkv") else "same"
 
     def shape(self, rank: int) -> tuple[int, ...]:
@@ -239,6 +245,9 @@ def linear_modules(described: Described) -> list[Module]:
     found = []
     for logical, (form, names, shapes, _, expert) in parts_of(described).items():
         spec = specs[logical]
+        if form in ("fused_delta", "delta_conv"):
+            # No linear modules, or those of which each is a part of every part of ours.
+            continue
         # PEFT adapts modules, and tensors that experts share are none.
         if expert is not None or not logical.endswith(".weight") or len(spec.shape) < 2 or spec.place == "embedding":
             continue
@@ -474,11 +483,17 @@ def settings_of(adapter: Source) -> LoraSettings:
 def _rows_of(weight: Tensor, module: Module, model: ModelConfig) -> Tensor:
     """Return a module's rows of a logical weight, as a view ``[blocks, rows, in]``."""
     if module.form == "qkv":
-        per_group = model.num_attention_heads // model.query_groups * model.head_size
+        per_group = model.query_rows // model.query_groups
         start = {"q": 0, "k": per_group, "v": per_group + model.head_size}[module.part or ""]
         rows = per_group if module.part == "q" else model.head_size
         groups: Tensor = weight.unflatten(0, (model.query_groups, -1))
         return groups[:, start : start + rows]
+    if module.form == "delta":
+        values, heads = model.linear_values, model.linear_value_heads or 0
+        sizes = [rows // (model.linear_key_heads or 1) for rows in (model.linear_channels, values, heads, heads)]
+        parts = weight.unflatten(0, (model.linear_key_heads, -1)).split(sizes, 1)
+        own: Tensor = parts[_PARTS["delta"].index(module.part or "")]
+        return own
     if module.form == "stack":
         index = _PARTS["stack"].index(module.part or "")
         return weight[index : index + 1]

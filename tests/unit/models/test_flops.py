@@ -15,6 +15,8 @@ from transformers import (
     LlamaForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -68,6 +70,31 @@ def transformers_model(model: ModelConfig) -> torch.nn.Module:
         width = model.shared_ffn_hidden_size
         return Qwen2MoeForCausalLM(Qwen2MoeConfig(shared_expert_intermediate_size=width, **mixture, **known))
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(intermediate_size=1, **mixture, **known))
+
+
+def test_operations_of_linear_attention_are_what_torch_counts_and_three_products_with_the_state():
+    linear = dict(linear_key_head_dim=6, linear_value_head_dim=10)
+    model = ModelConfig(
+        **dict(num_layers=3, ffn_hidden_size=48, num_query_groups=2, max_context=64, **SIZES, **linear),
+        **dict(linear_layers=(0, 2), linear_key_heads=2, linear_value_heads=4, linear_conv_kernel=4),
+        attention_output_gate=True,
+    )
+    config = Qwen3_5TextConfig(
+        **dict(num_hidden_layers=3, intermediate_size=48, num_key_value_heads=2, vocab_size=VOCAB, **SIZES, **linear),
+        **dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_conv_kernel_dim=4),
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        attn_implementation="eager",
+    )
+    with FlopCounterMode(display=False) as counter:
+        Qwen3_5ForCausalLM(config)(torch.arange(LENGTH)[None])
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(count for operation, count in counted.items() if str(operation) in ("aten.mm", "aten.addmm"))
+    flops = model_flops(model, vocab_size=VOCAB)
+    # Of two layers, four heads each: multiplied by a key, added to by a key and a value, multiplied by a query.
+    states = 2 * 4 * 3 * 2 * 6 * 10
+    assert flops.forward(LENGTH, 0, LENGTH) == products + LENGTH * states
+    # Queries with keys and weights with values, in the layer between them alone.
+    assert flops.per_pair == 2 * 4 * 2 * 12
 
 
 @pytest.mark.parametrize("model", [LLAMA, MIXTURE, GATED, LATENT], ids=["dense", "mixture", "gated", "latent"])

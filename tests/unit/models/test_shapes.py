@@ -124,6 +124,10 @@ def test_any_small_model_is_described_as_megatron_core_builds_it():
 
 MODEL = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=24, num_attention_heads=4, max_context=8)
 LATENT = dict(kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8)
+LINEAR = dict(
+    **dict(linear_layers=(0,), linear_key_heads=2, linear_value_heads=4, linear_conv_kernel=4),
+    **dict(linear_key_head_dim=6, linear_value_head_dim=10),
+)
 RECIPES = [
     MODEL,
     dataclasses.replace(MODEL, num_query_groups=2, head_dim=12, vocab_divisible_by=5, qk_norm=True, dtype="bf16"),
@@ -136,6 +140,8 @@ RECIPES = [
     dataclasses.replace(
         MODEL, num_experts=4, router_score="sigmoid", router_bias=True, shared_ffn_hidden_size=20, dtype="bf16"
     ),
+    dataclasses.replace(MODEL, **LINEAR, num_query_groups=2, attention_output_gate=True, qk_norm=True),
+    dataclasses.replace(MODEL, **LINEAR, num_experts=4, zero_centered_norms=True, dtype="bf16"),
     dataclasses.replace(MODEL, **LATENT, post_norms=True),
     dataclasses.replace(MODEL, **LATENT, pre_norms=False, post_norms=True),
     dataclasses.replace(
@@ -148,6 +154,7 @@ ADAPTERS = (
     None,
     LoRAConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")),
     LoRAConfig(rank=2, alpha=2.0, targets=("qkv_proj", "gate_up_proj")),
+    LoRAConfig(rank=2, alpha=2.0, targets=("in_proj_qkv", "in_proj_a", "out_proj", "k_proj")),
 )
 CASES = [
     (model, has_value_head, lora)

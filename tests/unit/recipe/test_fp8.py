@@ -35,6 +35,14 @@ def test_a_model_that_has_whole_blocks_is_taken():
             "model.kv_lora_rank=64",
             "latent attention would compute in bf16",
         ),
+        (
+            [
+                *("model.linear_layers=[0]", "model.linear_key_heads=2", "model.linear_value_heads=4"),
+                *("model.linear_key_head_dim=6", "model.linear_value_head_dim=8", "model.linear_conv_kernel=4"),
+            ],
+            "model.linear_layers",
+            "linear attention would compute in bf16",
+        ),
         (["model.pre_norms=false", "model.post_norms=true"], "model.pre_norms=false", "not Transformer Engine's"),
         (["actor.lora={rank: 4}"], "actor.lora", "layers with adapters are not Transformer Engine's"),
         (["actor.recompute=full"], "actor.recompute=full", "would compute in bf16"),

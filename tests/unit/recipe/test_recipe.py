@@ -131,12 +131,26 @@ def test_an_override_of_a_text_may_look_like_a_number_or_a_date(recipe_file):
     assert load_recipe(recipe_file, ["trainer.pass_k=null", "trainer.steps=3"]).trainer.steps == 3
 
 
+LINEAR = [
+    *("model.linear_layers=[0]", "model.linear_key_heads=2", "model.linear_value_heads=4"),
+    *("model.linear_key_head_dim=6", "model.linear_value_head_dim=8", "model.linear_conv_kernel=4"),
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
         (["model.window=4", "model.window_layers=[1, 2]"], "model.window_layers: [2] not among layers 0 to 1"),
         (["model.no_rope_layers=[2]"], "model.no_rope_layers: [2] not among layers 0 to 1"),
         (["model.no_rope_layers=[1]", "model.local_rotary_base=9"], "layers of three kinds are not computed"),
+        (["model.linear_key_heads=2"], "model.linear_key_heads=2 with model.linear_layers=[]: layers with linear"),
+        (["model.linear_layers=[0]"], "model.linear_key_heads=None with model.linear_layers=[0]: layers with linear"),
+        ([*LINEAR, "model.linear_layers=[2]"], "model.linear_layers: [2] not among layers 0 to 1"),
+        ([*LINEAR, "model.linear_layers=[0, 1]"], "none of 2 layers has keys and values"),
+        ([*LINEAR, "model.linear_value_heads=3"], "linear_value_heads=3 is no multiple of model.linear_key_heads=2"),
+        ([*LINEAR, "model.linear_conv_kernel=1"], "model.linear_conv_kernel=1: expected at least 2"),
+        ([*LINEAR, "model.post_norms=true"], "model.post_norms=true with model.linear_layers: not computed"),
+        (["actor.lora={rank: 2, targets: [out_proj]}"], "out_proj belong to linear attention, which no layer"),
         (["model.num_experts=4", "model.experts_per_token=5"], "experts_per_token=5 is more than model.num_experts=4"),
         (["model.num_experts=4", "model.experts_per_token=1"], "set normalized_experts to false"),
         (
@@ -185,6 +199,15 @@ def test_biases_of_routers_are_sharded_where_transformers_computes_them():
     with pytest.raises(LayoutError, match="no place for .*biases.*model.implementation=transformers"):
         check_cut(model, ParallelLayout(fsdp=2), "mesh")
     check_cut(replace(model, implementation="transformers"), ParallelLayout(fsdp=2), "mesh")
+
+
+def test_linear_attention_is_cut_by_key_heads_and_whole_sequences(recipe_file):
+    model = load_recipe(recipe_file, LINEAR).model
+    check_cut(model, ParallelLayout(tp=2, pp=2), "mesh")
+    with pytest.raises(LayoutError, match="mesh: tp=4 does not divide model.linear_key_heads=2; choose a divisor"):
+        check_cut(model, ParallelLayout(tp=4), "mesh")
+    with pytest.raises(LayoutError, match=re.escape("mesh: cp=2 with model.linear_layers=[0]: linear attention goes")):
+        check_cut(model, ParallelLayout(cp=2), "mesh")
 
 
 def test_heads_may_be_wider_than_their_share_of_the_hidden_size(recipe_file):

@@ -22,7 +22,7 @@ from hybridflow.recipe.resume import check_resume
 from hybridflow.sections import Bounds, put_over, read_section, to_dict
 from tests.support.recipes import POLICY, SCORER, SMALLEST, write_config
 
-NUM_LEAF_KEYS = 775
+NUM_LEAF_KEYS = 817
 
 
 class Key(NamedTuple):
@@ -94,6 +94,10 @@ GIVEN = {
     r"(.*\bmodel)\.router_bias": [r"\1.router_score=sigmoid"],
     r"(.*\bmodel)\.(kv_lora_rank|q_lora_rank|qk_nope_head_dim|qk_rope_head_dim|v_head_dim)": [
         *(r"\1.kv_lora_rank=8", r"\1.qk_nope_head_dim=4", r"\1.qk_rope_head_dim=4", r"\1.v_head_dim=8"),
+    ],
+    r"(.*\bmodel)\.linear_(layers|key_heads|value_heads|key_head_dim|value_head_dim|conv_kernel)": [
+        *(r"\1.num_layers=3", r"\1.linear_layers=[0]", r"\1.linear_key_heads=1", r"\1.linear_value_heads=2"),
+        *(r"\1.linear_key_head_dim=4", r"\1.linear_value_head_dim=4", r"\1.linear_conv_kernel=4"),
     ],
     r"(.*\bmodel)\.(num_dense_layers|dense_ffn_hidden_size|router_groups|router_groups_per_token|routed_scaling)": [
         *(r"\1.num_experts=8", r"\1.router_score=sigmoid", r"\1.router_groups=4", r"\1.router_groups_per_token=1"),

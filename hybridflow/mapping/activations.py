@@ -12,7 +12,7 @@ from hybridflow.config.types import Recompute
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.shapes import ALIGNED_ROWS, CHUNK_TOKENS
+from hybridflow.models.shapes import ALIGNED_ROWS, CHUNK_TOKENS, DELTA_CHUNK
 from hybridflow.reshard.spec import ITEM_BYTES
 from hybridflow.rollout.blocks import STEP_TOKENS
 from hybridflow.sections import changed_keys
@@ -169,9 +169,24 @@ def _gradient_bytes(model: ModelConfig, tp: int) -> int:
     """Return what a layer's feed-forward block has of each token in its backward pass, as by operators of torch.
 
     That is the gradient of the product, the gate activated again, and gradients of gate and up, twice. A kernel needs
-    half of it.
+    half of it. Linear attention may have more, at another time: what it computes anew.
     """
-    return 6 * -(-_inner_width(model) // tp) * ITEM_BYTES[model.dtype]
+    return max(6 * -(-_inner_width(model) // tp) * ITEM_BYTES[model.dtype], _recurrence_bytes(model, tp))
+
+
+def _recurrence_bytes(model: ModelConfig, tp: int) -> int:
+    """Return what linear attention has of each token while it goes from token to token, all in fp32.
+
+    With ``C`` channels and ``V`` values: the convolution's input, sum and activation, ``3 C``; queries and keys of
+    length 1, as they are and in chunks, ``2 (C - V)``; values and what is written, ``8 V``. For each value head four
+    vectors as wide as keys, four numbers for each pair in a chunk (for each key head two), and the state that each
+    chunk begins with.
+    """
+    heads, size = model.linear_value_heads or 0, model.linear_key_head_dim or 0
+    channels, values = model.linear_channels, model.linear_values
+    columns = 3 * channels + 2 * (channels - values) + 8 * values + 4 * heads * size
+    columns += DELTA_CHUNK * (4 * heads + 2 * (model.linear_key_heads or 0)) + values * size // DELTA_CHUNK
+    return -(-columns // tp) * _FP32_BYTES
 
 
 def _inner_width(model: ModelConfig) -> int:
@@ -190,8 +205,11 @@ def _layer_bytes(model: ModelConfig, layout: ParallelLayout, slices: int, tokens
     ``5 (q + kv) / tp``, and what norms of queries and keys keep; of the feed-forward block gate and up, and the
     product, ``3 f / tp``. Experts in grouped products keep the weighted product too, ``4 f / tp``; one after the other
     they keep ``6 f / tp``, or ``8 f / tp`` with biases or another gate. A shared expert keeps ``5 f / tp``, by
-    megatron-core's gate, and its output where that is gated too. In a mixture these are there for each expert that a
-    token goes to, or those of a dense layer, where it is wider. Latent attention keeps the compressed vectors too.
+    megatron-core's gate, and its output where that is gated too. A gate on the output of attention is kept, in fp32 as
+    it is and activated, and the product. Of layers with linear attention and others all count as the larger.
+
+    In a mixture the numbers of the feed-forward block are there for each expert that a token goes to, or those of a
+    dense layer, where it is wider. Latent attention keeps the compressed vectors too.
 
     An expert is cut in ``etp`` parts, and tokens go to ranks of their experts. With even loads a rank has ``etp / tp``
     inputs of an expert, ``h`` each, for each choice of a token of its own. Of these it has ``f / etp`` columns: ``f /
@@ -202,12 +220,20 @@ def _layer_bytes(model: ModelConfig, layout: ParallelLayout, slices: int, tokens
     whole += -(-2 * ((model.q_lora_rank or 0) + (model.kv_lora_rank or 0)) // slices)
     whole += _input_columns(model, layout) + _router_columns(model)
     cut = (3 if model.kv_lora_rank is None else 5) * (queries + keys) + _head_norm_columns(model, queries, keys)
-    cut += _block_columns(model)
+    of_fp32 = _FP32_BYTES // ITEM_BYTES[model.dtype]
+    cut += (2 + 2 * of_fp32) * queries * model.attention_output_gate
+    cut = max(cut, _linear_columns(model, of_fp32)) + _block_columns(model)
     columns = tokens * (whole - (-cut // layout.tp))
     if model.num_experts is not None and _is_grouped(model):
         inner = -(-4 * model.ffn_hidden_size // layout.expert_tp)
         columns += model.num_experts // layout.ep * ALIGNED_ROWS * (model.hidden_size + inner)
     return columns * ITEM_BYTES[model.dtype]
+
+
+def _linear_columns(model: ModelConfig, of_fp32: int) -> int:
+    """Return what linear attention keeps of a token, in elements: what its rule takes and gives, norm and gate."""
+    decays = 6 * (model.linear_value_heads or 0) * of_fp32
+    return model.linear_channels + (5 + 3 * of_fp32) * model.linear_values + decays
 
 
 def _block_columns(model: ModelConfig) -> int:
@@ -281,7 +307,8 @@ def _sent_bytes(model: ModelConfig, layout: ParallelLayout, tokens: int) -> int:
 
 def _passing_bytes(model: ModelConfig, mesh: DeviceMesh, tokens: int, *, slices: int = 1) -> int:
     """Return the peak of a forward pass of which nothing is kept: what one layer makes."""
-    return _layer_bytes(model, mesh.layout, slices, tokens) + _sent_bytes(model, mesh.layout, tokens)
+    made = _layer_bytes(model, mesh.layout, slices, tokens) + tokens * _recurrence_bytes(model, mesh.layout.tp)
+    return made + _sent_bytes(model, mesh.layout, tokens)
 
 
 def _stacked_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
-_CHUNK = 64
+from hybridflow.models.shapes import DELTA_CHUNK
+
 _EPS = 1e-6
 """Added to the squares of queries and keys, within the root."""
 
@@ -79,7 +80,9 @@ def recur(
     state = empty_state(len(mixed), recurrence) if state is None else state
     whole = torch.cat([state.inputs, mixed.float()], dim=1)
     conv, (tokens, left) = recurrence.conv.float(), (mixed.shape[1], state.inputs.shape[1])
-    summed = torch.stack([whole[:, shift : shift + tokens] * conv[:, shift] for shift in range(left + 1)]).sum(0)
+    summed = whole[:, :tokens] * conv[:, 0]
+    for shift in range(1, left + 1):
+        summed = summed + whole[:, shift : shift + tokens] * conv[:, shift]
     keys = recurrence.key_heads * recurrence.key_size
     query, key, value = silu(summed).to(mixed.dtype).float().split([keys, keys, summed.shape[2] - 2 * keys], dim=-1)
     # [samples, key heads, value heads of each, tokens, size]: value heads share a query and a key.
@@ -103,7 +106,7 @@ def _through_chunks(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, matrix: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs, and the state behind them; fp32 ``[samples, key heads, value heads of each, tokens, …]``."""
-    tokens, chunk = query.shape[3], min(_CHUNK, query.shape[3])
+    tokens, chunk = query.shape[3], min(DELTA_CHUNK, query.shape[3])
     # Tokens that are filled in leave the state alone: they do not decay it, and their beta is 0.
     missing = -tokens % chunk
     query, key, value = (pad(each, (0, 0, 0, missing)).unflatten(3, (-1, chunk)) for each in (query, key, value))

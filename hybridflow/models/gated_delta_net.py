@@ -9,6 +9,7 @@ Paper: arXiv 2412.06464 (Gated DeltaNet).
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import pad, rms_norm, silu, softplus
+from torch.utils.checkpoint import checkpoint
 
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.attention import AttentionPlan
@@ -37,13 +39,16 @@ class GatedDeltaNet(MegatronModule):
         layer_number: Number of the layer, counted from 1.
         model: Heads and their widths.
         pg_collection: This rank's process groups.
+
+    Attributes:
+        local_layer: Index of its layer among those of this stage.
     """
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, model: ModelConfig, pg_collection: ProcessGroupCollection
     ) -> None:
         super().__init__(config=config)
-        self.layer_number = layer_number
+        self.layer_number, self.local_layer = layer_number, 0
         self._group, tp = pg_collection.tp, pg_collection.tp.size()
         keys, values, size = model.linear_key_heads, model.linear_value_heads, model.linear_value_head_dim
         assert keys and values and size and model.linear_key_head_dim and model.linear_conv_kernel, "see check_model"
@@ -55,7 +60,6 @@ class GatedDeltaNet(MegatronModule):
         )
         self.conv1d = _Weight(_cut_parameter(config, model.linear_channels // tp, model.linear_conv_kernel))
         self.dt_bias, self.A_log = _cut_parameter(config, values // tp), _cut_parameter(config, values // tp)
-        self.core_attention = CoreRecurrence()
         self.out_norm = _Weight(nn.Parameter(torch.empty(size, dtype=config.params_dtype)))
         self.out_proj = RowParallelLinear(
             model.linear_values, config.hidden_size, input_is_parallel=True, skip_bias_add=True, **cut
@@ -90,7 +94,11 @@ class GatedDeltaNet(MegatronModule):
         gate, beta, decay = (part.flatten(1) for part in others)
         # A rank steps its own heads; A may be so large that 16 bits do not hold it.
         decay = -self.A_log.float().exp() * softplus(decay.float() + self.dt_bias.float())
-        found = self.core_attention(self._ungrouped(channels), decay, beta.sigmoid(), self.recurrence(), attention_bias)
+        recur = attention_bias.recur
+        if torch.is_grad_enabled():
+            # A token has more numbers in the rule than in all else of the layer: they are computed anew.
+            recur = functools.partial(checkpoint, recur, use_reentrant=False, preserve_rng_state=False)
+        found = recur(self.local_layer, self._ungrouped(channels), decay, beta.sigmoid(), self.recurrence())
         context = self._normed(found, gate.unflatten(-1, (-1, self._value_size))).flatten(1)
         output: Tensor = self.out_proj(pad(context, (0, 0, 0, num_padded))[:, None])[0]
         return output, None
@@ -114,22 +122,6 @@ class _Weight(nn.Module):
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
-
-
-class CoreRecurrence(nn.Module):
-    """What of linear attention goes from token to token; ``recompute: selective`` computes it anew.
-
-    Attributes:
-        local_layer: Index of its layer among those of this stage.
-    """
-
-    local_layer = 0
-
-    def forward(
-        self, mixed: Tensor, decay: Tensor, beta: Tensor, recurrence: Recurrence, attention: AttentionPlan
-    ) -> Tensor:
-        """Return ``[tokens, value heads/tp, value]``; see ``PackedAttention.recur``."""
-        return attention.recur(self.local_layer, mixed, decay, beta, recurrence)
 
 
 def _cut_parameter(config: TransformerConfig, *shape: int) -> nn.Parameter:

@@ -476,10 +476,11 @@ def _finish_layer(
     device: torch.device,
 ) -> None:
     """Put in what megatron-core's layer lacks, or has the same for all layers."""
-    core = layer.self_attention.core_attention
-    core.local_layer = local_layer
-    if isinstance(core, SdpaCoreAttention):
-        _finish_attention(layer, core, model, groups)
+    if isinstance(layer.self_attention, GatedDeltaNet):
+        layer.self_attention.local_layer = local_layer
+    else:
+        layer.self_attention.core_attention.local_layer = local_layer
+        _finish_attention(layer, model, groups)
     if experts is not None and (width := model.ffn_size(layer.layer_number - 1)) is not None:
         # Of the width megatron-core asks the configuration too.
         dense = copy.copy(layer.config)
@@ -496,11 +497,9 @@ def _finish_layer(
             normalize_output(module, layer.config)
 
 
-def _finish_attention(
-    layer: TransformerLayer, core: SdpaCoreAttention, model: ModelConfig, groups: ProcessGroupCollection
-) -> None:
+def _finish_attention(layer: TransformerLayer, model: ModelConfig, groups: ProcessGroupCollection) -> None:
     """Tell a layer's attention what megatron-core's configuration does not."""
-    index = layer.layer_number - 1
+    core, index = layer.self_attention.core_attention, layer.layer_number - 1
     has_window = model.window is not None and (model.window_layers is None or index in model.window_layers)
     if model.attention_sinks:
         core.add_sinks()

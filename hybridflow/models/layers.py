@@ -67,7 +67,9 @@ def recompute_activations(model: nn.Module, owner: str, mode: str, num_layers: i
         return
     if mode == "selective":
         layers: Sequence[Any] = transformer_layers(model, owner)
-        recompute([layer.self_attention.core_attention for layer in layers])
+        # Linear attention computes its part anew in any case.
+        attention = [layer.self_attention for layer in layers]
+        recompute([each.core_attention for each in attention if hasattr(each, "core_attention")])
         return
     done = 0
     for chunk in chunks_of(model):

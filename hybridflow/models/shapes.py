@@ -17,6 +17,9 @@ from hybridflow.reshard.spec import ITEM_BYTES, DType, ModelSpec, Place, TensorS
 CHUNK_TOKENS = 1024
 """Rows of logits that are in fp32 at one time."""
 
+DELTA_CHUNK = 64
+"""Tokens that linear attention takes at one time."""
+
 ALIGNED_ROWS = 8
 """The rows of each expert begin at a multiple of it; see ``models.grouped``."""
 

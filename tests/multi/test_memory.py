@@ -150,6 +150,21 @@ def test_activations_are_what_is_kept_for_the_backward_pass(dtype):
     assert 0.9 * expected <= found <= 1.05 * expected, (found, estimated)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_linear_attention_keeps_what_its_rule_takes_and_gives(dtype):
+    hybrid = replace(
+        WIDE,
+        **dict(num_layers=5, linear_layers=(0, 1, 2, 3), attention_output_gate=True, qk_norm=True, dtype=dtype),
+        **dict(linear_key_heads=4, linear_value_heads=8, linear_conv_kernel=4),
+        **dict(linear_key_head_dim=64, linear_value_head_dim=96),
+    )
+    ((found, estimated),) = run_ranks(kept_by_layers, 1, hybrid)
+    # Norms as above.
+    unfused = {"fp32": 4, "bf16": 8 - 2}[dtype] * 2 * hybrid.num_layers + {"fp32": 4 + 4, "bf16": 4 + 4}[dtype]
+    expected = estimated + sum(LENGTHS) * hybrid.hidden_size * unfused
+    assert 0.8 * expected <= found <= 1.05 * expected, (found, estimated)
+
+
 def test_what_is_recomputed_is_not_kept():
     short = replace(WIDE, num_layers=3)
     ((plain, capped),) = run_ranks(kept_in_each_way, 1, [short, replace(CAPPED, vocab_size=VOCAB)])

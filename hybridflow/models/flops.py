@@ -42,7 +42,7 @@ def model_flops(model: ModelConfig, *, vocab_size: int, has_value_head: bool = F
     """Return the operations of a recipe's model, whatever its layout.
 
     Args:
-        model: Its shape.
+        model: Its shape. With fewer ``num_layers`` than it has, its first layers.
         vocab_size: True vocabulary, before padding.
         has_value_head: Values instead of logits.
     """
@@ -53,8 +53,9 @@ def model_flops(model: ModelConfig, *, vocab_size: int, has_value_head: bool = F
         feed_forward += 3 * hidden * (model.shared_ffn_hidden_size or 0)
         feed_forward += hidden * model.shared_expert_gate
     dense = 3 * hidden * (model.dense_ffn_hidden_size or 0)
-    feed_forward = (layers - model.num_dense_layers) * feed_forward + model.num_dense_layers * dense
-    linear = len(model.linear_layers)
+    num_dense = min(model.num_dense_layers, layers)
+    feed_forward = (layers - num_dense) * feed_forward + num_dense * dense
+    linear = sum(layer < layers for layer in model.linear_layers)
     attention = (layers - linear) * _attention_weights(model) + linear * _linear_products(model)
     return ModelFlops(
         per_token=2 * (attention + feed_forward),

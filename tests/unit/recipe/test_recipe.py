@@ -340,6 +340,24 @@ def test_stages_are_balanced_by_what_they_compute(recipe_file):
     assert recipe(300, "actor.update={dp: 4, layers: auto}").actor.update.layers is None
 
 
+@pytest.mark.parametrize(
+    "first",
+    [
+        ["model.num_experts=4", "model.num_dense_layers=2", "model.dense_ffn_hidden_size=32768"],
+        [
+            *("model.linear_layers=[0, 1]", "model.linear_key_heads=2", "model.linear_value_heads=256"),
+            *("model.linear_key_head_dim=6", "model.linear_value_head_dim=256", "model.linear_conv_kernel=4"),
+        ],
+    ],
+    ids=["dense layers of a mixture", "linear attention"],
+)
+def test_a_layer_counts_as_what_it_computes(recipe_file, first):
+    sizes = ["model.num_layers=6", "model.vocab_size=300", "actor.update={pp: 2, dp: 2, layers: auto}"]
+    recipe = load_recipe(recipe_file, [*sizes, "actor.rollout={dp: 4}", *first])
+    # The first two compute far more than all others together.
+    assert recipe.actor.update.layers == (1, 5)
+
+
 def test_a_model_with_chunks_generates_in_one_piece(recipe_file):
     more = ["model.num_layers=4", "actor.update={pp: 2, vpp: 2, dp: 2}", "actor.rollout=null", "critic.layout={dp: 4}"]
     meshes = role_meshes(load_recipe(recipe_file, more))

@@ -238,6 +238,12 @@ _OF_ALL = {"head_dim": 128, "max_context": 4096, "dtype": "bf16"}
 _LLAMA3 = {"vocab_size": 128256}
 _QWEN2 = {"vocab_size": 151936, "qkv_bias": True}
 _QWEN3 = {"vocab_size": 151936, "qk_norm": True}
+_QWEN3_5 = {
+    **{"vocab_size": 248320, "head_dim": 256, "qk_norm": True, "zero_centered_norms": True},
+    **{"attention_output_gate": True, "linear_layers": tuple(layer for layer in range(32) if layer % 4 != 3)},
+    **{"linear_key_heads": 16, "linear_value_heads": 32, "linear_conv_kernel": 4},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+}
 _DEEPSEEK3 = {
     **{"head_dim": None, "kv_lora_rank": 512, "q_lora_rank": 1536},
     **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
@@ -279,6 +285,7 @@ _MODELS = {
     "qwen3-8b": _known(_QWEN3, 36, 4096, 12288, 32, 8),
     "qwen3-14b": _known(_QWEN3, 40, 5120, 17408, 40, 8),
     "qwen3-32b": _known(_QWEN3, 64, 5120, 25600, 64, 8),
+    "qwen3.5-9b": _known(_QWEN3_5, 32, 4096, 12288, 16, 4),
     "qwen3-30b-a3b": _known(_QWEN3, 48, 2048, 768, 32, 4, num_experts=128, experts_per_token=8),
     "qwen3-235b-a22b": _known(_QWEN3, 94, 4096, 1536, 64, 4, num_experts=128, experts_per_token=8),
     "deepseek-v3": _known(_DEEPSEEK3, 61, 7168, 2048, 128, 128),

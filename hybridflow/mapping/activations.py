@@ -12,7 +12,7 @@ from hybridflow.config.types import Recompute
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.shapes import ALIGNED_ROWS, CHUNK_TOKENS, DELTA_CHUNK
+from hybridflow.models.shapes import ALIGNED_ROWS, CHUNK_TOKENS, DELTA_CHUNK, DELTA_TOKENS
 from hybridflow.reshard.spec import ITEM_BYTES
 from hybridflow.rollout.blocks import STEP_TOKENS
 from hybridflow.sections import changed_keys
@@ -48,7 +48,7 @@ def activation_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh, rank:
     passing += _stacked_bytes(model, mesh) + _sent_bytes(model, mesh.layout, tokens)
     # The logits are done with before the first layer has gradients. Where all are computed anew, ``passing`` has them.
     is_all_anew = section.recompute == "full" and section.recompute_layers is None
-    gradients = 0 if is_all_anew else tokens * _gradient_bytes(model, mesh.layout.tp)
+    gradients = 0 if is_all_anew else _gradient_bytes(model, mesh.layout.tp, tokens)
     return passing + _exchanged_bytes(model, mesh, whole, copies=4) + max(output(copies=2), gradients)
 
 
@@ -111,7 +111,7 @@ def training_bytes(
         kept = (layers - anew) * layer_bytes
         chunks.append(anew * input_bytes + kept)
         if anew:
-            at_once = max(at_once, layer_bytes + tokens * _gradient_bytes(model, layout.tp) - kept)
+            at_once = max(at_once, layer_bytes + _gradient_bytes(model, layout.tp, tokens) - kept)
     return _most_under_way(chunks, stage, layout.pp) + at_once
 
 
@@ -165,28 +165,31 @@ def _adapter_bytes(model: ModelConfig, tp: int, slices: int, lora: LoRAConfig) -
     return (lora.rank * len(lora.targets) + masks) * ITEM_BYTES[model.dtype]
 
 
-def _gradient_bytes(model: ModelConfig, tp: int) -> int:
-    """Return what a layer's feed-forward block has of each token in its backward pass, as by operators of torch.
+def _gradient_bytes(model: ModelConfig, tp: int, tokens: int) -> int:
+    """Return what a layer's feed-forward block has of so many tokens in its backward pass, as by operators of torch.
 
     That is the gradient of the product, the gate activated again, and gradients of gate and up, twice. A kernel needs
     half of it. Linear attention may have more, at another time: what it computes anew.
     """
-    return max(6 * -(-_inner_width(model) // tp) * ITEM_BYTES[model.dtype], _recurrence_bytes(model, tp))
+    block = 6 * tokens * -(-_inner_width(model) // tp) * ITEM_BYTES[model.dtype]
+    # Of a prompt that samples share, linear attention has the tokens for each of them.
+    return max(block, _recurrence_bytes(model, tp, max(tokens, DELTA_TOKENS)))
 
 
-def _recurrence_bytes(model: ModelConfig, tp: int) -> int:
-    """Return what linear attention has of each token while it goes from token to token, all in fp32.
+def _recurrence_bytes(model: ModelConfig, tp: int, tokens: int) -> int:
+    """Return what linear attention has of the tokens that it takes at one time, all in fp32.
 
-    With ``C`` channels and ``V`` values: the convolution's input, sum and activation, ``3 C``; queries and keys of
-    length 1, as they are and in chunks, ``2 (C - V)``; values and what is written, ``8 V``. For each value head four
-    vectors as wide as keys, four numbers for each pair in a chunk (for each key head two), and the state that each
-    chunk begins with.
+    Of each token, with ``C`` channels and ``V`` values: the convolution's input, sum and activation, ``3 C``; queries
+    and keys of length 1, as they are and in chunks, ``2 (C - V)``; values and what is written, ``8 V``. For each value
+    head four vectors as wide as keys, four numbers for each pair in a chunk (for each key head two), and the state that
+    each chunk begins with.
     """
     heads, size = model.linear_value_heads or 0, model.linear_key_head_dim or 0
     channels, values = model.linear_channels, model.linear_values
     columns = 3 * channels + 2 * (channels - values) + 8 * values + 4 * heads * size
     columns += DELTA_CHUNK * (4 * heads + 2 * (model.linear_key_heads or 0)) + values * size // DELTA_CHUNK
-    return -(-columns // tp) * _FP32_BYTES
+    at_once = min(tokens, max(DELTA_TOKENS, model.max_context))
+    return at_once * -(-columns // tp) * _FP32_BYTES
 
 
 def _inner_width(model: ModelConfig) -> int:
@@ -307,7 +310,7 @@ def _sent_bytes(model: ModelConfig, layout: ParallelLayout, tokens: int) -> int:
 
 def _passing_bytes(model: ModelConfig, mesh: DeviceMesh, tokens: int, *, slices: int = 1) -> int:
     """Return the peak of a forward pass of which nothing is kept: what one layer makes."""
-    made = _layer_bytes(model, mesh.layout, slices, tokens) + tokens * _recurrence_bytes(model, mesh.layout.tp)
+    made = _layer_bytes(model, mesh.layout, slices, tokens) + _recurrence_bytes(model, mesh.layout.tp, tokens)
     return made + _sent_bytes(model, mesh.layout, tokens)
 
 

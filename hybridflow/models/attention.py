@@ -9,6 +9,7 @@ code, so that the two agree on log-probabilities.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -21,11 +22,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from hybridflow.models import cuda_attention, delta_rule
 from hybridflow.models.delta_rule import Recurrence
 from hybridflow.models.norm import ProjectionNorm
 from hybridflow.models.scoring import Scoring
+from hybridflow.models.shapes import DELTA_TOKENS
 from hybridflow.parallel.copies import to_device
 
 _WIDENING, _NARROW = 1.3, 64
@@ -184,18 +187,33 @@ class _Rectangles:
 
     def recur(self, mixed: Tensor, decay: Tensor, beta: Tensor, recurrence: Recurrence) -> Tensor:
         """Recur as ``PackedAttention.recur`` does."""
-        if not self._is_rectangle:
-            mixed, decay, beta = (_rows(each, self._taken) for each in (mixed, decay, beta))
+        if not len(mixed):
+            return mixed.new_empty(0, recurrence.value_heads, recurrence.value_size)
+        compute: Callable[..., Tensor] = _recur
+        if torch.is_grad_enabled():
+            # A token has more numbers in the rule than in all else of a layer. They are computed anew, part by part.
+            compute = functools.partial(checkpoint, _recur, use_reentrant=False, preserve_rng_state=False)
         found, start = [], 0
         for samples, width in self._shapes:
-            part = slice(start, start + samples * width)
-            start = part.stop
-            queries, decays, betas = (each[part].unflatten(0, (samples, width)) for each in (mixed, decay, beta))
-            found.append(delta_rule.recur(queries, decays, betas, recurrence)[0].flatten(0, 1))
-        if not found:
-            return mixed.new_empty(0, recurrence.value_heads, recurrence.value_size)
-        context = found[0] if len(found) == 1 else torch.cat(found)
-        return context if self._is_rectangle else _rows(context, self._cells)
+            stop = start + samples * width
+            for taken in self._taken[start:stop].view(samples, width).split(max(1, DELTA_TOKENS // width)):
+                found.append(compute(mixed, decay, beta, recurrence, taken))
+            start = stop
+        return _rows(torch.cat(found), self._cells)
+
+
+def _recur(mixed: Tensor, decay: Tensor, beta: Tensor, recurrence: Recurrence, taken: Tensor) -> Tensor:
+    """Return the outputs of some sequences' tokens, ``[samples * tokens, value heads/tp, value]``.
+
+    Args:
+        mixed: As for ``PackedAttention.recur``, of the micro-batch.
+        decay: Likewise.
+        beta: Likewise.
+        recurrence: Likewise.
+        taken: The tokens, ``[samples, tokens]``.
+    """
+    own = [_rows(each, taken.flatten()).unflatten(0, taken.shape) for each in (mixed, decay, beta)]
+    return delta_rule.recur(own[0], own[1], own[2], recurrence)[0].flatten(0, 1)
 
 
 def _of_like_length(lengths: list[int]) -> list[list[int]]:

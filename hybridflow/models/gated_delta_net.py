@@ -9,7 +9,6 @@ Paper: arXiv 2412.06464 (Gated DeltaNet).
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import pad, rms_norm, silu, softplus
-from torch.utils.checkpoint import checkpoint
 
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.attention import AttentionPlan
@@ -94,11 +92,8 @@ class GatedDeltaNet(MegatronModule):
         gate, beta, decay = (part.flatten(1) for part in others)
         # A rank steps its own heads; A may be so large that 16 bits do not hold it.
         decay = -self.A_log.float().exp() * softplus(decay.float() + self.dt_bias.float())
-        recur = attention_bias.recur
-        if torch.is_grad_enabled():
-            # A token has more numbers in the rule than in all else of the layer: they are computed anew.
-            recur = functools.partial(checkpoint, recur, use_reentrant=False, preserve_rng_state=False)
-        found = recur(self.local_layer, self._ungrouped(channels), decay, beta.sigmoid(), self.recurrence())
+        mixed = self._ungrouped(channels)
+        found = attention_bias.recur(self.local_layer, mixed, decay, beta.sigmoid(), self.recurrence())
         context = self._normed(found, gate.unflatten(-1, (-1, self._value_size))).flatten(1)
         output: Tensor = self.out_proj(pad(context, (0, 0, 0, num_padded))[:, None])[0]
         return output, None

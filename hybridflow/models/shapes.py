@@ -18,7 +18,10 @@ CHUNK_TOKENS = 1024
 """Rows of logits that are in fp32 at one time."""
 
 DELTA_CHUNK = 64
-"""Tokens that linear attention takes at one time."""
+"""Tokens of a sequence that linear attention takes at one time."""
+
+DELTA_TOKENS = 4096
+"""Tokens of sequences that training takes through it at one time; more where one sequence has more."""
 
 ALIGNED_ROWS = 8
 """The rows of each expert begin at a multiple of it; see ``models.grouped``."""

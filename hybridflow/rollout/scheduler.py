@@ -10,6 +10,9 @@ copy the one that is not full, since each goes on in it with tokens of its own. 
 knows when it begins, and one more at each border; if there is none, the youngest goes back to those that wait, and
 computes once more what it knew. Each time that happens somebody has got a token since, so that there is an end.
 
+A layer with linear attention has a state for each slot in the place of blocks, and of it what the last computed token
+left. Such sequences share nothing: each computes all its tokens in its slot, from the first on.
+
 No torch, no messages, no clock: every rank of a replica plans the same steps.
 """
 
@@ -93,6 +96,7 @@ class Scheduler:
         num_slots: Most sequences that run together.
         capacity: Most tokens of a sequence.
         max_step_tokens: Most tokens of a step, as long as there are no more slots than that.
+        shares_blocks: Whether a sequence uses what others have computed, where they begin like it.
 
     Attributes:
         tokens: Known tokens of each slot, ``[slots, capacity]`` int32.
@@ -105,8 +109,11 @@ class Scheduler:
             after ``plan``, and to empty.
     """
 
-    def __init__(self, blocks: BlockPool, *, num_slots: int, capacity: int, max_step_tokens: int) -> None:
+    def __init__(
+        self, blocks: BlockPool, *, num_slots: int, capacity: int, max_step_tokens: int, shares_blocks: bool = True
+    ) -> None:
         self.blocks = blocks
+        self._shares_blocks = shares_blocks
         self.tokens = np.zeros((num_slots, capacity), np.int32)
         self.lengths = np.zeros(num_slots, np.int64)
         self.tables = np.zeros((num_slots, -(-capacity // BLOCK_TOKENS)), np.int32)
@@ -285,6 +292,8 @@ class Scheduler:
         return self._ending(slots)
 
     def _name_filled(self, slots: np.ndarray) -> None:
+        if not self._shares_blocks:
+            return
         filled = slots[self._computed[slots] >= self._name_at[slots]]
         for slot in dict.fromkeys(filled.tolist()):
             self._name_blocks(slot)
@@ -335,8 +344,8 @@ class Scheduler:
             waiting = self._waiting.popleft()
             if waiting.keys is None:
                 # Who is to score its prompt computes all of it.
-                is_scored = waiting.sequence.with_prompt_log_probs
-                waiting.keys = [] if is_scored else block_keys(waiting.sequence.tokens[:-1])
+                has_keys = self._shares_blocks and not waiting.sequence.with_prompt_log_probs
+                waiting.keys = block_keys(waiting.sequence.tokens[:-1]) if has_keys else []
             keys = waiting.keys
             # Mostly the others that have the same prompt.
             if keys and keys[-1] in self._pending:

@@ -46,12 +46,15 @@ class Lane:
 class Simulation:
     """Runs sequences on several schedulers that share a pool, with a cache of what each place was computed from."""
 
-    def __init__(self, num_blocks: int, num_lanes: int, num_slots: int, capacity: int, chunk: int) -> None:
+    def __init__(
+        self, num_blocks: int, num_lanes: int, num_slots: int, capacity: int, chunk: int, shares_blocks: bool = True
+    ) -> None:
         self.pool = BlockPool(num_blocks)
-        self.lanes = [
-            Lane(Scheduler(self.pool, num_slots=num_slots, capacity=capacity, max_step_tokens=chunk))
-            for _ in range(num_lanes)
-        ]
+        sizes = {"num_slots": num_slots, "capacity": capacity, "max_step_tokens": chunk}
+        self.lanes = [Lane(Scheduler(self.pool, **sizes, shares_blocks=shares_blocks)) for _ in range(num_lanes)]
+        self.shares_blocks = shares_blocks
+        # What the last token computed in each slot has left, where there are such states.
+        self.states: dict[tuple[int, int], tuple[int, bytes]] = {}
         self.cache: dict[tuple[int, int], tuple[int, bytes]] = {}
         self.version, self.num_forgotten = 0, 0
         self.ended: dict[int, list[int]] = {}
@@ -99,6 +102,8 @@ class Simulation:
                 place = int(scheduler.tables[slot, position // BLOCK_TOKENS]), position % BLOCK_TOKENS
                 expected = self.version, scheduler.tokens[slot, : position + 1].tobytes()
                 assert self.cache.get(place) == expected, "what it sees was computed of something else"
+        if not self.shares_blocks:
+            self.step_states(scheduler, step)
         for slot, position in zip(step.slots[step.scored], step.positions[step.scored], strict=True):
             self.scored[scheduler.sequence(int(slot)).number, int(position)] += 1
         ends = step.positions[step.rows] + 1
@@ -110,6 +115,14 @@ class Simulation:
             ],
             np.int64,
         )
+
+    def step_states(self, scheduler: Scheduler, step: Step) -> None:
+        """Linear attention goes on where its slot stands, or begins anew with the first token."""
+        for slot, position in zip(step.slots.tolist(), step.positions.tolist(), strict=True):
+            where, tokens = (id(scheduler), slot), scheduler.tokens[slot]
+            if position:
+                assert self.states[where] == (self.version, tokens[:position].tobytes())
+            self.states[where] = self.version, tokens[: position + 1].tobytes()
 
     def absorb(self, lane: Lane) -> None:
         if lane.pending is None:
@@ -189,6 +202,7 @@ def workloads(draw):
         "num_lanes": num_lanes,
         "num_slots": draw(st.integers(1, 6)),
         "chunk": draw(st.sampled_from([1, 3, 16, 17, 500])),
+        "shares_blocks": draw(st.booleans()),
     }
 
 
@@ -197,7 +211,8 @@ def workloads(draw):
 def test_each_gets_the_tokens_that_it_gets_alone(work):
     sequences = work["sequences"]
     simulation = Simulation(
-        work["num_blocks"], work["num_lanes"], work["num_slots"], max(each.end for each in sequences), work["chunk"]
+        *(work["num_blocks"], work["num_lanes"], work["num_slots"], max(each.end for each in sequences)),
+        *(work["chunk"], work["shares_blocks"]),
     )
     for round_ in range(61):
         for sequence, lane, arrival in zip(sequences, work["lanes"], work["arrivals"], strict=True):
@@ -249,14 +264,19 @@ def test_samples_of_one_prompt_compute_it_once(num_prompt, num_slots):
     assert simulation.lanes[0].scheduler.num_prompt_computed == 2 * (num_prompt + 7)
 
 
-def test_what_is_short_of_room_is_preempted_and_still_shares():
+@pytest.mark.parametrize("shares_blocks", [True, False])
+def test_what_is_short_of_room_is_preempted_and_still_shares(shares_blocks):
     sequences = sequences_of(3, 8, 40, 60)
     # Seven blocks hold one sequence of 100 tokens.
-    simulation = Simulation(9, 1, 256, 100, 64)
+    simulation = Simulation(9, 1, 256, 100, 64, shares_blocks)
     simulation.lanes[0].scheduler.add(sequences)
     simulation.finish(sequences)
     assert simulation.ended == {sequence.number: alone(sequence) for sequence in sequences}
-    assert simulation.lanes[0].scheduler.num_preempted > 0
+    scheduler = simulation.lanes[0].scheduler
+    assert scheduler.num_preempted > 0
+    if not shares_blocks:
+        # Who lost its blocks computed its prompt again.
+        assert scheduler.num_prompt_computed >= 40 * (24 + scheduler.num_preempted)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "give", "use", "name", "forget"]), st.integers(0, 9)), max_size=80))

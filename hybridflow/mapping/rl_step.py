@@ -295,7 +295,8 @@ def generation_seconds(
         concurrent: Slots of a replica.
     """
     waiting = _shuffled(texts.responses[::-num_replicas])
-    prompts = math.ceil(len(waiting) / group_size)
+    # With linear attention each response reads its own.
+    prompts = math.ceil(len(waiting) / (group_size if size.linear is None else 1))
     at_once = min(prompts, concurrent, max(1, STEP_TOKENS // texts.prompt))
     seconds = prompts / at_once * prefill_seconds(size, hardware, layout, texts.prompt, at_once)
     # In tokens since the first: when each response ends, and when it began.
@@ -307,9 +308,10 @@ def generation_seconds(
         until, number = running[0][0], len(running)
         if until > now:
             if number not in a_token:
-                # Attention alone depends on the context, and is proportional to it.
-                parts = decode_seconds(size, hardware, layout, number, 1)
-                a_token[number] = sum(parts.values()) - parts["attention"] + hardware.engine_launch, parts["attention"]
+                # Keys and values alone grow with the context, and in proportion to it.
+                first, other = (decode_seconds(size, hardware, layout, number, context) for context in (0, 1))
+                grows = other["attention"] - first["attention"]
+                a_token[number] = sum(first.values()) + hardware.engine_launch, grows
             context = texts.prompt + (now + until) / 2 - begun / number
             seconds += (until - now) * (a_token[number][0] + a_token[number][1] * context)
         now = until

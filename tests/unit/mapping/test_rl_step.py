@@ -19,7 +19,7 @@ from hybridflow.mapping.rl_step import (
     spread_lengths,
     update_seconds,
 )
-from hybridflow.mapping.sizes import model_size
+from hybridflow.mapping.sizes import Linear, model_size
 
 LLAMA = {
     **{"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32},
@@ -51,8 +51,11 @@ def estimate(capsys, *words):
 
 
 @pytest.mark.parametrize("concurrent", [1, 3, 8, 40])
-def test_generation_is_what_a_simulation_token_by_token_says(concurrent):
-    size, machine, layout = model_size("llama3-1b"), hardware("h100-sxm"), ParallelLayout(tp=2)
+@pytest.mark.parametrize("linear", [None, Linear(layers=12, rows=8256, values=2048, key=128, state=280_576)])
+def test_generation_is_what_a_simulation_token_by_token_says(concurrent, linear):
+    size, machine, layout = replace(model_size("llama3-1b"), linear=linear), hardware("h100-sxm"), ParallelLayout(tp=2)
+    # Of a group, which shares a prompt unless there is linear attention.
+    prompts = 10 if linear is None else 40
     lengths = random.Random(3).choices(range(1, 60), k=40)
     found = generation_seconds(
         size,
@@ -67,7 +70,7 @@ def test_generation_is_what_a_simulation_token_by_token_says(concurrent):
     def in_order(waiting):
         # The engine takes 2,048 tokens at a time: two prompts, where as many have a slot.
         at_once = min(2, concurrent)
-        seconds, slots = 10 / at_once * prefill_seconds(size, machine, layout, 1000, at_once), []
+        seconds, slots = prompts / at_once * prefill_seconds(size, machine, layout, 1000, at_once), []
         while waiting or slots:
             while waiting and len(slots) < concurrent:
                 slots.append([waiting.pop(), 0])

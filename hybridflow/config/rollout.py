@@ -92,8 +92,8 @@ class RolloutConfig:
         stop: Texts that end a response, in addition to the end of sequence. The response ends with the token that
             completes a text. The name of a special token, such as ``<end_of_turn>``, stands for that token.
         max_concurrent: Samples that one replica decodes together.
-        cache_memory: Most memory of each rank's key-value cache. Below 1, it is a share of the memory that is free when
-            generating begins. From 1 on, it is bytes. Samples without room wait.
+        cache_memory: Most memory of each rank's key-value cache, states of linear attention included. Below 1, it is a
+            share of the memory that is free when generating begins. From 1 on, it is bytes. Samples without room wait.
         partial_rollouts: Begin responses of the next step in free slots, and continue them with the new weights once
             all responses of this step are done. No replica then decodes a few long responses alone. Weights of a
             response may be one more update behind than ``trainer.max_staleness`` says.

@@ -1,8 +1,9 @@
-"""The key-value cache in blocks, and attention over it."""
+"""The key-value cache in blocks, states by slot, and attention over them."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import mmap
 from collections.abc import Iterator
@@ -11,7 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridflow.models import delta_rule
 from hybridflow.models.attention import attend
+from hybridflow.models.delta_rule import Recurrence, State
+from hybridflow.models.gated_delta_net import GatedDeltaNet
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.latent_attention import LatentSelfAttention
 from hybridflow.models.routing import choice_dtype, unknown_choice
@@ -30,18 +34,34 @@ class PagedCache:
     Latent attention has its keys and values compressed, one vector for all heads and the same on all tensor-parallel
     ranks. The values are a part of the keys.
 
+    Layers with linear attention have states in their place, one for each slot that a sequence may have.
+
+    Args:
+        model: This rank's stage and shard.
+        num_blocks: Blocks.
+        device: Where they are.
+        num_slots: Slots; a model without linear attention needs none.
+        keeps_choices: Whether choices of experts are kept.
+
     Attributes:
         is_compressed: Whether they are of latent attention.
-        keys: One tensor for each local layer, ``[blocks, groups/tp, head, BLOCK_TOKENS]``.
+        keys: One tensor for each local layer that has keys, ``[blocks, groups/tp, head, BLOCK_TOKENS]``.
         values: As ``keys``, ``[blocks, groups/tp, BLOCK_TOKENS, head]``.
         choices: Experts that each token was sent to, ``[blocks, BLOCK_TOKENS, layers, experts_per_token]``, of all
             layers of the model; None: they are not kept.
+        states: Of each local layer with linear attention, ``[slots, …]`` each.
         stride: Elements from a layer's keys to its values, and from there to the next layer's keys.
         num_bytes: Memory of all.
     """
 
     def __init__(
-        self, model: Transformer, num_blocks: int, device: torch.device, *, keeps_choices: bool = False
+        self,
+        model: Transformer,
+        num_blocks: int,
+        device: torch.device,
+        *,
+        num_slots: int = 0,
+        keeps_choices: bool = False,
     ) -> None:
         config = model.config
         self.choices: Tensor | None = None
@@ -52,16 +72,24 @@ class PagedCache:
             self.choices = torch.full(sizes, unknown_choice(dtype), dtype=dtype, device=device)
         (groups, head), latent = cache_shape(model), _latent(model)
         self.is_compressed = latent is not None
-        per_layer = 1 if self.is_compressed else 2
-        shape = (per_layer * len(model.decoder.layers), num_blocks, groups, head * BLOCK_TOKENS)
-        pool = _empty_pool(shape, config.params_dtype, device)
-        self.stride, self.num_bytes = pool.stride(0), pool.nbytes
+        per_layer, layers = 1 if self.is_compressed else 2, _layers_with_keys(model)
+        self._places = {layer: place for place, layer in enumerate(layers)}
+        pool = _empty_pool(
+            (per_layer * len(layers), num_blocks, groups, head * BLOCK_TOKENS), config.params_dtype, device
+        )
+        self.states = _empty_states(model, num_slots)
+        self.stride, self.num_bytes = pool.stride(0), pool.nbytes + _num_bytes(self.states)
         if latent is not None:
             self.keys = list(pool.unflatten(-1, (head, BLOCK_TOKENS)))  # type: ignore[no-untyped-call]
             self.values = [keys[:, :, : latent.kv_lora_rank].transpose(2, 3) for keys in self.keys]
             return
         self.keys = list(pool[::2].unflatten(-1, (head, BLOCK_TOKENS)))  # type: ignore[no-untyped-call]
         self.values = list(pool[1::2].unflatten(-1, (BLOCK_TOKENS, head)))  # type: ignore[no-untyped-call]
+
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of a local layer."""
+        place = self._places[layer]
+        return self.keys[place], self.values[place]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy blocks, ``[copies]`` int64 each; no block is both source and target."""
@@ -93,10 +121,16 @@ def _empty_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 def cache_shape(model: Transformer) -> tuple[int, int]:
-    """Return the query groups that this rank caches, and the width of a key: of latent attention one, compressed."""
+    """Return the query groups that this rank caches, and the width of a key: of latent attention one, compressed.
+
+    Both are 0 where no layer of this stage has keys.
+    """
     if (latent := _latent(model)) is not None:
         return 1, latent.compressed_size
-    attention = model.decoder.layers[0].self_attention
+    layers = _layers_with_keys(model)
+    if not layers:
+        return 0, 0
+    attention = model.decoder.layers[layers[0]].self_attention
     return attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
 
 
@@ -105,7 +139,31 @@ def block_bytes(model: Transformer) -> int:
     groups, head = cache_shape(model)
     element = torch.empty(0, dtype=model.config.params_dtype).element_size()
     per_layer = 2 if _latent(model) is None else 1
-    return per_layer * len(model.decoder.layers) * groups * head * BLOCK_TOKENS * element
+    return per_layer * len(_layers_with_keys(model)) * groups * head * BLOCK_TOKENS * element
+
+
+def state_bytes(model: Transformer) -> int:
+    """Return the memory of a sequence's states in all layers of this stage with linear attention, in bytes."""
+    return _num_bytes(_empty_states(model, 1))
+
+
+def _empty_states(model: Transformer, num_slots: int) -> dict[int, State]:
+    attentions = [layer.self_attention for layer in model.decoder.layers]
+    return {
+        layer: delta_rule.empty_state(num_slots, attention.recurrence())
+        for layer, attention in enumerate(attentions)
+        if isinstance(attention, GatedDeltaNet)
+    }
+
+
+def _num_bytes(states: dict[int, State]) -> int:
+    return sum(each.nbytes for state in states.values() for each in state)
+
+
+def _layers_with_keys(model: Transformer) -> list[int]:
+    """Return the local layers that have keys and values."""
+    layers = model.decoder.layers
+    return [index for index, layer in enumerate(layers) if not isinstance(layer.self_attention, GatedDeltaNet)]
 
 
 def _latent(model: Transformer) -> LatentSelfAttention | None:
@@ -117,19 +175,23 @@ class PagedAttention:
     """Tokens of several sequences, each of which sees the cached tokens of its own sequence, and those before it here.
 
     Args:
-        cache: Keys and values; those of the tokens are added.
+        cache: Keys, values and states; those of the tokens are added.
         tables: Blocks of each sequence, ``[sequences, blocks]`` int32, on the device.
         sequences: Sequence of each token, ``[tokens]`` int64, tokens of one sequence side by side.
-        positions: Position of each token in its sequence, ``[tokens]`` int64, rising within a sequence.
+        positions: Position of each token in its sequence, ``[tokens]`` int64, rising within a sequence. With linear
+            attention a sequence goes on behind the token that was computed last in its slot, or begins anew with 0.
+        first_slot: Slot of the first of the sequences in ``tables``; the others follow it.
     """
 
-    def __init__(self, cache: PagedCache, tables: Tensor, sequences: Tensor, positions: Tensor) -> None:
+    def __init__(
+        self, cache: PagedCache, tables: Tensor, sequences: Tensor, positions: Tensor, first_slot: int = 0
+    ) -> None:
         self.cache = cache
         self.is_compressed = cache.is_compressed
         self.tables = tables
         self.sequences = sequences
         self.positions = positions
-        self._parts: list[_Part] | None = None
+        self._first_slot = first_slot
 
     @property
     def routing(self) -> _Recording | None:
@@ -142,17 +204,39 @@ class PagedAttention:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Attend as ``PackedAttention.attend`` does."""
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys, values = self.cache.of_layer(layer)
         block, token = self._places()
         keys[block, :, :, token] = key
         if not self.is_compressed:
             values[block, :, token] = value
-        if self._parts is None:
-            self._parts = list(self._split())
         context = query.new_empty(*query.shape[:2], value.shape[2])
         for part in self._parts:
             context[part.rows] = part.attend(query[part.rows], keys[part.tables], values[part.tables], scoring)
         return context
+
+    def recur(self, layer: int, mixed: Tensor, decay: Tensor, beta: Tensor, recurrence: Recurrence) -> Tensor:
+        """Recur as ``PackedAttention.recur`` does, from the states that the tokens before have left."""
+        states = self.cache.states[layer]
+        found = mixed.new_empty(len(mixed), recurrence.value_heads, recurrence.value_size)
+        for part in self._parts:
+            slots, shape = self._first_slot + part.sequences, part.positions.shape
+            before = State(*(each[slots] for each in states))
+            if part.begin is not None:
+                # Another sequence has left its state there, or nobody has.
+                before = State(*(each.masked_fill_(part.begin.view(-1, *[1] * (each.dim() - 1)), 0) for each in before))
+            channels, decays, betas = (
+                each[part.rows].unflatten(0, shape)  # type: ignore[no-untyped-call]
+                for each in (mixed, decay, beta)
+            )
+            output, after = delta_rule.recur(channels, decays, betas, recurrence, before)
+            found[part.rows] = output.flatten(0, 1)
+            for kept, new in zip(states, after, strict=True):
+                kept[slots] = new
+        return found
+
+    @functools.cached_property
+    def _parts(self) -> list[_Part]:
+        return list(self._split())
 
     def _split(self) -> Iterator[_Part]:
         """Yield the sequences with one token here together, and each of the others alone."""
@@ -169,7 +253,8 @@ class PagedAttention:
 
     def _part(self, rows: Tensor, sequences: Tensor) -> _Part:
         positions = self.positions[rows].unflatten(0, (len(sequences), -1))  # type: ignore[no-untyped-call]
-        return _Part(rows, self.tables[sequences, : int(positions.max()) // BLOCK_TOKENS + 1].long(), positions)
+        tables = self.tables[sequences, : int(positions.max()) // BLOCK_TOKENS + 1].long()
+        return _Part(rows, sequences, tables, positions)
 
 
 @dataclass(frozen=True)
@@ -197,8 +282,15 @@ class _Part:
     """As many tokens of each of some sequences: ``[sequences * tokens]`` rows, positions ``[sequences, tokens]``."""
 
     rows: Tensor
+    sequences: Tensor
     tables: Tensor
     positions: Tensor
+
+    @functools.cached_property
+    def begin(self) -> Tensor | None:
+        """Return which of the sequences begin here, ``[sequences]`` bool; None: none does."""
+        found = self.positions[:, 0] == 0
+        return found if bool(found.any()) else None
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
         """Return the context, ``[rows, heads, width]``, from keys and values of ``[sequences, blocks, …]``."""

@@ -16,7 +16,7 @@ from hybridflow.models.attention import PackedAttention
 from hybridflow.models.gpt import Transformer
 from hybridflow.rollout.blocks import BLOCK_TOKENS, blocks_for
 from hybridflow.rollout.budget import cache_bytes
-from hybridflow.rollout.paged import block_bytes
+from hybridflow.rollout.paged import block_bytes, state_bytes
 from hybridflow.rollout.request import LOOK_STEPS, Request, SamplingParams, model_refusal
 from hybridflow.rollout.runner import make_runner
 from hybridflow.rollout.texts import Texts
@@ -37,8 +37,8 @@ class Replica:
         vocab_size: True vocabulary.
         seed: Seed of the noise.
         max_concurrent: Most sequences decoded together.
-        cache_memory: Most memory of the key-value cache on this rank: in bytes, or, below 1, a share of what is free
-            when generating begins.
+        cache_memory: Most memory of the key-value cache on this rank, and of states beside it: in bytes, or, below 1, a
+            share of what is free when generating begins.
         ranks_per_node: Ranks that share the memory of this rank's node.
         tokenizer: Tokenizer for stop and bad texts; None: requests may have none.
         keeps_choices: Whether responses tell the experts that each token was sent to.
@@ -49,6 +49,7 @@ class Replica:
         metrics: Metrics of the last session that came to its end; set by who ended it.
         runner: Computes the model, over a cache of its own making.
         keeps_choices: Whether responses tell the experts that each token was sent to.
+        shares_blocks: Whether sequences use what others have computed of the same tokens, see ``Scheduler``.
     """
 
     def __init__(
@@ -77,7 +78,8 @@ class Replica:
         self._max_concurrent = max_concurrent
         self._cache_memory = cache_memory
         self._ranks_per_node = ranks_per_node
-        self._most_blocks = 0
+        self._most_blocks, self._most_slots, self._block_bytes = 0, max_concurrent, 0
+        self.shares_blocks = True
         self._stage_ranks = dist.get_process_group_ranks(groups.pp)
         self.runner = make_runner(
             model, groups, vocab_size, max_rows=max_concurrent, max_steps=LOOK_STEPS, keeps_choices=keeps_choices
@@ -108,12 +110,13 @@ class Replica:
             return "num_top_log_probs: ask for them where it begins"
         num_prompt, most = len(request.prompt), request.params.max_new_tokens
         if blocks_for(num_prompt + most) > self._most_blocks:
-            block, asked = block_bytes(self.model), self._cache_memory
+            block, asked = self._block_bytes, self._cache_memory
+            beside = "" if self.shares_blocks else " beside the states of linear attention"
             return (
                 f"its {num_prompt} tokens and max_new_tokens={most} take {blocks_for(num_prompt + most) * block} bytes "
                 f"of the key-value cache, and cache_memory={asked:g} "
-                f"{'of what is free ' if asked < 1 else ''}gives {self._most_blocks * block}; raise it, shorten the "
-                "prompt, or ask for fewer tokens"
+                f"{'of what is free ' if asked < 1 else ''}gives {self._most_blocks * block}{beside}; raise it, "
+                "shorten the prompt, or ask for fewer tokens"
             )
         return None
 
@@ -150,9 +153,9 @@ class Replica:
     def room(self, expected: Sequence[Request] | None) -> tuple[int, int, int]:
         """Return slots, longest sequence and blocks for the expected requests, or for any."""
         if expected is None:
-            return self._max_concurrent, self.model.max_sequence_length, max(self._most_blocks, 1)
+            return self._most_slots, self.model.max_sequence_length, max(self._most_blocks, 1)
         lengths = sorted((len(each.prompt) + each.params.max_new_tokens for each in expected), reverse=True)
-        lengths = lengths[: self._max_concurrent]
+        lengths = lengths[: self._most_slots]
         # Lanes may be dealt unevenly, but not more than all to one.
         num_blocks = sum(map(blocks_for, lengths))
         return max(len(lengths), 1), max(lengths, default=1), max(min(num_blocks, self._most_blocks), 1)
@@ -234,19 +237,30 @@ class Replica:
         return receive
 
     def measure(self) -> None:
-        """Find how many blocks of the cache the memory budget allows on each rank of the replica.
+        """Find how many slots, and blocks of the cache, the memory budget allows on each rank of the replica.
 
-        It is no more than can ever be needed.
+        They are no more than can ever be needed.
 
         Collective: tp, pp.
         """
-        most = self._max_concurrent * blocks_for(self.model.max_sequence_length)
         num_bytes = cache_bytes(self._cache_memory, self.device, self._ranks_per_node)
-        allowed = torch.tensor(min(num_bytes // block_bytes(self.model), most), device=self.device)
+        block, state, lanes = block_bytes(self.model), state_bytes(self.model), self.groups.pp.size()
+        slots = self._max_concurrent
+        if state:
+            # At most half of the budget, but a slot in each lane.
+            slots = min(slots, max(num_bytes // 2 // (state * lanes), 1) * lanes)
+        # Lanes have as many slots each.
+        left = num_bytes - -(-slots // lanes) * lanes * state
+        blocks = slots * blocks_for(self.model.max_sequence_length)
+        if left < 0 or block:
+            blocks = min(max(left, 0) // max(block, 1), blocks)
+        # A stage may have layers of one kind alone; all of them plan the same.
+        allowed = torch.tensor([blocks, slots, state == 0, -block], device=self.device)
         for group in (self.groups.tp, self.groups.pp):
             if group.size() > 1:
                 dist.all_reduce(allowed, dist.ReduceOp.MIN, group=group)
-        self._most_blocks = int(allowed)
+        self._most_blocks, self._most_slots, shares_blocks, block = allowed.tolist()
+        self.shares_blocks, self._block_bytes = bool(shares_blocks), -block
 
 
 def _send(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> dist.Work:

@@ -16,7 +16,7 @@ from hybridflow.rollout.paged import PagedAttention, PagedCache
 
 
 class Cache(Protocol):
-    """Keys and values of the layers of this stage, in blocks.
+    """Keys and values of the layers of this stage, in blocks, and states by slot.
 
     Attributes:
         num_bytes: Memory of all.
@@ -49,10 +49,12 @@ class Runner(Protocol):
     def forget(self) -> None:
         """Drop what was derived from the weights: they have changed."""
 
-    def make_cache(self, num_blocks: int) -> Any:
+    def make_cache(self, num_blocks: int, num_slots: int) -> Any:
         """Return an empty cache."""
 
-    def attention(self, cache: Any, tables: np.ndarray, sequences: np.ndarray, positions: np.ndarray) -> Any:
+    def attention(
+        self, cache: Any, tables: np.ndarray, sequences: np.ndarray, positions: np.ndarray, first_slot: int
+    ) -> Any:
         """Return the attention of some tokens, as ``PagedAttention`` takes them, in host memory."""
 
     def __call__(self, tokens: Tensor, attention: Any, rows: Tensor) -> Tensor:
@@ -104,16 +106,17 @@ class PlainRunner:
         """See ``Runner``."""
         self._fast = None
 
-    def make_cache(self, num_blocks: int) -> PagedCache:
+    def make_cache(self, num_blocks: int, num_slots: int) -> PagedCache:
         """See ``Runner``."""
-        return PagedCache(self._model, num_blocks, self._device, keeps_choices=self._keeps_choices)
+        sizes = self._model, num_blocks, self._device
+        return PagedCache(*sizes, num_slots=num_slots, keeps_choices=self._keeps_choices)
 
     def attention(
-        self, cache: PagedCache, tables: np.ndarray, sequences: np.ndarray, positions: np.ndarray
+        self, cache: PagedCache, tables: np.ndarray, sequences: np.ndarray, positions: np.ndarray, first_slot: int
     ) -> PagedAttention:
         """See ``Runner``."""
-        given = (to_device(torch.from_numpy(each), self._device) for each in (tables, sequences, positions))
-        return PagedAttention(cache, *given)
+        places, of, at = (to_device(torch.from_numpy(each), self._device) for each in (tables, sequences, positions))
+        return PagedAttention(cache, places, of, at, first_slot)
 
     def __call__(self, tokens: Tensor, attention: PagedAttention, rows: Tensor) -> Tensor:
         """See ``Runner``."""

@@ -60,9 +60,12 @@ class Session:
         self._turn = 0
         num_slots, capacity, num_blocks = replica.room(expected)
         blocks = BlockPool(num_blocks)
-        self._cache: Cache = replica.runner.make_cache(num_blocks)
         stages = replica.groups.pp.size()
-        self._lanes = [_Lane(replica, blocks, -(-num_slots // stages), capacity) for _ in range(stages)]
+        each = -(-num_slots // stages)
+        self._cache: Cache = replica.runner.make_cache(num_blocks, stages * each)
+        self._lanes = [
+            _Lane(replica, blocks, range(lane * each, lane * each + each), capacity) for lane in range(stages)
+        ]
         self._lane = self._lanes[0]
 
     @property
@@ -269,7 +272,7 @@ class Session:
         rows = to_device(torch.from_numpy(np.concatenate([step.rows, step.scored])), replica.device)
         if len(step.copies):
             self._cache.copy(*to_device(torch.from_numpy(step.copies), replica.device).unbind(1))
-        attention = replica.runner.attention(self._cache, scheduler.tables, step.slots, step.positions)
+        attention = replica.runner.attention(self._cache, scheduler.tables, step.slots, step.positions, lane.first_slot)
         output = replica.run(to_device(torch.from_numpy(step.tokens), replica.device), attention, rows)
         if output is None:
             return _Outcome(replica.receive_tokens(len(step.rows)), replica.version)
@@ -473,10 +476,17 @@ class _Clock:
 
 
 class _Lane:
-    """Sequences that are computed together."""
+    """Sequences that are computed together, in slots of the cache that no other lane has."""
 
-    def __init__(self, replica: Replica, blocks: BlockPool, num_slots: int, capacity: int) -> None:
-        self.scheduler = Scheduler(blocks, num_slots=num_slots, capacity=capacity, max_step_tokens=STEP_TOKENS)
+    def __init__(self, replica: Replica, blocks: BlockPool, slots: range, capacity: int) -> None:
+        self.first_slot, num_slots = slots.start, len(slots)
+        self.scheduler = Scheduler(
+            blocks,
+            num_slots=num_slots,
+            capacity=capacity,
+            max_step_tokens=STEP_TOKENS,
+            shares_blocks=replica.shares_blocks,
+        )
         self.sampler = Sampler(num_slots, replica.groups.tp, replica.vocab_size, replica.device)
         self.records = Records(num_slots, capacity)
         self.is_watched = np.zeros(num_slots, bool)

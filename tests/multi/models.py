@@ -86,6 +86,29 @@ SHARED = replace(
     routed_scaling=1.5,
     normalized_experts=True,
 )
+# What Qwen3.5 has: linear attention in most layers, with two value heads for each key head, and gated attention. Its
+# epsilon is large, since outputs near 0 have the rounding errors of larger terms, which a norm would show.
+LINEAR = ModelConfig(
+    num_layers=4,
+    hidden_size=64,
+    ffn_hidden_size=48,
+    num_attention_heads=8,
+    num_query_groups=2,
+    head_dim=12,
+    rotary_dim=4,
+    max_context=48,
+    vocab_divisible_by=4,
+    qk_norm=True,
+    zero_centered_norms=True,
+    attention_output_gate=True,
+    linear_layers=(0, 1, 2),
+    linear_key_heads=2,
+    linear_value_heads=4,
+    linear_key_head_dim=4,
+    linear_value_head_dim=5,
+    linear_conv_kernel=4,
+    norm_eps=1e-3,
+)
 VOCAB = 29
 
 

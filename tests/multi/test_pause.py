@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.microbatch import pack
 from hybridflow.rollout.engine import MegatronEngine
-from hybridflow.rollout.paged import block_bytes
+from hybridflow.rollout.paged import block_bytes, state_bytes
 from hybridflow.rollout.request import Request, Response, RolloutStopped, SamplingParams
 from hybridflow.rollout.sampling import gumbel_noise, row_keys, sequence_key
-from tests.multi.models import VOCAB, layouts_of, make_model
+from tests.multi.models import LINEAR, TINY, VOCAB, layouts_of, make_model
 from tests.support.ranks import run_ranks
 
 SEED = 11
 STEPS = (1, 3, 7, 17, 35)
 PARAMS = SamplingParams(max_new_tokens=30, temperature=0.8, stop_ids=(2,))
-CASES = [(1, ParallelLayout()), *((2, layout) for layout in layouts_of(2))]
-PAUSED = [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] > 1)) for case in CASES]
+LAYOUTS = [ParallelLayout(), *layouts_of(2)]
+CASES = [(layout, shape) for shape in (TINY, LINEAR) for layout in LAYOUTS]
+
+
+def cases(is_slow: Callable[[ParallelLayout, ModelConfig], bool]) -> pytest.MarkDecorator:
+    """All layouts and models, of which some are slow."""
+    return pytest.mark.parametrize(
+        ("layout", "shape"),
+        [pytest.param(*case, marks=[pytest.mark.slow] * is_slow(*case)) for case in CASES],
+        ids=[f"{layout}-{'linear' if shape is LINEAR else 'attention'}" for layout, shape in CASES],
+    )
 
 
 def requests(params: SamplingParams = PARAMS) -> list[Request]:
@@ -52,10 +63,13 @@ def plain(got: Response) -> dict:
     }
 
 
-def make_engine(world, layout: ParallelLayout, max_concurrent: int, num_blocks: int | None = None):
+def make_engine(
+    world, layout: ParallelLayout, max_concurrent: int, num_blocks: int | None = None, shape: ModelConfig = TINY
+):
     """An engine, this rank's requests, and whether it knows log-probabilities."""
-    model, mesh, groups, _ = make_model(world, layout)
-    cache_memory = 0.5 if num_blocks is None else num_blocks * block_bytes(model)
+    model, mesh, groups, _ = make_model(world, layout, model=shape)
+    budget = num_blocks and num_blocks * block_bytes(model) + max_concurrent * state_bytes(model)
+    cache_memory = 0.5 if budget is None else budget
     engine = MegatronEngine(
         model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=max_concurrent, cache_memory=cache_memory
     )
@@ -90,9 +104,9 @@ def drain(engine: MegatronEngine, asked: list[Request], num_steps: int | None = 
     return done, [pair for pair in pairs if pair[1].finish == "paused"], num_aside
 
 
-def paused_everywhere(world, layout: ParallelLayout):
+def paused_everywhere(world, layout: ParallelLayout, shape: ModelConfig):
     """Unbroken; then paused after each number of steps; then again and again, with too little memory for all."""
-    engine, mine, knows = make_engine(world, layout, 4)
+    engine, mine, knows = make_engine(world, layout, 4, shape=shape)
     whole = {key(ask): plain(got) for ask, got in zip(mine, engine.generate(mine), strict=True)}
     ways: dict[str, dict] = {}
     for num_steps in STEPS:
@@ -102,7 +116,7 @@ def paused_everywhere(world, layout: ParallelLayout):
         rest, none, _ = drain(engine, go_on(left))
         assert not none
         ways[f"after {num_steps} steps"] = {key(ask): plain(got) for ask, got in done + rest}
-    short, _, _ = make_engine(world, layout, 4, num_blocks=4)
+    short, _, _ = make_engine(world, layout, 4, num_blocks=4, shape=shape)
     num_lost = 0
     for seed in range(2):
         counts = np.random.default_rng(seed)
@@ -114,10 +128,11 @@ def paused_everywhere(world, layout: ParallelLayout):
     return whole, ways, knows, num_lost
 
 
-@pytest.mark.parametrize(("size", "layout"), PAUSED, ids=lambda value: str(value))
-def test_paused_after_any_step_and_as_often_as_you_like_it_gives_the_same(size, layout):
+@cases(lambda layout, shape: layout.world_size > 1)
+def test_paused_after_any_step_and_as_often_as_you_like_it_gives_the_same(layout, shape):
+    size = layout.world_size
     num_texts, found_lost, kinds = 0, 0, set()
-    for whole, ways, knows, num_lost in run_ranks(paused_everywhere, size, layout):
+    for whole, ways, knows, num_lost in run_ranks(paused_everywhere, size, layout, shape):
         found_lost += num_lost
         kinds |= {got["finish"] for got in whole.values()}
         for way, found in ways.items():
@@ -167,7 +182,7 @@ def stopped_at_looks(world, layout: ParallelLayout):
 
 @pytest.mark.slow
 def test_stopped_at_every_look_all_is_handed_over_once():
-    for _, layout in CASES[1:]:
+    for layout in LAYOUTS[1:]:
         for whole, found in run_ranks(stopped_at_looks, 2, layout):
             assert found == whole
 
@@ -191,10 +206,10 @@ def expected_by(model, world, ask: Request, got: Response) -> tuple[list[int], n
     return (logits + gumbel_noise(keys, 0, VOCAB)).argmax(-1).tolist(), log_probs.numpy()
 
 
-def changed(world, layout: ParallelLayout, is_in_place: bool):
+def changed(world, layout: ParallelLayout, is_in_place: bool, shape: ModelConfig):
     """Weights change twice on the way; every token against the weights that it says it is of."""
-    engine, mine, knows = make_engine(world, layout, 4, num_blocks=9)
-    truths = [make_model(world, ParallelLayout(dp=world.size))[0] for _ in range(3)]
+    engine, mine, knows = make_engine(world, layout, 4, num_blocks=9, shape=shape)
+    truths = [make_model(world, ParallelLayout(dp=world.size), model=shape)[0] for _ in range(3)]
     for model in (truths[1], truths[2], truths[2]):
         scale(model)
     session = engine.open(mine)
@@ -233,9 +248,9 @@ def changed(world, layout: ParallelLayout, is_in_place: bool):
 
 
 @pytest.mark.parametrize("is_in_place", [False, True], ids=["paused", "in place"])
-@pytest.mark.parametrize(("size", "layout"), CASES, ids=lambda value: str(value))
-def test_after_new_weights_each_token_is_what_its_weights_give_behind_those_before_it(size, layout, is_in_place):
-    kinds = set().union(*run_ranks(changed, size, layout, is_in_place))
+@cases(lambda layout, shape: layout.world_size > 1 and shape is LINEAR)
+def test_after_new_weights_each_token_is_what_its_weights_give_behind_those_before_it(layout, shape, is_in_place):
+    kinds = set().union(*run_ranks(changed, layout.world_size, layout, is_in_place, shape))
     assert set().union(*kinds) == {0, 1, 2} and any(0 in kind and len(kind) > 1 for kind in kinds), kinds
 
 

@@ -16,10 +16,10 @@ from hybridflow.rollout import engine as engine_module
 from hybridflow.rollout import session as session_module
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.engine import MegatronEngine
-from hybridflow.rollout.paged import PagedCache, block_bytes
+from hybridflow.rollout.paged import PagedCache, block_bytes, state_bytes
 from hybridflow.rollout.request import Request, Response, RolloutStopped, SamplingParams
 from hybridflow.rollout.sampling import gumbel_noise, row_keys, sequence_key
-from tests.multi.models import CAPPED, DEEP, MIXTURE, SHARED, TINY, VOCAB, layouts_of, make_model
+from tests.multi.models import CAPPED, DEEP, LINEAR, MIXTURE, SHARED, TINY, VOCAB, layouts_of, make_model
 from tests.support.ranks import run_ranks
 
 PARAMS = {
@@ -53,8 +53,12 @@ def rollout(
     for layout in layouts:
         model, mesh, groups, _ = make_model(world, layout, model=shape)
         engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=max_concurrent)
-        cached = len(model.decoder.layers) * shape.cached_size(layout.tp) * BLOCK_TOKENS * 4
-        assert block_bytes(model) == PagedCache(model, 1, world.device).num_bytes == cached
+        num_linear = sum(layer.layer_number - 1 in shape.linear_layers for layer in model.decoder.layers)
+        cached = (len(model.decoder.layers) - num_linear) * shape.cached_size(layout.tp) * BLOCK_TOKENS * 4
+        # Three inputs of each channel, and a matrix for each value head.
+        state = num_linear * (3 * (2 * 2 * 4 + 4 * 5) + 4 * 4 * 5) * 4 // layout.tp
+        assert (block_bytes(model), state_bytes(model)) == (cached, state)
+        assert PagedCache(model, 1, world.device, num_slots=5).num_bytes == cached + 5 * state
         for name in kinds:
             params = PARAMS[name]
             mine = requests(params)[mesh.coordinate(world.rank).dp :: layout.dp]
@@ -192,10 +196,10 @@ def test_same_text_in_eight_stages():
 
 @pytest.mark.parametrize(
     "shape",
-    [*(pytest.param(each, marks=pytest.mark.slow) for each in (CAPPED, MIXTURE)), SHARED],
-    ids=["capped", "mixture", "latent"],
+    [*(pytest.param(each, marks=pytest.mark.slow) for each in (CAPPED, MIXTURE)), SHARED, LINEAR],
+    ids=["capped", "mixture", "latent", "linear"],
 )
-def test_windows_caps_experts_and_compressed_caches_give_the_same_text_in_layouts_and_the_log_probs_of_training(shape):
+def test_other_attention_and_experts_give_the_same_text_in_layouts_and_the_log_probs_of_training(shape):
     texts = ["tp2.pp2.dp1", "tp1.pp2.dp2", *(["tp2.pp2.layers1-3"] if shape.num_layers == 4 else [])]
     layouts = [ParallelLayout.parse(text) for text in texts]
     reference = merged(1, [ParallelLayout()], 256, ("plain",), shape)

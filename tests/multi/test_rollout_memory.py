@@ -20,7 +20,7 @@ from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.paged import block_bytes
 from hybridflow.rollout.request import Request, SamplingParams
 from tests.multi.jobs import make_job, tiny_recipe
-from tests.multi.models import VOCAB, make_model
+from tests.multi.models import LINEAR, VOCAB, make_model
 from tests.support.ranks import run_ranks
 
 LONG = ModelConfig(
@@ -106,6 +106,49 @@ def test_ten_times_more_than_fits_is_generated_within_the_budget():
         text, needed, given = found["error"]
         assert all(part in text for part in (" cache_memory=", f"take {needed} bytes", f"gives {given};"))
     assert alone["preempted"] > 0
+
+
+def states_within_budget(world, layout: ParallelLayout):
+    """Of a model with linear attention: texts, unlimited too; slots, blocks and bytes; who lost room; an error."""
+    requests = make_requests(3, 4, 10, SamplingParams(max_new_tokens=24, stop_ids=(2,)))
+    model, _, groups, _ = make_model(world, layout, model=LINEAR)
+    # Half of it holds the states of five sequences, each 3 * 36 + 80 numbers in three layers.
+    budget = 2 * 5 * 3 * 188 * 4 + 7
+    tiny, small, large = (
+        MegatronEngine(model, groups, vocab_size=VOCAB, seed=SEED, max_concurrent=64, cache_memory=cache_memory)
+        for cache_memory in (14_000, budget, 0.5)
+    )
+    session = small.open(requests)
+    slots, _, blocks = small.room(None)
+    with pytest.raises(DataError) as caught:
+        tiny.generate(requests)
+    return {
+        "small": texts(requests, small.generate(requests)),
+        "large": texts(requests, large.generate(requests)),
+        "room": (slots, blocks),
+        "bytes": (session._cache.num_bytes, budget),
+        "preempted": small.metrics["preempted"],
+        "share": small.metrics["prompt_computed"] / small.metrics["prompt_tokens"],
+        "error": str(caught.value),
+    }
+
+
+def test_states_and_blocks_fit_into_the_budget_together():
+    (alone,) = run_ranks(states_within_budget, 1, ParallelLayout())
+    # The other half holds three blocks of 2 * 2 * 12 * 16 numbers.
+    assert alone["room"] == (5, 3)
+    assert alone["bytes"][0] == 4 * (5 * 3 * 188 + 3 * 768) <= alone["bytes"][1]
+    # Each computes its whole prompt, and again if it lost its blocks.
+    assert alone["preempted"] > 0 and alone["share"] > 1
+    assert_equal(alone["small"], alone["large"])
+    # 14,000 bytes hold three states, and blocks of 3,072 beside them.
+    assert "take 9216 bytes of the key-value cache" in alone["error"]
+    assert "gives 6144 beside the states of linear attention;" in alone["error"]
+    # The first of two stages has no keys, but two layers of states: it holds three for each of two lanes.
+    first, last = run_ranks(states_within_budget, 2, ParallelLayout(pp=2))
+    assert first["room"] == last["room"] == (6, 3)
+    assert first["bytes"][0] == 4 * 6 * 2 * 188 and last["bytes"][0] == 4 * (6 * 188 + 3 * 768)
+    assert_equal(last["small"], alone["large"])
 
 
 def shared_prompts(world):

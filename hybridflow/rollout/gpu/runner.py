@@ -83,12 +83,12 @@ class GpuRunner:
         """See ``Runner``."""
         self._is_stale = True
 
-    def make_cache(self, num_blocks: int) -> GpuCache:
-        """See ``Runner``."""
+    def make_cache(self, num_blocks: int, num_slots: int) -> GpuCache:
+        """See ``Runner``; the models that it computes have no states in slots."""
         return GpuCache(self._model, num_blocks, self._device)
 
     def attention(
-        self, cache: GpuCache, tables: np.ndarray, sequences: np.ndarray, positions: np.ndarray
+        self, cache: GpuCache, tables: np.ndarray, sequences: np.ndarray, positions: np.ndarray, first_slot: int
     ) -> GpuAttention:
         """See ``Runner``."""
         places, of, at = (to_device(torch.from_numpy(each), self._device) for each in (tables, sequences, positions))

@@ -242,8 +242,8 @@ def test_steps_through_the_host_with_a_row_of_each_sequence_need_no_tiles(world,
             engine.runner = GpuRunner(model, groups, VOCAB, max_rows=8, max_steps=16)
             attend = engine.runner.attention
 
-            def noted(cache, tables, sequences, positions, attend=attend):
-                attention = attend(cache, tables, sequences, positions)
+            def noted(cache, tables, sequences, positions, first_slot, attend=attend):
+                attention = attend(cache, tables, sequences, positions, first_slot)
                 made.append((len(set(sequences)) == len(sequences), attention._tiles[0] is None, attention._splits))
                 return attention
 

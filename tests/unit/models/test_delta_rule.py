@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import conv1d, pad, silu
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
 from hybridflow.models.attention import PackedAttention
 from hybridflow.models.delta_rule import Recurrence, recur
+from hybridflow.models.gated_delta_net import GatedDeltaNet
+from hybridflow.rollout.paged import PagedAttention, PagedCache, block_bytes, state_bytes
 
 SIZES = dict(key_heads=2, value_heads=6, key_size=5, value_size=7)
 CHANNELS, KERNEL = 2 * 2 * 5 + 6 * 7, 4
@@ -89,3 +93,59 @@ def test_sequences_of_one_token_and_of_none_lie_beside_long_ones():
     for part in torch.arange(72).split([1, 70, 1]):
         expected = by_transformers(recurrence, *(each[part][None] for each in given))[0]
         torch.testing.assert_close(found[part], expected, atol=2e-6, rtol=1e-5)
+
+
+class Linear(GatedDeltaNet):
+    """Has nothing but what the cache asks for."""
+
+    def __init__(self, recurrence: Recurrence) -> None:
+        nn.Module.__init__(self)
+        self.recurrence = lambda: recurrence
+
+
+def linear_cache(recurrence: Recurrence, num_slots: int) -> PagedCache:
+    """A cache of two layers, the second with linear attention, whose memory held NaN before."""
+    full = SimpleNamespace(num_query_groups_per_partition=1, hidden_size_per_attention_head=4)
+    layers = [SimpleNamespace(self_attention=each) for each in (full, Linear(recurrence))]
+    config = SimpleNamespace(params_dtype=torch.float32)
+    model = SimpleNamespace(config=config, decoder=SimpleNamespace(layers=layers))
+    cache = PagedCache(model, 3, torch.device("cpu"), num_slots=num_slots)
+    # A block has 16 keys and as many values, of one layer. A state has 3 inputs and a matrix for each head.
+    state = 4 * (3 * CHANNELS + 6 * 5 * 7)
+    assert (block_bytes(model), state_bytes(model)) == (4 * 2 * 16 * 4, state)
+    assert cache.num_bytes == 3 * block_bytes(model) + num_slots * state
+    for each in cache.states[1]:
+        each.fill_(torch.nan)
+    return cache
+
+
+def test_states_by_slot_go_on_where_they_stand():
+    lengths, prompt, num_slots = [70, 3, 131, 1, 20], 9, 3
+    recurrence, *given = inputs(sum(lengths))
+    parts = list(zip(*(each.split(lengths) for each in given), strict=True))
+    # The last has the first one's prompt, which it computes itself.
+    parts[4] = tuple(torch.cat([first[:prompt], own[prompt:]]) for first, own in zip(parts[0], parts[4], strict=True))
+    expected = [by_transformers(recurrence, *(each[None] for each in part))[0] for part in parts]
+    cache = linear_cache(recurrence, 2 * num_slots)
+    # Of each lane in turn, by slot: which sequence, from where to where. Slots are taken over from those that ended;
+    # the third sequence loses its slot in the middle, and begins anew in another.
+    steps = [
+        (0, {0: (0, 0, 68), 2: (1, 0, 2)}),
+        (1, {0: (2, 0, 64), 1: (3, 0, 1)}),
+        (0, {0: (0, 68, 69), 2: (1, 2, 3)}),
+        (1, {1: (4, 0, 17)}),
+        (0, {0: (0, 69, 70), 2: (2, 0, 1)}),
+        (1, {1: (4, 17, 18)}),
+        (0, {2: (2, 1, 130)}),
+        (1, {1: (4, 18, 20)}),
+        (0, {2: (2, 130, 131)}),
+    ]
+    for lane, slots in steps:
+        sequences = torch.tensor([slot for slot, (_, start, stop) in slots.items() for _ in range(start, stop)])
+        positions = torch.cat([torch.arange(start, stop) for _, start, stop in slots.values()])
+        plan = PagedAttention(cache, torch.zeros(num_slots, 9).int(), sequences, positions, lane * num_slots)
+        mixed, decay, beta = (
+            torch.cat([parts[index][place][start:stop] for index, start, stop in slots.values()]) for place in range(3)
+        )
+        wanted = torch.cat([expected[index][start:stop] for index, start, stop in slots.values()])
+        torch.testing.assert_close(plan.recur(1, mixed, decay, beta, recurrence), wanted, atol=2e-6, rtol=1e-5)

@@ -30,6 +30,9 @@ _ROTARY_NUMBERS = (
     *("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"),
     *_YARN_NUMBERS,
 )
+_FULL, _LINEAR = "full_attention", "linear_attention"
+_ATTENTION_INTERVAL = 4
+"""Of layers, where a file with linear attention has neither a list of them nor an interval."""
 _STRETCHED = ("yarn", "longrope")
 """Kinds of scaling whose files have the stretched context, as the model's longest sequence."""
 _ROTARY_LISTS = ("short_factor", "long_factor")
@@ -37,6 +40,8 @@ _ROTARY_KEYS = {
     *_ROTARY_NUMBERS,
     *_ROTARY_LISTS,
     *("rope_type", "type", "rope_theta", "original_max_position_embeddings", "partial_rotary_factor", "truncate"),
+    # Of text the three positions are one, in whatever sections of the pairs.
+    *("mrope_section", "mrope_interleaved"),
 }
 
 
@@ -109,6 +114,7 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
     model |= _rotary(family, given, where)
     model |= _window(family, given, where)
     model |= _no_rope(family, given)
+    model |= _linear(family, given, where)
     if "query_pre_attn_scalar" in family.defaults and given.get("query_pre_attn_scalar") is not None:
         model["attention_scale"] = float(given["query_pre_attn_scalar"]) ** -0.5
     model["dtype"] = dtype_of(given)
@@ -303,8 +309,32 @@ def _no_rope(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
     return {"no_rope_layers": [layer for layer, flag in enumerate(rotated[: given["num_hidden_layers"]]) if not flag]}
 
 
+def _linear(family: Family, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the layers with linear attention: those of a list, else all but each at the end of an interval."""
+    if not _has_linear(family):
+        return {}
+    num_layers, kinds = given["num_hidden_layers"], given.get("layer_types")
+    if kinds is None:
+        interval = given.get("full_attention_interval", _ATTENTION_INTERVAL)
+        kinds = [_LINEAR if (layer + 1) % interval else _FULL for layer in range(num_layers)]
+    if len(kinds) != num_layers or {*kinds} - {_LINEAR, _FULL}:
+        raise ConfigError(
+            f"{where}: layer_types={kinds}: expected {num_layers} of {_LINEAR!r} or {_FULL!r}; others are not computed"
+        )
+    layers = [layer for layer, kind in enumerate(kinds) if kind == _LINEAR]
+    if layers:
+        return {"linear_layers": layers}
+    return dict.fromkeys((setting for setting in family.keys.values() if setting.startswith("linear_")), None)
+
+
+def _has_linear(family: Family) -> bool:
+    return "linear_num_key_heads" in family.keys
+
+
 def _window(family: Family, given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the sliding window and its layers."""
+    if _has_linear(family):
+        return {}
     width, num_layers = given.get("sliding_window"), given["num_hidden_layers"]
     is_off = family.window in ("switched", "upper_layers") and not given.get("use_sliding_window")
     if family.window == "none" or is_off:
@@ -487,6 +517,7 @@ def spelled_out(model: ModelConfig) -> ModelConfig:
         rotary_dim=model.head_size if model.rotary_dim is None else model.rotary_dim,
         local_rotary_base=model.local_rotary_base if has_two_rotations else None,
         no_rope_layers=tuple(sorted(model.no_rope_layers)),
+        linear_layers=tuple(sorted(model.linear_layers)),
         window=model.window if has_window else None,
         window_layers=windowed if has_window else None,
         experts_per_token=model.experts_per_token if has_experts else 2,
@@ -543,6 +574,10 @@ def _written(described: Described) -> dict[str, Any]:
         # An integer to transformers, so that not every scale can be said.
         config["query_pre_attn_scalar"] = max(1, round(model.plain_scale**-2))
     config |= _written_window(family, model)
+    if _has_linear(family):
+        config = {key: value for key, value in config.items() if value is not None or not key.startswith("linear_")}
+        layers = range(model.num_layers)
+        config["layer_types"] = [_LINEAR if layer in model.linear_layers else _FULL for layer in layers]
     config |= _written_rotary(family, model)
     if "no_rope_layer_interval" in family.defaults:
         config["no_rope_layers"] = [int(layer not in model.no_rope_layers) for layer in range(model.num_layers)]

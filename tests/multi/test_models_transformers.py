@@ -64,6 +64,14 @@ class Case:
     is_fast: bool = True
 
     @property
+    def has_norms_around_one(self) -> bool:
+        return any(word in self.config for word in ("Gemma", "Qwen3_5"))
+
+    @property
+    def has_linear_attention(self) -> bool:
+        return "Qwen3_5" in self.config
+
+    @property
     def is_mixture(self) -> bool:
         return any(word in self.config for word in ("Mixtral", "Moe", "GptOss", "Deepseek", "MiniMax", "Olmoe"))
 
@@ -90,6 +98,11 @@ GLM4_MOE = {
     **dict(n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, head_dim=24, attention_bias=True),
     **dict(n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=1.7),
     **rope("default", partial_rotary_factor=0.5),
+}
+QWEN3_5 = {
+    **dict(head_dim=16, num_key_value_heads=2, linear_num_key_heads=4, linear_num_value_heads=8),
+    **dict(linear_key_head_dim=12, linear_value_head_dim=10, linear_conv_kernel_dim=4, rms_norm_eps=1e-3),
+    **rope("default", partial_rotary_factor=0.25, mrope_section=[1, 1, 0], mrope_interleaved=True),
 }
 CASES = {
     "llama": Case(config="Llama", given=rope("default")),
@@ -228,6 +241,16 @@ CASES = {
     ),
     "seed oss": Case(config="SeedOss", given={"head_dim": 32, **rope("default")}),
     "ernie 4.5": Case(config="Ernie4_5", given={"head_dim": 32, **rope("default")}, is_fast=False),
+    "qwen3.5": Case(config="Qwen3_5Text", given=QWEN3_5, is_fast=False),
+    "qwen3.5, yarn, one group": Case(
+        config="Qwen3_5Text",
+        given={
+            **{**QWEN3_5, "num_key_value_heads": 1, "tie_word_embeddings": True, "linear_num_value_heads": 4},
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "linear_attention"],
+            **rope("yarn", partial_rotary_factor=0.5, factor=4.0, original_max_position_embeddings=16),
+        },
+        is_fast=False,
+    ),
     "mixtral": Case(config="Mixtral", given={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "mixtral, window": Case(
         config="Mixtral", given={"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 6}
@@ -352,7 +375,8 @@ def their_answers(case: Case, folder: Path) -> Theirs:
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.15 * torch.randn(buffer.shape, generator=generator))
         for name, parameter in model.named_parameters():
-            centre = 1.0 if name.endswith("norm.weight") and "Gemma" not in case.config else 0.0
+            is_around_one = case.has_norms_around_one and not name.endswith("linear_attn.norm.weight")
+            centre = 1.0 if name.endswith("norm.weight") and not is_around_one else 0.0
             parameter.copy_(centre + 0.15 * torch.randn(parameter.shape, generator=generator))
     model.eval().save_pretrained(folder / "weights")
     config_json = json.loads((folder / "weights/config.json").read_text())
@@ -537,8 +561,8 @@ def paged_differ(world, ours: Ours, theirs: Theirs, *, is_fast: bool) -> float:
     engine = MegatronEngine(ours.model, ours.groups, vocab_size=VOCAB, seed=1, max_concurrent=1)
     if is_fast:
         engine.open([])
-    cache = PagedCache(ours.model, 2 * len(samples) + 1, world.device)
-    for each in (*cache.keys, *cache.values):
+    cache = PagedCache(ours.model, 2 * len(samples) + 1, world.device, num_slots=len(samples))
+    for each in (*cache.keys, *cache.values, *(part for state in cache.states.values() for part in state)):
         each.fill_(torch.nan)
     tables = torch.randperm(2 * len(samples), generator=torch.Generator().manual_seed(2)).int().view(-1, 2)
     done, worst = [0] * len(samples), 0.0
@@ -684,4 +708,7 @@ def test_every_family_computes_what_transformers_computes(answers):
 )
 def test_every_family_computes_what_transformers_computes_in_layouts(answers, dense, experts):
     layouts = {name: [*dense, *(experts if case.is_mixture else [])] for name, case in CASES.items()}
+    for name, case in CASES.items():
+        if case.has_linear_attention:
+            layouts[name] = [text for text in layouts[name] if ParallelLayout.parse(text).cp == 1]
     assert not too_far(worst_differences(4, answers, layouts))

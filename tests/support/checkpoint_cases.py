@@ -48,6 +48,10 @@ OTHER: dict[str, dict[str, Any]] = {
     "qwen2_moe": {
         **dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=16)
     },
+    "qwen3_5_text": {
+        **dict(head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4),
+        **dict(linear_key_head_dim=6, linear_value_head_dim=10, layer_types=["linear_attention", "full_attention"]),
+    },
     "smollm3": {"no_rope_layer_interval": 2},
     "qwen3_moe": {"head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }

@@ -50,6 +50,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "olmo2": {"head_dim": 32},
     "olmo3": {"head_dim": 32, "sliding_window": 8},
+    "qwen3_5_text": {
+        **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    },
     "smollm3": {"no_rope_layer_interval": 2, "tie_word_embeddings": True},
     "glm4_moe": {
         **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},

@@ -95,6 +95,7 @@ SIZES = {
     "GLM-4.7-Flash": (47, 2048, 10240, 20, 20, 202752, 154880),
     "OLMoE-1B-7B": (16, 2048, 1024, 16, 16, 4096, 50304),
     "gpt-oss-20b": (24, 2880, 2880, 64, 8, 131072, 201088),
+    "Qwen3.5-9B": (32, 4096, 12288, 16, 4, 262144, 248320),
     "Qwen3-30B-A3B": (48, 2048, 6144, 32, 4, 40960, 151936),
     "Qwen1.5-MoE-A2.7B": (24, 2048, 5632, 16, 16, 8192, 151936),
     "GLM-4.5-Air": (46, 4096, 10944, 96, 8, 131072, 151552),
@@ -382,6 +383,26 @@ REAL = {
             "rotary_scaling": RotaryScaling(kind="yarn", factor=32.0, original_context=4096, truncate=False),
         },
     ),
+    "Qwen3.5-9B": (
+        {
+            **{"model_type": "qwen3_5_text", "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0},
+            **{"rms_norm_eps": 1e-6, "dtype": "bfloat16", "head_dim": 256, "tie_word_embeddings": False},
+            **{"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+            **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4},
+            "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8,
+            "rope_parameters": {
+                **{"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+                **{"mrope_interleaved": True, "mrope_section": [11, 11, 10]},
+            },
+        },
+        {
+            **{"norm_eps": 1e-6, "rotary_base": 1e7, "rotary_dim": 64, "qk_norm": True, "head_dim": 256},
+            **{"zero_centered_norms": True, "attention_output_gate": True},
+            **{"linear_layers": tuple(layer for layer in range(32) if layer % 4 != 3), "linear_conv_kernel": 4},
+            **{"linear_key_heads": 16, "linear_value_heads": 32},
+            **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+        },
+    ),
     "Qwen3-30B-A3B": (
         {
             **{**QWEN, **MOE, "model_type": "qwen3_moe", "head_dim": 128, "attention_bias": False},
@@ -494,6 +515,7 @@ def meaning(values):
         "dtype",
         "num_nextn_predict_layers",
         "ep_size",
+        "full_attention_interval",
     }
     # Which no one computes: published files have that of pre-training.
     nothing |= {"attention_dropout", "residual_dropout"} if values["model_type"] == "seed_oss" else set()
@@ -516,7 +538,9 @@ def test_a_written_file_means_the_same_to_transformers(name):
         each["rope_parameters"] = {
             key: value
             for key, value in each["rope_parameters"].items()
-            if key != "type" and (key, value) not in (("partial_rotary_factor", 1.0), ("truncate", True))
+            # Of text the three positions of a token are one, whatever pairs of dims have them.
+            if key not in ("type", "mrope_section", "mrope_interleaved")
+            and (key, value) not in (("partial_rotary_factor", 1.0), ("truncate", True))
         }
         # Some of their classes write it at the top too, as a default.
         each.pop("partial_rotary_factor", None)
@@ -596,6 +620,12 @@ def models(draw, family):
         values |= {"num_query_groups": None, "head_dim": None, "kv_lora_rank": draw(st.integers(1, 9))}
         values |= {"q_lora_rank": draw(st.none() | st.integers(1, 9)), "v_head_dim": draw(st.integers(1, 9))}
         values |= {"qk_nope_head_dim": draw(st.integers(1, 9)), "qk_rope_head_dim": draw(st.sampled_from([2, 4, 6]))}
+    if "linear_key_heads" in family.keys.values() and layers > 1 and draw(st.booleans()):
+        values["linear_layers"] = draw(st.sets(st.integers(0, layers - 2), min_size=1).map(sorted).map(tuple))
+        keys = draw(st.integers(1, 4))
+        values |= {"linear_key_heads": keys, "linear_value_heads": keys * draw(st.integers(1, 3))}
+        values |= {name: draw(st.integers(1, 9)) for name in ("linear_key_head_dim", "linear_value_head_dim")}
+        values["linear_conv_kernel"] = draw(st.integers(2, 5))
     if "num_dense_layers" in family.keys.values():
         # No more dense layers than layers.
         dense = draw(st.integers(0, layers - 1))

@@ -217,10 +217,10 @@ def _recur(mixed: Tensor, decay: Tensor, beta: Tensor, recurrence: Recurrence, t
 
 
 def _of_like_length(lengths: list[int]) -> list[list[int]]:
-    """Group indices of sequences with similar lengths, from short to long."""
+    """Group indices of sequences with similar lengths, from short to long; those without tokens are left out."""
     found: list[list[int]] = []
     shortest = 0
-    for index in sorted(range(len(lengths)), key=lambda each: (lengths[each], each)):
+    for index in sorted(filter(lengths.__getitem__, range(len(lengths))), key=lambda each: (lengths[each], each)):
         # Of short ones there are not so many that a rectangle of their own would pay.
         if not found or lengths[index] > max(_NARROW, shortest * _WIDENING):
             found.append([])

@@ -14,6 +14,7 @@ from hybridflow.models.attention import PackedAttention
 from hybridflow.models.delta_rule import Recurrence, recur
 from hybridflow.models.gated_delta_net import GatedDeltaNet
 from hybridflow.rollout.paged import PagedAttention, PagedCache, block_bytes, state_bytes
+from tests.cuda.fake.machine import Launches
 
 SIZES = dict(key_heads=2, value_heads=6, key_size=5, value_size=7)
 CHANNELS, KERNEL = 2 * 2 * 5 + 6 * 7, 4
@@ -54,6 +55,16 @@ def test_gradients_are_those_of_the_token_by_token_rule():
         gradients.append([leaf.grad for leaf in leaves])
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+
+
+def test_memory_grows_with_the_tokens_and_not_with_their_square():
+    made = []
+    for tokens in (1024, 2048):
+        recurrence, *given = inputs(1, tokens)
+        with Launches() as launches:
+            recur(*given, recurrence)
+        made.append(launches.made_bytes)
+    assert made[1] <= 2.01 * made[0]
 
 
 def test_a_state_goes_on_where_it_was_left():

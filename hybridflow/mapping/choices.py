@@ -20,7 +20,7 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.activations import activation_bytes, decoding_bytes
 from hybridflow.mapping.estimate import kept_bytes
 from hybridflow.mapping.hardware import Hardware
-from hybridflow.mapping.memory import MeshMemory, cache_room, vllm_bytes, vllm_tokens
+from hybridflow.mapping.memory import MeshMemory, cache_room, vllm_bytes, vllm_texts
 from hybridflow.mapping.rl_step import (
     Texts,
     Work,
@@ -208,7 +208,9 @@ class Choices:
             if not self._allows("actor.rollout", layout):
                 continue
             mesh = _mesh("actor.rollout", layout)
-            a_text = tokens * size.cached_bytes(layout.tp) + size.state_bytes(layout.tp)
+            keys, state = tokens * size.cached_bytes(layout.tp), size.state_bytes(layout.tp)
+            # States get no more than half of the cache.
+            a_text = state + max(keys, state)
             weights = int(kept_bytes(size, layout)["first"]["weights"])
             most, held = -(-responses // layout.dp), self._texts_held(mesh, a_text)
             for concurrent in (max(1, int(min(slots, held))) for slots in self.concurrent):
@@ -238,7 +240,7 @@ class Choices:
     def _texts_held(self, mesh: DeviceMesh, text_bytes: int) -> float:
         """Return how many texts a cache of fixed size holds, however many slots there are."""
         if self._is_vllm:
-            return vllm_tokens(self._recipe, mesh, self._hardware.memory_bytes) // self._texts.mean
+            return vllm_texts(self._recipe, mesh, self._hardware.memory_bytes, self._texts.mean)
         given = self._recipe.rollout.cache_memory
         return given // text_bytes if given >= 1 else math.inf
 

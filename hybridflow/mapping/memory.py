@@ -463,22 +463,25 @@ def cache_room(recipe: Recipe, cache: int) -> int:
     return math.ceil(cache / share) if share < 1 else 0
 
 
-def cached_tokens(recipe: Recipe, meshes: Mapping[str, DeviceMesh], machine: Hardware) -> int:
-    """Return how many tokens' keys and values a job has room for on each rank that generates.
+def held_texts(recipe: Recipe, meshes: Mapping[str, DeviceMesh], machine: Hardware, tokens: int) -> int:
+    """Return how many texts a job has room for in the cache of each rank that generates.
 
     Args:
         recipe: The recipe.
         meshes: Of its models.
         machine: Where.
+        tokens: Of each text.
     """
     mesh, room = meshes["actor.rollout"], recipe.rollout.cache_memory
     if recipe.rollout.engine.kind == "vllm" and not machine.is_cpu:
-        return vllm_tokens(recipe, mesh, machine.memory_bytes)
+        return vllm_texts(recipe, mesh, machine.memory_bytes, tokens)
     if room < 1:
         memory = job_memory(recipe, meshes, cached=0)
         room *= machine.memory_bytes - max(memory[rank].resident for rank in mesh.ranks)
     model = recipe.sized_model_of(mesh.name)
-    return max(0, int(room) - _states_bytes(recipe, model, mesh)) // cached_token_bytes(model, mesh.layout)
+    keys, state = tokens * cached_token_bytes(model, mesh.layout), state_bytes(model, mesh.layout)
+    # States get no more than half of the cache.
+    return max(0, int(room)) // (state + max(keys, state))
 
 
 def vllm_bytes(recipe: Recipe, gpu_bytes: float) -> int:
@@ -486,12 +489,12 @@ def vllm_bytes(recipe: Recipe, gpu_bytes: float) -> int:
     return int(recipe.rollout.engine.memory_share * gpu_bytes)
 
 
-def vllm_tokens(recipe: Recipe, mesh: DeviceMesh, gpu_bytes: float) -> int:
-    """Return how many tokens' keys and values vLLM has room for in its share of a GPU, beside the whole model."""
+def vllm_texts(recipe: Recipe, mesh: DeviceMesh, gpu_bytes: float, tokens: int) -> int:
+    """Return how many texts of so many tokens vLLM has room for in its share of a GPU, beside the whole model."""
     model = recipe.sized_model_of(mesh.name)
     weights = sum(tensor.num_bytes for tensor in _specs(model, False).tensors)
-    room = vllm_bytes(recipe, gpu_bytes) - weights - _states_bytes(recipe, model, mesh)
-    return max(0, room) // cached_token_bytes(model, mesh.layout)
+    each = tokens * cached_token_bytes(model, mesh.layout) + state_bytes(model, mesh.layout)
+    return max(0, vllm_bytes(recipe, gpu_bytes) - weights) // each
 
 
 def _spare_bytes(recipe: Recipe, mesh: DeviceMesh) -> int:

@@ -28,7 +28,7 @@ from hybridflow.mapping.estimate import (
     train_seconds,
 )
 from hybridflow.mapping.hardware import Hardware
-from hybridflow.mapping.memory import cached_tokens
+from hybridflow.mapping.memory import held_texts
 from hybridflow.mapping.reshard_time import reshard_seconds
 from hybridflow.mapping.sizes import Size, size_of
 from hybridflow.observe.phases import phase_of
@@ -151,7 +151,7 @@ def step_calls(
         if (size := role_size(recipe, node)) is not None:
             work = work_of(recipe, meshes[node.mesh])
             if node.source:
-                held = cached_tokens(recipe, meshes, hardware) // texts.mean
+                held = held_texts(recipe, meshes, hardware, texts.mean)
                 work = replace(work, concurrent=max(1, min(work.concurrent, held)))
             seconds[node.name] = node_seconds(recipe, node, size, work, hardware, texts, is_update=is_update)
             if node.source:

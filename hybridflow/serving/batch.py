@@ -85,7 +85,7 @@ def dry_run(arguments: argparse.Namespace) -> int:
         f"prompts of {sum(len(task.ids) for task in tasks)} tokens in all, the longest of {longest}; context "
         f"{model.max_context}\n"
         f"layout {layout} on {layout.world_size} ranks, {model.dtype}\n"
-        f"{memory_line(model, layout, sum(lengths[-arguments.max_concurrent :]), arguments.cache_memory)}"
+        f"{memory_line(model, layout, lengths[-arguments.max_concurrent :], arguments.cache_memory)}"
     )
     for prompt_index, reason in list(bad.items())[:5]:
         print_out(f"{prompts[prompt_index].place}: {reason}")

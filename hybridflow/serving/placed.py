@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +18,7 @@ from hybridflow.families.cut import check_cut
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.models.shapes import cached_token_bytes, model_spec
+from hybridflow.models.shapes import cached_token_bytes, model_spec, state_bytes
 from hybridflow.observe.console import format_bytes
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.world import World
@@ -152,13 +153,13 @@ def check_lockstep(layout: ParallelLayout) -> None:
         )
 
 
-def memory_line(model: ModelConfig, layout: ParallelLayout, cached_tokens: int, cache_memory: float) -> str:
+def memory_line(model: ModelConfig, layout: ParallelLayout, lengths: Sequence[int], cache_memory: float) -> str:
     """Describe in words the memory of the rank that needs the most.
 
     Args:
         model: The model.
         layout: How it is cut.
-        cached_tokens: Most tokens in the key-value cache at a time.
+        lengths: Most tokens of each of the sequences that are decoded together.
         cache_memory: Most memory of the cache: in bytes, or, below 1, a share of what will be free.
     """
     spec = model_spec(model)
@@ -167,7 +168,7 @@ def memory_line(model: ModelConfig, layout: ParallelLayout, cached_tokens: int, 
     )
     held = WeightHoldings(spec, mesh)
     weights = max(held_bytes(spec, held, mesh.rank_at(pp=stage)) for stage in range(layout.pp))
-    cache = cached_tokens * cached_token_bytes(model, layout)
+    cache = sum(lengths) * cached_token_bytes(model, layout) + len(lengths) * state_bytes(model, layout)
     most = int(cache_memory) if cache_memory >= 1 else cache
     least = format_bytes(min(cache, most))
     return f"memory of a rank: weights {format_bytes(weights)}, key-value cache up to {least}"

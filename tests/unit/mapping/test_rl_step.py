@@ -188,6 +188,21 @@ def test_no_more_texts_are_generated_at_a_time_than_the_cache_has_room_for(capsy
     assert generating("rollout.cache_memory=0.01") > generating(f"rollout.cache_memory={twenty}")
 
 
+def test_states_of_texts_get_no_more_than_half_of_the_cache(capsys, recipe):
+    heads = {"linear_key_heads": 16, "linear_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    layers = {"linear_layers": [layer for layer in range(32) if layer % 4 != 3], "linear_conv_kernel": 4}
+    path = recipe(model={**LLAMA, **heads, **layers})
+
+    def generating(*changed):
+        found = estimate(capsys, path, "--prompt", "100", "--response", "900", "actor.rollout={dp: 16}", *changed)
+        return next(call["seconds"] for call in found["calls"] if call["name"] == "actor.sample")
+
+    # In fp32 three inputs of each channel, and a matrix for each head; more than a text's keys and values.
+    state = 24 * (3 * (2 * 16 + 32) * 128 + 32 * 128 * 128) * 4
+    assert state > 1000 * 8 * 2 * 8 * 128 * 2
+    assert generating(f"rollout.cache_memory={20.5 * 2 * state}") == generating("rollout.max_concurrent=20")
+
+
 def test_calls_on_ranks_of_their_own_run_side_by_side(capsys, recipe):
     actor = {**ACTOR, "ranks": [*range(8)], "update": {"tp": 2, "dp": 4}, "rollout": {"dp": 8}}
     optimizer = {"optimizer": {"lr": 1e-6}}

@@ -13,7 +13,7 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.auto import recipe_text
 from hybridflow.mapping.choices import _rollout_layouts, _update_layouts
 from hybridflow.mapping.hardware import hardware
-from hybridflow.mapping.memory import cached_tokens, job_memory
+from hybridflow.mapping.memory import held_texts, job_memory
 from hybridflow.mapping.rl_step import (
     Call,
     Texts,
@@ -240,7 +240,7 @@ def test_the_recipe_that_is_written_takes_as_long_as_was_said(capsys, recipe, tm
     # The cache that a job takes has room for the texts that are generated at a time.
     meshes = role_meshes(written)
     texts = min(written.rollout.max_concurrent, 64 // meshes["actor.rollout"].layout.dp)
-    assert cached_tokens(written, meshes, replace(MACHINE, memory_bytes=0.9 * MACHINE.memory_bytes)) >= 1200 * texts
+    assert held_texts(written, meshes, replace(MACHINE, memory_bytes=0.9 * MACHINE.memory_bytes), 1200) >= texts
     assert written == load_recipe(words[0], best["overrides"]) and written.layout is None
     assert cli.main(["plan", "auto", *words, "--out", str(out)]) == 2
     assert "exists; remove it" in capsys.readouterr().err

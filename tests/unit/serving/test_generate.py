@@ -16,12 +16,15 @@ from hypothesis import strategies as st
 from hybridflow.data.chat import chat_template, render_chat
 from hybridflow.errors import ConfigError, DataError, WriteError
 from hybridflow.exit_status import DONE
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.observe.console import format_bytes
 from hybridflow.rollout.sampling import FAILURES, NOTHING_LEFT
 from hybridflow.rollout.texts import GrowingText, Texts, Watch, settled_text, text_before_stop
 from hybridflow.serving import batch, command
 from hybridflow.serving.api import ApiError, Sample, Served, completion, failure, read_ask
 from hybridflow.serving.options import check_together, read_options
-from hybridflow.serving.placed import find_tokenizer
+from hybridflow.serving.placed import find_tokenizer, memory_line
 from hybridflow.serving.prompts import Prompt, deal, encode_prompt, encode_text, read_prompts
 from hybridflow.serving.results import ResultLog, Results
 from tests.support.hf_models import write_tokenizer
@@ -663,3 +666,13 @@ def test_a_run_brings_the_tokenizer_of_its_latest_checkpoint(given, tmp_path, mo
         (folder / "actor/manifest.json").touch()
     found = find_tokenizer(argparse.Namespace(model=tmp_path / given, tokenizer=None))
     assert found is not None and found.path == tmp_path / "run/checkpoints/step_000003/actor/assets/tokenizer.json"
+
+
+def test_the_memory_of_sequences_has_their_states_too():
+    sizes = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 64, "num_attention_heads": 4, "max_context": 64}
+    heads = {"linear_key_heads": 2, "linear_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
+    model = ModelConfig(**sizes, **heads, linear_layers=(0, 1, 2), linear_conv_kernel=4, vocab_size=32)
+    line = memory_line(model, ParallelLayout(), [1000, 24], 0.5)
+    # Keys and values of one layer, and of three layers three inputs of each channel and a matrix for each head.
+    cache = (1024 * 2 * 64 + 2 * 3 * (3 * (2 * 2 * 8 + 4 * 16) + 4 * 8 * 16)) * 4
+    assert line.endswith(f"key-value cache up to {format_bytes(cache)}")

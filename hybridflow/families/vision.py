@@ -76,6 +76,10 @@ _QWEN3_VL = VisionModel(
     unused=_WINDOW,
 )
 
+_QWEN3_5 = VisionModel(
+    name="qwen3_5", causal="Qwen3_5ForConditionalGeneration", text="qwen3_5_text", family="qwen3_5_text"
+)
+
 _QWEN2_5_VL = VisionModel(
     name="qwen2_5_vl",
     causal="Qwen2_5_VLForConditionalGeneration",
@@ -133,7 +137,8 @@ _GLM4V_MOE = VisionModel(
 )
 
 VISION_MODELS = {
-    model.name: model for model in (_GEMMA3, _QWEN3_VL, _QWEN2_5_VL, _MISTRAL3, _GLM4V, _QWEN3_VL_MOE, _GLM4V_MOE)
+    model.name: model
+    for model in (_GEMMA3, _QWEN3_VL, _QWEN3_5, _QWEN2_5_VL, _MISTRAL3, _GLM4V, _QWEN3_VL_MOE, _GLM4V_MOE)
 }
 
 

@@ -79,7 +79,7 @@ SEEING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # AutoModelForCausalLM would make its text model alone, whose files have other names.
     "Qwen3_5": (
         dict(layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=2)
-        | dict(linear_key_head_dim=8, linear_value_head_dim=8),
+        | dict(linear_key_head_dim=8, linear_value_head_dim=8, head_dim=16),
         dict(depth=1, hidden_size=8, intermediate_size=8, num_heads=2, out_hidden_size=32, num_position_embeddings=16),
         {},
     ),

@@ -42,6 +42,21 @@ PUBLISHED = {
             **dict(rope_scaling={"factor": 8.0, "rope_type": "linear"}, sliding_window=1024),
         },
     },
+    "Qwen3.5 9B": {
+        **dict(architectures=["Qwen3_5ForConditionalGeneration"], model_type="qwen3_5", tie_word_embeddings=False),
+        "text_config": {
+            **dict(attn_output_gate=True, dtype="bfloat16", full_attention_interval=4, head_dim=256, hidden_size=4096),
+            **dict(intermediate_size=12288, linear_conv_kernel_dim=4, linear_key_head_dim=128, mtp_num_hidden_layers=1),
+            **dict(linear_num_key_heads=16, linear_num_value_heads=32, linear_value_head_dim=128),
+            **dict(max_position_embeddings=262144, model_type="qwen3_5_text", num_attention_heads=16),
+            **dict(num_hidden_layers=32, num_key_value_heads=4, rms_norm_eps=1e-6, vocab_size=248320),
+            "rope_parameters": {
+                **dict(mrope_interleaved=True, mrope_section=[11, 11, 10], partial_rotary_factor=0.25),
+                **dict(rope_theta=10000000, rope_type="default"),
+            },
+        },
+        "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5"},
+    },
     "Qwen3-VL 4B": {
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "image_token_id": 151655,
@@ -131,6 +146,7 @@ EXPECTED = {
     "GLM-4.1V 9B": (40, 4096, 32, 2, 128, 151552, 65536, 1e4, False, "bf16"),
     "Gemma 3 4B": (34, 2560, 8, 4, 256, 262208, 131072, 1e6, True, "bf16"),
     "Gemma 3 27B": (62, 5376, 32, 16, 128, 262208, 131072, 1e6, True, "bf16"),
+    "Qwen3.5 9B": (32, 4096, 16, 4, 256, 248320, 262144, 1e7, False, "bf16"),
     "Qwen3-VL 4B": (36, 2560, 32, 8, 128, 151936, 262144, 5e6, True, "bf16"),
 }
 
@@ -138,7 +154,8 @@ EXPECTED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_files_read_as_what_they_are(name):
     model = read_config(PUBLISHED[name], where="config.json").model
-    assert (model.qkv_bias, model.rotary_dim) == ("2.5" in name or "GLM" in name, 64 if "GLM" in name else None)
+    rotary_dim = 64 if "GLM" in name or "3.5" in name else None
+    assert (model.qkv_bias, model.rotary_dim) == ("2.5" in name or "GLM" in name, rotary_dim)
     assert EXPECTED[name] == (
         *(model.num_layers, model.hidden_size, model.num_attention_heads, model.query_groups, model.head_size),
         *(model.vocab_size, model.max_context, model.rotary_base, model.tied_embeddings, model.dtype),

@@ -18,7 +18,7 @@ from hybridflow.families.phi3 import PHI3
 from hybridflow.families.qwen2 import QWEN2
 from hybridflow.families.qwen2_moe import QWEN2_MOE
 from hybridflow.families.qwen3 import QWEN3
-from hybridflow.families.qwen3_5 import QWEN3_5_TEXT
+from hybridflow.families.qwen3_5 import QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
 from hybridflow.families.qwen3_moe import QWEN3_MOE
 from hybridflow.families.seed_oss import SEED_OSS
 from hybridflow.families.smollm3 import SMOLLM3
@@ -27,7 +27,7 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3_TEXT, OLMO2, OLMO3, GLM, GLM4, SMOLLM3, SEED_OSS),
-        *(ERNIE4_5, QWEN3_5_TEXT),
+        *(ERNIE4_5, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, QWEN3_NEXT),
         *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, GPT_OSS, GLM4_MOE, MINIMAX_M2, DEEPSEEK_V3, GLM4_MOE_LITE),
     )
 }

@@ -65,15 +65,15 @@ class Case:
 
     @property
     def has_norms_around_one(self) -> bool:
-        return any(word in self.config for word in ("Gemma", "Qwen3_5"))
+        return any(word in self.config for word in ("Gemma", "Qwen3_5", "Qwen3Next"))
 
     @property
     def has_linear_attention(self) -> bool:
-        return "Qwen3_5" in self.config
+        return any(word in self.config for word in ("Qwen3_5", "Qwen3Next"))
 
     @property
     def is_mixture(self) -> bool:
-        return any(word in self.config for word in ("Mixtral", "Moe", "GptOss", "Deepseek", "MiniMax", "Olmoe"))
+        return any(word in self.config for word in ("Mixtral", "Moe", "Next", "GptOss", "Deepseek", "MiniMax", "Olmoe"))
 
 
 def rope(kind: str, **other: Any) -> dict[str, Any]:
@@ -103,6 +103,10 @@ QWEN3_5 = {
     **dict(head_dim=16, num_key_value_heads=2, linear_num_key_heads=4, linear_num_value_heads=8),
     **dict(linear_key_head_dim=12, linear_value_head_dim=10, linear_conv_kernel_dim=4, rms_norm_eps=1e-3),
     **rope("default", partial_rotary_factor=0.25, mrope_section=[1, 1, 0], mrope_interleaved=True),
+}
+QWEN3_5_EXPERTS = {
+    **dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20),
+    "rms_norm_eps": 0.05,
 }
 CASES = {
     "llama": Case(config="Llama", given=rope("default")),
@@ -271,6 +275,8 @@ CASES = {
             ),
         },
     ),
+    "qwen3.5 moe": Case(config="Qwen3_5MoeText", given={**QWEN3_5, **QWEN3_5_EXPERTS}, is_fast=False),
+    "qwen3 next": Case(config="Qwen3Next", given={**QWEN3_5, **QWEN3_5_EXPERTS}, is_fast=False),
     "qwen3 moe": Case(config="Qwen3Moe", given={**MIXTURE, "norm_topk_prob": True}),
     "qwen3 moe, shares of all": Case(config="Qwen3Moe", given={**MIXTURE, "norm_topk_prob": False}),
     "qwen3 moe, window": Case(

@@ -15,6 +15,11 @@ from hybridflow.families.tables import FAMILIES
 from tests.support.hf_models import SIZES, randomize
 
 TOKENS = {"vocab_size": 37, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_LINEAR = {
+    **dict(head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4),
+    **dict(linear_key_head_dim=6, linear_value_head_dim=10, layer_types=["linear_attention", "full_attention"]),
+}
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=16)
 OTHER: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         **dict(kv_lora_rank=12, q_lora_rank=20, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8),
@@ -48,10 +53,9 @@ OTHER: dict[str, dict[str, Any]] = {
     "qwen2_moe": {
         **dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=16)
     },
-    "qwen3_5_text": {
-        **dict(head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4),
-        **dict(linear_key_head_dim=6, linear_value_head_dim=10, layer_types=["linear_attention", "full_attention"]),
-    },
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": {**_LINEAR, **_EXPERTS},
+    "qwen3_next": {**_LINEAR, **_EXPERTS},
     "smollm3": {"no_rope_layer_interval": 2},
     "qwen3_moe": {"head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }

@@ -54,6 +54,18 @@ SPECIAL: dict[str, dict[str, Any]] = {
         **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
         **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
     },
+    "qwen3_5_moe_text": {
+        **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        "shared_expert_intermediate_size": 32,
+    },
+    "qwen3_next": {
+        **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        "shared_expert_intermediate_size": 32,
+    },
     "smollm3": {"no_rope_layer_interval": 2, "tie_word_embeddings": True},
     "glm4_moe": {
         **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},

@@ -19,7 +19,7 @@ from tests.support.conversions import convert
 
 PROMPTS = torch.tensor([[1, 17, 5, 9, 30, 2, 8, 11, 36], [1, 4, 4, 23, 7, 19, 33, 3, 10]])
 LAYOUTS = ["tp1", "tp2", "pp2", "tp2.pp2"]
-MIXTURES = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
+MIXTURES = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_moe_text", "qwen3_next"]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 16, "rope_theta": 5e5}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 9.0, 27.0]}

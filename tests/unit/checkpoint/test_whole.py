@@ -14,16 +14,20 @@ from hybridflow import cli
 from hybridflow.checkpoint.formats.in_memory import in_memory_model
 from hybridflow.checkpoint.formats.registry import for_export, open_source
 from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.families.vision import VISION_MODELS
 from hybridflow.layout.parallel_layout import ParallelLayout
 from tests.support.checkpoint_cases import edit_json, same_bits, tensors_of
 from tests.support.complaints import complains
 from tests.support.conversions import convert
-from tests.support.hf_models import SEEING, write_seeing_model, write_tokenizer
+from tests.support.hf_models import write_seeing_model, write_tokenizer
 
 TOKENS = torch.tensor([[3, 17, 5, 9, 30, 2, 8, 11, 36, 7, 7, 21]])
 
 
-@pytest.fixture(params=SEEING)
+WITH_TABLE = [each.causal.removesuffix("ForConditionalGeneration") for each in VISION_MODELS.values()]
+
+
+@pytest.fixture(params=WITH_TABLE)
 def original(request, tmp_path):
     """A model that sees, in two files, whose tower is in another number format than its language model."""
     folder = tmp_path / "models/original"

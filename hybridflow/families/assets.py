@@ -84,7 +84,7 @@ def ends_in(assets: Mapping[str, bytes]) -> Ends:
     told: dict[str, Any] = {}
     for name in (CONFIG, GENERATION):
         values = parse_json(assets[name], name) if name in assets else {}
-        # Of a model that sees.
+        # Of a vision-language model.
         text = values.get("text_config")
         values = {**text, **values} if isinstance(text, dict) else values
         told |= {key: values[key] for key in ("eos_token_id", "pad_token_id") if values.get(key) is not None}

@@ -71,7 +71,7 @@ class Described:
 
 
 def read_config(values: Mapping[str, Any], *, where: str) -> Described:
-    """Read the settings of a parsed ``config.json``; of a model that sees those of its language model.
+    """Read the settings of a parsed ``config.json``; of a vision-language model those of its language model.
 
     Args:
         values: The parsed file.
@@ -441,7 +441,7 @@ def update_config(original: Mapping[str, Any] | None, described: Described, *, d
 
 
 def update_vision_config(original: Mapping[str, Any], described: Described, *, dtype: str) -> dict[str, Any]:
-    """Return the ``config.json`` of a whole model that sees, to write beside its tensors.
+    """Return the ``config.json`` of a whole vision-language model, to write beside its tensors.
 
     Args:
         original: The one that traveled along; its longest sequence grows with the model's, as in ``update_config``.

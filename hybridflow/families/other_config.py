@@ -63,8 +63,8 @@ def read_info(values: Mapping[str, Any], *, where: str, assets: Path | None = No
     Args:
         values: The parsed file.
         where: What messages call it.
-        assets: Where the small files are that travel along. A model that sees and is in memory has none, so that an
-            export would find its other tensors nowhere: it runs in ``transformers``.
+        assets: Where the small files are that travel along. A vision-language model in memory has none, so that
+            an export would find its other tensors nowhere: it runs in ``transformers``.
 
     Raises:
         ConfigError: It is malformed, or neither a causal language model nor a scorer.
@@ -119,7 +119,7 @@ def _read(values: Mapping[str, Any], where: str, assets: Path | None) -> ModelIn
             f"{where}: quantization_config: quantized weights are not trained; name the model that was quantized, as "
             "it was before"
         )
-    # Of a model that sees or hears the sizes are those of its part for text, which alone is trained.
+    # Of a model with vision or audio the sizes are those of its part for text, which alone is trained.
     text = values.get("text_config")
     if isinstance(text, Mapping):
         values = {**text, **values}

@@ -1,4 +1,4 @@
-"""Models that see whose language model a table describes: its part of ``config.json``, and what its tensors are called.
+"""Vision-language models whose language model has a table: its part of ``config.json``, and the names of its tensors.
 
 Only the language model is read and trained. An export is the whole model again: the other tensors are copied from the
 original directory, which ``config.json`` names on its way through our checkpoints.
@@ -28,7 +28,7 @@ _MROPE = ("mrope_section", "mrope_interleaved")
 
 @dataclass(frozen=True, kw_only=True)
 class VisionModel:
-    """A model that sees.
+    """A vision-language model.
 
     Attributes:
         name: Its ``model_type``.
@@ -143,7 +143,7 @@ VISION_MODELS = {
 
 
 def vision_model(values: Mapping[str, Any]) -> VisionModel | None:
-    """Return which model that sees a parsed ``config.json`` is of; None: another, or not whole, or in codes."""
+    """Return which vision-language model a parsed ``config.json`` is of; None: another, or not whole, or in codes."""
     name = values.get("model_type")
     found = VISION_MODELS.get(name) if isinstance(name, str) else None
     if found is None:
@@ -163,7 +163,7 @@ def _text_of(values: Mapping[str, Any], found: VisionModel) -> Any:
 
 
 def language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the ``config.json`` of the language model alone of a model that sees; any other as it is."""
+    """Return the ``config.json`` of the language model alone of a vision-language model; any other as it is."""
     found = vision_model(values)
     if found is None:
         return values
@@ -190,7 +190,7 @@ def _plain_rotary(told: Any) -> Any:
 
 
 def with_language_model(values: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
-    """Return the ``config.json`` of a model that sees with other settings of its language model.
+    """Return the ``config.json`` of a vision-language model with other settings of its language model.
 
     Args:
         values: The whole.
@@ -203,20 +203,20 @@ def with_language_model(values: Mapping[str, Any], **changes: Any) -> dict[str, 
 
 
 def with_origin(assets: Mapping[str, bytes], folder: Path) -> dict[str, bytes]:
-    """Return the small files of a directory; the ``config.json`` of a model that sees says where the directory is."""
+    """Return the small files of a directory; that of a vision-language model is named in its ``config.json``."""
     values = parse_json(assets[CONFIG], str(folder / CONFIG)) if CONFIG in assets else {}
     if vision_model(values) is None:
         return {**assets}
     return {**assets, CONFIG: to_json({**values, ORIGIN: str(folder.absolute())})}
 
 
-def sees(assets: Mapping[str, bytes]) -> bool:
-    """Return whether the small files are those of a model that sees."""
+def has_vision(assets: Mapping[str, bytes]) -> bool:
+    """Return whether the small files are those of a vision-language model."""
     return CONFIG in assets and vision_model(parse_json(assets[CONFIG], CONFIG)) is not None
 
 
 class TextNames(NamedTuple):
-    """What the files of a model that sees call the tensors of its language model.
+    """What the files of a vision-language model call the tensors of its language model.
 
     Attributes:
         prefix: Begins the names of all but the output layer.
@@ -238,11 +238,11 @@ class TextNames(NamedTuple):
 
 
 NAMES_IN_MEMORY = TextNames(_PREFIXES[0], _HEADS[0])
-"""What ``transformers`` calls the tensors of the language model within a model that sees."""
+"""What ``transformers`` calls the tensors of the language model within a vision-language model."""
 
 
 def text_names(shapes: Mapping[str, tuple[int, ...]], kind: VisionModel, where: str) -> TextNames:
-    """Return what the files of a model that sees call the tensors of its language model.
+    """Return what the files of a vision-language model call the tensors of its language model.
 
     Args:
         shapes: Those of all tensors.
@@ -260,8 +260,8 @@ def text_names(shapes: Mapping[str, tuple[int, ...]], kind: VisionModel, where: 
     if found is None:
         expected = " or ".join(each.of(embedding) for each in known)
         raise CheckpointError(
-            f"{where}: missing: {expected}, the embedding of a model that sees; restore it, or give the {CONFIG} that "
-            "belongs to these tensors"
+            f"{where}: missing: {expected}, the embedding of a vision-language model; restore it, or give the {CONFIG} "
+            "that belongs to these tensors"
         )
     width = shapes[found.of(embedding)][-1]
     first = (found.of(rule.hf[0].format(layer=0)) for rule in kind.saved_rules)

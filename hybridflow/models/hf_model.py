@@ -373,14 +373,14 @@ def _make(auto_class: str, folder: Path, model: ModelConfig, filling: Filling) -
 
 
 def _whole(library: Any, config: Any) -> Any:
-    """Return the class of ``transformers`` that makes a causal language model with the parts that see.
+    """Return the class of ``transformers`` that makes a causal language model with its vision tower.
 
-    ``AutoModelForCausalLM`` leaves these parts out for some types, whose files then have other names, and has no model
+    ``AutoModelForCausalLM`` leaves the tower out for some types, whose files then have other names, and has no model
     for others. Llama 4 with them cannot compute text alone.
     """
     names = library.models.auto.modeling_auto
-    seeing = names.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
-    is_whole = seeing is not None and seeing in (config.architectures or ()) and config.model_type != "llama4"
+    with_vision = names.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    is_whole = with_vision is not None and with_vision in (config.architectures or ()) and config.model_type != "llama4"
     return library.AutoModelForImageTextToText if is_whole else getattr(library, _CAUSAL)
 
 

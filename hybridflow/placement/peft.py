@@ -15,7 +15,7 @@ from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import to_json
 from hybridflow.families.config_json import Described, describe
 from hybridflow.families.hub_cache import hub_name
-from hybridflow.families.vision import sees
+from hybridflow.families.vision import has_vision
 from hybridflow.models.adapters import factor_spec
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import PlacedModel
@@ -98,7 +98,7 @@ def adapter_config(job: Job, assets: Mapping[str, bytes]) -> bytes:
     lora = job.recipe.actor.lora
     assert lora is not None, "called without adapters"
     targets: list[str] | str = sorted(lora.targets)
-    if sees(assets) and not runs_in_transformers(job, "actor"):
+    if has_vision(assets) and not runs_in_transformers(job, "actor"):
         # A tower may have layers of the same names. A text is an expression to PEFT.
         targets = rf".*\.language_model\..*\.({'|'.join(targets)})"
     # What a warm start or a merge has changed is in no directory but the run's own.

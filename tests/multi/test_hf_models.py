@@ -37,7 +37,7 @@ from tests.multi.test_train_pretrained import recipe as of_directories
 from tests.support.checkpoint_cases import edit_json, tensors_of
 from tests.support.complaints import complains
 from tests.support.conversions import convert
-from tests.support.hf_models import randomize, write_model, write_seeing_model, write_tokenizer
+from tests.support.hf_models import randomize, write_model, write_tokenizer, write_vision_model
 from tests.support.plain_models import token_log_probs
 from tests.support.ranks import run_ranks
 
@@ -235,7 +235,7 @@ def test_parameters_of_bf16_have_one_number_format_and_a_routers_bias_stays_exac
 )
 def test_a_model_that_sees_learns_from_text_and_is_exported_whole(tmp_path, name, how):
     """In ``transformers`` and by a table: the first log-probabilities are theirs, and what sees stays as it is."""
-    given = write_seeing_model(tmp_path / name, name)
+    given = write_vision_model(tmp_path / name, name)
     write_tokenizer(tmp_path / name)
     is_theirs = how == "transformers"
     ranks, layout = (1, {"dp": 1}) if is_theirs else (2, {"dp": 2, "ep": 2} if how == "ep2" else {how[:2]: 2})
@@ -243,7 +243,7 @@ def test_a_model_that_sees_learns_from_text_and_is_exported_whole(tmp_path, name
     model = {"implementation": "transformers"} if is_theirs else {}
     made = recipe(tmp_path, "grpo", "sees", name, ranks, kl={"coef": 0.0}, model=model, actor=actor)
     (found, *_) = [each for each in run_ranks(first_log_probs, ranks, made) if each is not None]
-    np.testing.assert_allclose(found, seeing_log_probs(given), atol=1e-5)
+    np.testing.assert_allclose(found, vision_log_probs(given), atol=1e-5)
     assert all(row["actor/grad_norm"] > 0 for row in lines(tmp_path, "sees"))
     out = tmp_path / "out"
     assert cli.main(["convert", str(tmp_path / "sees"), str(out), "--to", "hf", "--quiet"]) == 0
@@ -259,7 +259,7 @@ def test_a_model_that_sees_learns_from_text_and_is_exported_whole(tmp_path, name
 @pytest.mark.slow
 def test_an_adapter_of_a_model_that_sees_is_what_peft_takes_it_for(tmp_path):
     """PEFT finds its layers in the language model, none in the tower, and computes what the merged model does."""
-    write_seeing_model(tmp_path / "Gemma3", "Gemma3")
+    write_vision_model(tmp_path / "Gemma3", "Gemma3")
     write_tokenizer(tmp_path / "Gemma3")
     actor = {"update": {"tp": 2}, "rollout": {"dp": 2}, "optimizer": {"lr": 1e-2}, "lora": {"rank": 4, "alpha": 6.0}}
     run_ranks(run, 2, recipe(tmp_path, "grpo", "sees", "Gemma3", 2, kl={"coef": 0.0}, actor=actor))
@@ -270,9 +270,9 @@ def test_an_adapter_of_a_model_that_sees_is_what_peft_takes_it_for(tmp_path):
     adapted = peft.PeftModel.from_pretrained(auto.from_pretrained(tmp_path / "Gemma3"), tmp_path / "peft").eval()
     layers = [name for name, _ in adapted.named_parameters() if "lora" in name]
     assert layers and all("language_model" in name for name in layers)
-    merged = seeing_log_probs(auto.from_pretrained(tmp_path / "merged"))
-    np.testing.assert_allclose(seeing_log_probs(adapted), merged, atol=1e-5)
-    assert np.abs(merged - seeing_log_probs(auto.from_pretrained(tmp_path / "Gemma3"))).max() > 1e-2
+    merged = vision_log_probs(auto.from_pretrained(tmp_path / "merged"))
+    np.testing.assert_allclose(vision_log_probs(adapted), merged, atol=1e-5)
+    assert np.abs(merged - vision_log_probs(auto.from_pretrained(tmp_path / "Gemma3"))).max() > 1e-2
     actor["lora"]["path"] = str(tmp_path / "peft")
     again = recipe(tmp_path, "grpo", "again", "Gemma3", 2, kl={"coef": 0.0}, actor=actor)
     (found, *_) = [each for each in run_ranks(first_log_probs, 2, again) if each is not None]
@@ -288,7 +288,7 @@ def critic_and_run(world: World, values: dict[str, Any]) -> np.ndarray | None:
 
 @pytest.mark.slow
 def test_a_critic_of_a_model_that_sees_is_a_scorer_of_text(tmp_path):
-    write_seeing_model(tmp_path / "Qwen3VL", "Qwen3VL")
+    write_vision_model(tmp_path / "Qwen3VL", "Qwen3VL")
     write_tokenizer(tmp_path / "Qwen3VL")
     critic = {"layout": {"tp": 2}, "optimizer": {"lr": 1e-3}}
     made = recipe(tmp_path, "ppo", "sees", "Qwen3VL", 2, actor={"update": {"pp": 2}}, trainer={"steps": 1}) | {
@@ -321,7 +321,7 @@ def first_log_probs(world: World, values: dict[str, Any]) -> np.ndarray | None:
     return None if column is None else column.columns["old_log_probs"].values.numpy()
 
 
-def seeing_log_probs(model: nn.Module) -> np.ndarray:
+def vision_log_probs(model: nn.Module) -> np.ndarray:
     found = []
     for row, prompt in zip(*sequences(), strict=True):
         with torch.no_grad():
@@ -585,7 +585,7 @@ def test_a_program_trains_it_through_the_api(folder, tmp_path, is_in_memory):
 @pytest.mark.parametrize("is_in_memory", [False, True], ids=["directory", "model"])
 def test_a_program_trains_the_language_model_of_one_that_sees(tmp_path, is_in_memory):
     """Of a directory by the table, of a model in memory in ``transformers``; both are saved whole."""
-    model = write_seeing_model(tmp_path / "Qwen3VL", "Qwen3VL")
+    model = write_vision_model(tmp_path / "Qwen3VL", "Qwen3VL")
     given = model if is_in_memory else tmp_path / "Qwen3VL"
     ((loss, tokens),) = run_ranks(in_a_program, 1, given, tmp_path / "out")
     ids = torch.tensor([[7, 8, 9, 11, 12]])

@@ -62,7 +62,7 @@ def write_model(
     return model.eval()
 
 
-SEEING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+WITH_VISION: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "Gemma3": (
         dict(sliding_window=5, sliding_window_pattern=2, query_pre_attn_scalar=24),
         dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=28),
@@ -114,12 +114,12 @@ SEEING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
     ),
 }
-"""Models that see -> what their language model, their vision tower and the whole have beside the sizes."""
+"""Vision-language models -> what their language model, their vision tower and the whole have beside the sizes."""
 
 
-def write_seeing_model(folder: Path, name: str, *, seed: int = 0, **text: Any) -> torch.nn.Module:
-    """A tiny model that sees with every weight random, and its processor's settings; returns it in evaluation mode."""
-    of_text, vision, whole = SEEING[name]
+def write_vision_model(folder: Path, name: str, *, seed: int = 0, **text: Any) -> torch.nn.Module:
+    """A tiny vision-language model with random weights, and its processor's settings; returns it in evaluation mode."""
+    of_text, vision, whole = WITH_VISION[name]
     sizes = {**SIZES, "head_dim": 12, "vocab_size": 45, "eos_token_id": 0, "bos_token_id": 1, "pad_token_id": 2}
     told = {key: each for key, each in {**sizes, **of_text, **text}.items() if each is not None or key not in sizes}
     config = getattr(transformers, f"{name}Config")(text_config=told, vision_config=vision, **whole)

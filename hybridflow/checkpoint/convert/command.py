@@ -92,8 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--base",
         type=find_model,
         metavar="DIR",
-        help="where the base model of SOURCE is, an adapter, or the original of SOURCE, the language model of one that "
-        "sees; needed if it is not found",
+        help="where the base model is if SOURCE is an adapter, or the original if SOURCE is the language model of a "
+        "vision-language model; needed if it is not found",
     )
     parser.add_argument("--restart", action="store_true", help="discard what an earlier attempt left in OUT.part")
     parser.add_argument(

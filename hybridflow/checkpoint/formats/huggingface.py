@@ -83,7 +83,7 @@ def parts_of(described: Described, text: TextNames | None = None) -> dict[str, P
 
     Args:
         described: The model.
-        text: What they are called in a model that sees; None: as in one of text alone.
+        text: What they are called in a vision-language model; None: as in one of text alone.
 
     Raises:
         ConfigError: The family has no place for a tensor of the model.
@@ -113,8 +113,8 @@ def parts_of(described: Described, text: TextNames | None = None) -> dict[str, P
 class HuggingFaceSource(Source):
     """A directory of Hugging Face, see ``source.Source``.
 
-    Of a model that sees the language model is read, and the other tensors are passed over. A stored output layer of a
-    model whose embeddings are tied passes where it is the embedding bit for bit. Tensors that lie in codes of
+    Of a vision-language model the language model is read, and the other tensors are passed over. A stored output layer
+    of a model whose embeddings are tied passes where it is the embedding bit for bit. Tensors that lie in codes of
     ``quantization_config`` are decoded while they are read.
 
     Raises:
@@ -148,7 +148,7 @@ class HuggingFaceSource(Source):
             described: The settings.
             files: The files by name.
             coded: Tensors that lie in codes.
-            kind: The model that sees that they are of, of which the language model's are held; None: all are.
+            kind: The vision-language model that they are of, of which the language model's are held; None: all are.
         """
         self.path = path
         self._files = files

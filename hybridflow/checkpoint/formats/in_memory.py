@@ -208,7 +208,7 @@ def _code_of(model: Any) -> dict[str, bytes]:
 def _drop_copy(state: dict[str, Tensor]) -> None:
     """Drop the second copy of an embedding that is tied to the output."""
     seen: dict[tuple[int, torch.Size], str] = {}
-    # Of a model that sees the output may come first.
+    # Of a vision-language model the output may come first.
     for name, tensor in sorted(state.items(), key=lambda item: item[0].endswith("lm_head.weight")):
         if seen.setdefault((tensor.data_ptr(), tensor.shape), name) != name and tensor.device.type != "meta":
             del state[name]

@@ -37,7 +37,7 @@ from hybridflow.families.assets import (
 )
 from hybridflow.families.config_json import Described
 from hybridflow.families.hub_cache import download_hint, find_model
-from hybridflow.families.vision import NAMES_IN_MEMORY, sees
+from hybridflow.families.vision import NAMES_IN_MEMORY, has_vision
 from hybridflow.families.weight_files import INDEX, SINGLE
 from hybridflow.foreign import read_small
 from hybridflow.reshard.spec import DType
@@ -99,7 +99,7 @@ class PeftSource(Source):
         self._where: dict[str, tuple[str, Factor]] = {}
         by_side = [Factor(module, side) for module in modules for side in _ENDS]
         by_key = {_key(factor): factor for factor in by_side}
-        # As PEFT names them where the base sees.
+        # As PEFT names them where the base is a vision-language model.
         by_key |= {_key(factor, of_vision=True): factor for factor in by_side}
         for key in self._file.entries:
             if key not in by_key:
@@ -162,20 +162,20 @@ class PeftTarget(Target):
         }
         self._model = source.model
         # One that ran in transformers has the names there already.
-        self._sees = sees(assets) and source.model.implementation == "megatron"
+        self._has_vision = has_vision(assets) and source.model.implementation == "megatron"
         self._where = check_adapter(source)
         entries: dict[str, TensorEntry] = {}
         for name, factor in self._where.items():
             found = source.tensors[name]
             rank = found.shape[0] if factor.side == "A" else found.shape[-1]
-            entries[_key(factor, of_vision=self._sees)] = TensorEntry(
+            entries[_key(factor, of_vision=self._has_vision)] = TensorEntry(
                 found.dtype if dtype is None else dtype, factor.shape(rank)
             )
         self.files: Mapping[str, Mapping[str, TensorEntry]] = {WEIGHTS: entries}
 
     def places(self, tensor: str) -> list[tuple[str, str]]:
         """See ``Target``."""
-        return [(WEIGHTS, _key(self._where[tensor], of_vision=self._sees))]
+        return [(WEIGHTS, _key(self._where[tensor], of_vision=self._has_vision))]
 
     def parts(self, tensor: str, values: Tensor) -> list[Tensor]:
         """See ``Target``."""
@@ -192,7 +192,7 @@ class PeftTarget(Target):
 
 
 def _key(factor: Factor, *, of_vision: bool = False) -> str:
-    """Return PEFT's name of a tensor; ``of_vision``: where the base is a model that sees."""
+    """Return PEFT's name of a tensor; ``of_vision``: where the base is a vision-language model."""
     name = f"{factor.module.hf}.weight"
     module = (NAMES_IN_MEMORY.of(name) if of_vision else name).removesuffix(".weight")
     return f"base_model.model.{module}.{_ENDS[factor.side]}"

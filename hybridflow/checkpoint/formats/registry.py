@@ -128,11 +128,11 @@ def with_base(source: Source) -> Source:
 
 
 def for_export(source: Source, *, original: Path | None = None) -> Source:
-    """Return a model as it is exported to Hugging Face: the language model of one that sees with the other tensors.
+    """Return a model as it is exported to Hugging Face: a vision-language model with its other tensors.
 
     Args:
         source: The model.
-        original: Directory of the model that sees; None: the one that training began with.
+        original: Directory of the vision-language model; None: the one that training began with.
 
     Raises:
         CheckpointError: The directory is damaged, or of another model.

@@ -1,4 +1,4 @@
-"""Models that see, whole again for an export: the language model that was trained, and the rest of its original."""
+"""Vision-language models, whole again for an export: the trained language model, and the rest of the original."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import CONFIG, identity_of, parse_json, read_json
 from hybridflow.families.config_json import describe, describes, update_vision_config
-from hybridflow.families.vision import ORIGIN, sees, text_names, vision_model
+from hybridflow.families.vision import ORIGIN, has_vision, text_names, vision_model
 from hybridflow.reshard.spec import DTYPE_WORDS, Box, DType
 
 _FREE = ("dtype", "torch_dtype")
@@ -24,13 +24,13 @@ _FREE = ("dtype", "torch_dtype")
 
 
 def is_part(source: Source) -> bool:
-    """Return whether a source is the language model of one that sees, which is exported whole; a scorer is not."""
+    """Return whether a source is of a vision-language model, which is exported whole; a scorer is not."""
     is_text = not source.has_value_head and source.model.implementation == "megatron"
-    return is_text and sees(source.assets())
+    return is_text and has_vision(source.assets())
 
 
 class WholeSource(Source):
-    """A language model, and the other tensors of the model that sees as they lie in its original directory.
+    """A language model, and the other tensors of the vision-language model as they lie in its original directory.
 
     Args:
         text: The language model, for which ``is_part`` holds.
@@ -91,7 +91,7 @@ class WholeSource(Source):
 
 
 class WholeTarget(HuggingFaceTarget):
-    """A model that sees as ``transformers`` loads it; see ``HuggingFaceTarget``. Its other tensors are copied."""
+    """A vision-language model as ``transformers`` loads it; see ``HuggingFaceTarget``. Its other tensors are copied."""
 
     _source: WholeSource
 
@@ -111,7 +111,7 @@ class WholeTarget(HuggingFaceTarget):
 
 
 def _find_original(text: Source, given: Path | None) -> Path:
-    """Return the directory of the model that sees, and check that it is of the same model."""
+    """Return the directory of the vision-language model, and check that it is of the same model."""
     values = parse_json(text.assets()[CONFIG], f"{text.path}: {CONFIG}")
     named = values.get(ORIGIN)
     path = given if given is not None else Path(named) if isinstance(named, str) and named else None

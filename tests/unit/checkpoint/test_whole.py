@@ -1,4 +1,4 @@
-"""Models that see: their language model in every format, and out of it the whole model again."""
+"""Vision-language models: their language model in every format, and out of it the whole model again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from tests.support.checkpoint_cases import edit_json, same_bits, tensors_of
 from tests.support.complaints import complains
 from tests.support.conversions import convert
-from tests.support.hf_models import write_seeing_model, write_tokenizer
+from tests.support.hf_models import write_tokenizer, write_vision_model
 
 TOKENS = torch.tensor([[3, 17, 5, 9, 30, 2, 8, 11, 36, 7, 7, 21]])
 
@@ -29,9 +29,9 @@ WITH_TABLE = [each.causal.removesuffix("ForConditionalGeneration") for each in V
 
 @pytest.fixture(params=WITH_TABLE)
 def original(request, tmp_path):
-    """A model that sees, in two files, whose tower is in another number format than its language model."""
+    """A vision-language model, in two files, whose tower is in another number format than its language model."""
     folder = tmp_path / "models/original"
-    write_seeing_model(folder, request.param)
+    write_vision_model(folder, request.param)
     write_tokenizer(folder)
     tensors = load_file(folder / "model.safetensors")
     tower = {key: each.bfloat16() for key, each in tensors.items() if "vis" in key or "projector" in key}

@@ -77,7 +77,7 @@ def test_newer_spellings_are_known(tmp_path):
     ],
 )
 def test_plans_count_the_parameters_of_mixtures_and_of_models_with_a_part_for_text(name, changes):
-    """The sizes say how many there are, but for small ones and a part that sees."""
+    """The sizes say how many there are, but for small ones and a vision tower."""
     sizes = {"num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 64, **changes}
     if name == "Gemma3":

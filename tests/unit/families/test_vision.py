@@ -1,4 +1,4 @@
-"""Models that see read as their language models, which are what ``transformers`` takes them for."""
+"""Vision-language models read as their language models, which are what ``transformers`` takes them for."""
 
 import contextlib
 import copy

@@ -143,7 +143,7 @@ def test_local_layers_have_norms_that_need_no_package(monkeypatch, zero_centered
         zero_centered_norms=zero_centered,
     )
     config = gpt.transformer_config(model, gpt.ParallelLayout(), torch.device("cpu"))
-    block, _ = gpt._block_spec(model, config, 2, is_local=True)
+    block, _ = gpt._block_spec(model, config, range(2), is_local=True)
     layer = block.layer_specs[0].submodules
     attention = layer.self_attention.submodules
     norms = [block.layer_norm, layer.input_layernorm, layer.pre_mlp_layernorm]

@@ -111,8 +111,9 @@ def _through_chunks(
     missing = -tokens % chunk
     query, key, value = (pad(each, (0, 0, 0, missing)).unflatten(3, (-1, chunk)) for each in (query, key, value))
     decay, beta = (pad(each, (0, missing)).unflatten(3, (-1, chunk)) for each in (decay, beta))
-    since = decay.cumsum(-1)
     is_later = torch.ones(chunk, chunk, dtype=torch.bool, device=query.device).triu(1)
+    # A GPU has no cumsum whose sums have one order.
+    since = decay @ (~is_later).to(decay.dtype).t()
     # Decay from each token to each behind it in its chunk.
     between = (since[..., :, None] - since[..., None, :]).masked_fill(is_later, -torch.inf).exp()
     system = (key @ key.transpose(-1, -2)) * between * beta[..., None]

@@ -37,8 +37,8 @@ class VisionModel:
         family: Name of the table that describes its language model.
         defaults: Values of keys that ``text_config`` may leave out, where the table has none or others.
         unused: Keys of the table that its language model does not have.
-        rules: Tensors that published files have in another form than the table.
-        saved_rules: The same of files that ``transformers`` 5 has saved, in its own form.
+        rules: Tensors that files may have in another form than the table.
+        saved_rules: The same tensors in a third form, which ``transformers`` 5 saves.
         is_flat: Whether older files have the keys of ``text_config`` beside ``vision_config``.
         text_ties: Whether embeddings are tied where either the whole or ``text_config`` says so, else where the whole
             does.
@@ -80,6 +80,20 @@ _QWEN3_5 = VisionModel(
     name="qwen3_5", causal="Qwen3_5ForConditionalGeneration", text="qwen3_5_text", family="qwen3_5_text"
 )
 
+_EXPERT, _HF_EXPERTS = "decoder.layers.{layer}.mlp.experts.{expert}", "model.layers.{layer}.mlp.experts"
+_FUSED_EXPERTS = (
+    Rule(logical=f"{_EXPERT}.linear_fc1.weight", hf=(f"{_HF_EXPERTS}.gate_up_proj",), form="halves"),
+    Rule(logical=f"{_EXPERT}.linear_fc2.weight", hf=(f"{_HF_EXPERTS}.down_proj",)),
+)
+
+_QWEN3_5_MOE = VisionModel(
+    name="qwen3_5_moe",
+    causal="Qwen3_5MoeForConditionalGeneration",
+    text="qwen3_5_moe_text",
+    family="qwen3_5_moe_text",
+    rules=_FUSED_EXPERTS,
+)
+
 _QWEN2_5_VL = VisionModel(
     name="qwen2_5_vl",
     causal="Qwen2_5_VLForConditionalGeneration",
@@ -103,8 +117,6 @@ _GLM4V = VisionModel(
     text_ties=True,
 )
 
-_EXPERT, _HF_EXPERTS = "decoder.layers.{layer}.mlp.experts.{expert}", "model.layers.{layer}.mlp.experts"
-
 _QWEN3_VL_MOE = VisionModel(
     name="qwen3_vl_moe",
     causal="Qwen3VLMoeForConditionalGeneration",
@@ -120,10 +132,7 @@ _QWEN3_VL_MOE = VisionModel(
         Rule(logical=f"{_EXPERT}.linear_fc1.weight", hf=(f"{_HF_EXPERTS}.gate_up_proj",), form="transposed_halves"),
         Rule(logical=f"{_EXPERT}.linear_fc2.weight", hf=(f"{_HF_EXPERTS}.down_proj",), form="transposed"),
     ),
-    saved_rules=(
-        Rule(logical=f"{_EXPERT}.linear_fc1.weight", hf=(f"{_HF_EXPERTS}.gate_up_proj",), form="halves"),
-        Rule(logical=f"{_EXPERT}.linear_fc2.weight", hf=(f"{_HF_EXPERTS}.down_proj",)),
-    ),
+    saved_rules=_FUSED_EXPERTS,
 )
 
 _GLM4V_MOE = VisionModel(
@@ -138,7 +147,9 @@ _GLM4V_MOE = VisionModel(
 
 VISION_MODELS = {
     model.name: model
-    for model in (_GEMMA3, _QWEN3_VL, _QWEN3_5, _QWEN2_5_VL, _MISTRAL3, _GLM4V, _QWEN3_VL_MOE, _GLM4V_MOE)
+    for model in (
+        *(_GEMMA3, _QWEN3_VL, _QWEN3_5, _QWEN3_5_MOE, _QWEN2_5_VL, _MISTRAL3, _GLM4V, _QWEN3_VL_MOE, _GLM4V_MOE),
+    )
 }
 
 
@@ -264,7 +275,9 @@ def text_names(shapes: Mapping[str, tuple[int, ...]], kind: VisionModel, where: 
             "that belongs to these tensors"
         )
     width = shapes[found.of(embedding)][-1]
-    first = (found.of(rule.hf[0].format(layer=0)) for rule in kind.saved_rules)
-    # As transformers has it: where the shapes tell nothing, it is its own form.
-    is_saved = all(shapes.get(name, ())[-1:] == (width,) for name in first if name.endswith("gate_up_proj"))
-    return found._replace(rules=kind.saved_rules if is_saved else kind.rules)
+    first = [found.of(rule.hf[0].format(layer=0)) for rule in kind.rules]
+    if not all(name in shapes for name in first):
+        return found
+    # As transformers has it: where the shapes tell nothing, it is the form in which it saves.
+    is_saved = all(shapes[name][-1:] == (width,) for name in first if name.endswith("gate_up_proj"))
+    return found._replace(rules=kind.saved_rules if kind.saved_rules and is_saved else kind.rules)

@@ -76,10 +76,18 @@ WITH_VISION: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         | dict(patch_size=4, deepstack_visual_indexes=[0]),
         {},
     ),
-    # AutoModelForCausalLM would make its text model alone, whose files have other names.
+    # AutoModelForCausalLM would make its text model alone, whose files have other names. Its norm of outputs that are
+    # nearly 0 magnifies what is rounded, the more the smaller the number that it adds.
     "Qwen3_5": (
         dict(layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=2)
-        | dict(linear_key_head_dim=8, linear_value_head_dim=8, head_dim=16),
+        | dict(linear_key_head_dim=8, linear_value_head_dim=8, head_dim=16, rms_norm_eps=1e-3),
+        dict(depth=1, hidden_size=8, intermediate_size=8, num_heads=2, out_hidden_size=32, num_position_embeddings=16),
+        {},
+    ),
+    "Qwen3_5Moe": (
+        dict(layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=2)
+        | dict(linear_key_head_dim=8, linear_value_head_dim=8, head_dim=16, num_experts=4, num_experts_per_tok=2)
+        | dict(moe_intermediate_size=24, shared_expert_intermediate_size=16, rms_norm_eps=1e-3),
         dict(depth=1, hidden_size=8, intermediate_size=8, num_heads=2, out_hidden_size=32, num_position_embeddings=16),
         {},
     ),

@@ -112,6 +112,27 @@ def test_experts_have_the_form_of_the_original(original, tmp_path):
     assert same_bits(tensors_of(back), turned)
 
 
+@pytest.mark.parametrize("original", ["Qwen3_5Moe"], indirect=True)
+def test_experts_may_share_tensors_in_the_original(original, tmp_path):
+    """transformers reads both forms, and saves a tensor for each expert."""
+    published, tensors = tmp_path / "published", tensors_of(original)
+    shutil.copytree(original, published, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
+    fused = {key: each for key, each in tensors.items() if ".experts." not in key}
+    for layer in range(2):
+        prefix = f"model.language_model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            torch.stack([tensors[f"{prefix}{expert}.{part}_proj.weight"] for expert in range(4)])
+            for part in ("gate", "up", "down")
+        )
+        fused |= {f"{prefix}gate_up_proj": torch.cat([gate, up], dim=1), f"{prefix}down_proj": down}
+    save_file(fused, published / "model.safetensors", {"format": "pt"})
+    assert torch.equal(logits(published), logits(original))
+    ours, theirs = open_source(published), open_source(original)
+    assert all(torch.equal(ours.read(name), theirs.read(name)) for name in theirs.tensors)
+    back = convert(convert(published, "megatron", tmp_path / "there"), "hf", tmp_path / "back")
+    assert same_bits(tensors_of(back), fused)
+
+
 def test_an_original_that_is_gone_is_named_and_another_copy_is_taken(original, tmp_path, capsys):
     there = convert(original, "megatron", tmp_path / "there")
     moved = original.rename(tmp_path / "moved")

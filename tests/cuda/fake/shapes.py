@@ -102,6 +102,13 @@ _CONFIGS = {
         num_experts_per_tok=8,
         norm_topk_prob=True,
     ),
+    "qwen3_5_text": dict(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        layer_types=["linear_attention", "full_attention"],
+    ),
     "qwen2_moe": dict(
         hidden_size=2048,
         intermediate_size=5632,
@@ -115,7 +122,8 @@ _CONFIGS = {
 }
 
 
-FAMILIES = tuple(_CONFIGS)
+FAMILIES = tuple(name for name in _CONFIGS if name != "qwen3_5_text")
+"""Those whose layers are all alike."""
 BY_MODULES = (
     "ernie4_5",
     "gemma3_text",
@@ -127,7 +135,7 @@ BY_MODULES = (
     "olmo2",
     "olmo3",
     "olmoe",
-    "qwen2_moe",
+    "qwen3_5_text",
     "smollm3",
 )
 """Families that the kernels for decoding do not know, so that they generate with the modules of training."""

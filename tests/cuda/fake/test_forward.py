@@ -22,9 +22,10 @@ from tests.cuda.fake.machine import DEVICE, Launches, fake_cuda, place
 from tests.cuda.fake.shapes import FAMILIES, family_model
 
 ATTENTION = {"_varlen_attn", "packed_attention"}
-LAUNCHES_PER_LAYER, LAUNCHES_OF_OTHERS = 20, 65
+LAUNCHES_PER_LAYER, LAUNCHES_OF_OTHERS, LAUNCHES_OF_BOTH = 20, 65, 80
 """In a forward pass. The others have experts, also a shared one; norms around 1, of four launches each; or norms over
-all heads."""
+all heads. Some have experts and such norms."""
+WITH_BOTH = {"olmoe", "minimax_m2"}
 PLAIN = {"llama", "mistral", "qwen2", "qwen3", "phi3", "glm", "glm4", "seed_oss"}
 
 
@@ -48,9 +49,24 @@ def test_every_family_gives_log_probabilities(monkeypatch, name):
     used = {each: count for each, count in launches.names.items() if each in ATTENTION}
     assert sum(used.values()) == model.num_layers
     assert launches.names["packed_attention"] == (model.num_layers if model.attention_softcap else 0)
-    most = LAUNCHES_PER_LAYER if name in PLAIN else LAUNCHES_OF_OTHERS
+    most = LAUNCHES_PER_LAYER if name in PLAIN else LAUNCHES_OF_BOTH if name in WITH_BOTH else LAUNCHES_OF_OTHERS
     assert sum(launches.names.values()) <= most * model.num_layers + 40, launches.names
     assert launches.names["_grouped_mm"] == (2 * model.num_layers if model.num_experts else 0)
+
+
+def test_linear_attention_is_computed_on_the_device(monkeypatch):
+    """Beside a layer with attention, whose output has gates; of shared prompts, which make rectangles."""
+    model = family_model("qwen3_5_text")
+    with fake_cuda(monkeypatch) as world:
+        groups, built = build(world, model)
+        batch = shared_prompts(3, 4, 900, 300)
+        with Launches() as launches:
+            logits = built(batch.tokens, batch.attention, batch.rows)
+            found = vocab_parallel_log_probs(logits, batch.targets, group=groups.tp, vocab_size=model.vocab_size)
+    assert logits.shape == (len(batch.rows), model.vocab_size) and logits.dtype == torch.bfloat16
+    assert all(each.device == DEVICE and each.requires_grad for each in (logits, *found))
+    assert {each.device for each in built.parameters()} == {DEVICE}
+    assert sum(count for each, count in launches.names.items() if each in ATTENTION) == 1
 
 
 @pytest.mark.parametrize("is_replayed", [False, True])

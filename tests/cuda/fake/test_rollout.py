@@ -37,7 +37,23 @@ def test_layers_that_the_kernels_do_not_know_are_left_to_the_modules(monkeypatch
         assert not runs_on_gpu(built)
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in BY_MODULES])
+def test_shared_experts_are_left_to_the_modules(monkeypatch):
+    """Beside attention by the kernels: a prefill computes, and no graph holds a step."""
+    model = family_model("qwen2_moe")
+    with fake_cuda(monkeypatch) as world, torch.inference_mode():
+        groups = place(world, ParallelLayout())[1]
+        built = build_transformer(model, ParallelLayout(), groups, DEVICE, vocab_size=model.vocab_size)
+        assert runs_on_gpu(built)
+        transformer = GpuTransformer(built, groups.tp, model.vocab_size)
+        tokens = torch.empty(800, dtype=torch.int64, device=DEVICE)
+        attention = prefill_attention(800, torch.bfloat16, transformer.sharers, model.max_context)
+        with Launches() as prefill:
+            logits = transformer(tokens, attention, torch.empty(4, dtype=torch.int64, device=DEVICE))
+    assert logits.shape == (4, model.vocab_size) and logits.device == DEVICE
+    assert prefill.names["attend"] == model.num_layers and not transformer.is_capturable
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in (*BY_MODULES, "qwen2_moe")])
 def test_prefill_and_a_step_ask_nothing_of_the_device(monkeypatch, name):
     model = family_model(name)
     monkeypatch.setattr(

@@ -21,6 +21,16 @@ _SHAPE = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
+_LINEAR = {
+    **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    # Norms of outputs that are nearly 0 magnify what is rounded, the more the smaller the number that they add.
+    **{"layer_types": ["linear_attention", "full_attention"], "rms_norm_eps": 1e-3},
+}
+_GATED_EXPERTS = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "shared_expert_intermediate_size": 48,
+}
 SPECIAL: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"tie_word_embeddings": True},
@@ -34,10 +44,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
     "seed_oss": {"head_dim": 32},
-    "qwen2_moe": {
-        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-        "shared_expert_intermediate_size": 48,
-    },
+    "qwen2_moe": _GATED_EXPERTS,
     "qwen3": {"head_dim": 32},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "rotary_dim": 16},
     "mistral": {"sliding_window": 8},
@@ -50,22 +57,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "olmo2": {"head_dim": 32},
     "olmo3": {"head_dim": 32, "sliding_window": 8},
-    "qwen3_5_text": {
-        **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
-    },
-    "qwen3_5_moe_text": {
-        **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
-        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-        "shared_expert_intermediate_size": 32,
-    },
-    "qwen3_next": {
-        **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
-        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-        "shared_expert_intermediate_size": 32,
-    },
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": {**_LINEAR, **_GATED_EXPERTS},
+    "qwen3_next": {**_LINEAR, **_GATED_EXPERTS},
     "smollm3": {"no_rope_layer_interval": 2, "tie_word_embeddings": True},
     "glm4_moe": {
         **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},

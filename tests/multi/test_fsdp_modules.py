@@ -33,7 +33,7 @@ def test_a_run_learns_what_it_learns_on_whole_modules(folder, algorithm, family)
     for name, changes in (("whole", {}), ("fsdp", sharded(recompute="full", offload="always"))):
         if algorithm == "ppo" and changes:
             changes["critic"] = {"layout": {"fsdp": 2}, "offload": "always"}
-        made = recipe(folder, algorithm, f"{algorithm}-{name}", family, 2, **changes)
+        made = recipe(folder, algorithm, f"{family}-{name}", family, 2, **changes)
         run_ranks(run, 2, made)
         found.append(lines(folder, made["name"]))
     whole, fsdp = found

@@ -29,10 +29,9 @@ Form = Literal[
 ``same``: one tensor, as it is. ``stack``: gate and up, ``[ffn, hidden]`` each, become ``[2, ffn, hidden]``. ``halves``:
 the same out of one tensor ``[2 * ffn, hidden]``. ``qkv``: query, key and value, weights or biases, become rows grouped
 by query group: the group's queries, its key, its value. Where heads have output gates, each follows its head's query.
-``fused_qkv``: the same out of one tensor with all queries,
-then all keys, then all values. ``transposed``: one tensor ``[in, out]``. ``transposed_halves``: gate and up out of one
-tensor ``[hidden, 2 * ffn]``. ``interleaved``: gate and up by turns in the last dim, weights ``[hidden, 2 * ffn]`` or
-biases.
+``fused_qkv``: the same out of one tensor with all queries, then all keys, then all values. ``transposed``: one tensor
+``[in, out]``. ``transposed_halves``: gate and up out of one tensor ``[hidden, 2 * ffn]``. ``interleaved``: gate and up
+by turns in the last dim, weights ``[hidden, 2 * ffn]`` or biases.
 
 Of linear attention, all grouped by key head: the head's query and key, then of its value heads the values, their gates,
 the betas and the decays. ``delta``: out of four tensors: all queries, keys and values; gates; betas; decays.

@@ -34,9 +34,8 @@ def build(world, model, **given):
     return groups, build_transformer(model, ParallelLayout(), groups, DEVICE, vocab_size=model.vocab_size, **given)
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_oss"])
-def test_every_family_gives_log_probabilities(monkeypatch, name):
-    model = family_model(name)
+def log_probs_on_device(monkeypatch, model):
+    """Return the launches of log-probabilities of samples that share prompts; all that they make is on the device."""
     with fake_cuda(monkeypatch) as world:
         groups, built = build(world, model)
         batch = shared_prompts(3, 4, 900, 300)
@@ -46,6 +45,13 @@ def test_every_family_gives_log_probabilities(monkeypatch, name):
     assert logits.shape == (len(batch.rows), model.vocab_size) and logits.dtype == torch.bfloat16
     assert all(each.device == DEVICE and each.requires_grad for each in (logits, *found))
     assert {each.device for each in built.parameters()} == {DEVICE}
+    return launches
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_oss"])
+def test_every_family_gives_log_probabilities(monkeypatch, name):
+    model = family_model(name)
+    launches = log_probs_on_device(monkeypatch, model)
     used = {each: count for each, count in launches.names.items() if each in ATTENTION}
     assert sum(used.values()) == model.num_layers
     assert launches.names["packed_attention"] == (model.num_layers if model.attention_softcap else 0)
@@ -57,15 +63,7 @@ def test_every_family_gives_log_probabilities(monkeypatch, name):
 def test_linear_attention_is_computed_on_the_device(monkeypatch):
     """Beside a layer with attention, whose output has gates; of shared prompts, which make rectangles."""
     model = family_model("qwen3_5_text")
-    with fake_cuda(monkeypatch) as world:
-        groups, built = build(world, model)
-        batch = shared_prompts(3, 4, 900, 300)
-        with Launches() as launches:
-            logits = built(batch.tokens, batch.attention, batch.rows)
-            found = vocab_parallel_log_probs(logits, batch.targets, group=groups.tp, vocab_size=model.vocab_size)
-    assert logits.shape == (len(batch.rows), model.vocab_size) and logits.dtype == torch.bfloat16
-    assert all(each.device == DEVICE and each.requires_grad for each in (logits, *found))
-    assert {each.device for each in built.parameters()} == {DEVICE}
+    launches = log_probs_on_device(monkeypatch, model)
     assert sum(count for each, count in launches.names.items() if each in ATTENTION) == 1
 
 

@@ -37,19 +37,25 @@ def test_layers_that_the_kernels_do_not_know_are_left_to_the_modules(monkeypatch
         assert not runs_on_gpu(built)
 
 
+def prefilled(world, model):
+    """Return the groups, the model in the engine, and the launches of a prefill of four prompts."""
+    groups = place(world, ParallelLayout())[1]
+    built = build_transformer(model, ParallelLayout(), groups, DEVICE, vocab_size=model.vocab_size)
+    assert runs_on_gpu(built)
+    transformer = GpuTransformer(built, groups.tp, model.vocab_size)
+    tokens = torch.empty(800, dtype=torch.int64, device=DEVICE)
+    attention = prefill_attention(800, torch.bfloat16, transformer.sharers, model.max_context)
+    with Launches() as prefill:
+        logits = transformer(tokens, attention, torch.empty(4, dtype=torch.int64, device=DEVICE))
+    assert logits.shape == (4, model.vocab_size) and logits.device == DEVICE
+    return groups, transformer, prefill
+
+
 def test_shared_experts_are_left_to_the_modules(monkeypatch):
     """Beside attention by the kernels: a prefill computes, and no graph holds a step."""
     model = family_model("qwen2_moe")
     with fake_cuda(monkeypatch) as world, torch.inference_mode():
-        groups = place(world, ParallelLayout())[1]
-        built = build_transformer(model, ParallelLayout(), groups, DEVICE, vocab_size=model.vocab_size)
-        assert runs_on_gpu(built)
-        transformer = GpuTransformer(built, groups.tp, model.vocab_size)
-        tokens = torch.empty(800, dtype=torch.int64, device=DEVICE)
-        attention = prefill_attention(800, torch.bfloat16, transformer.sharers, model.max_context)
-        with Launches() as prefill:
-            logits = transformer(tokens, attention, torch.empty(4, dtype=torch.int64, device=DEVICE))
-    assert logits.shape == (4, model.vocab_size) and logits.device == DEVICE
+        _, transformer, prefill = prefilled(world, model)
     assert prefill.names["attend"] == model.num_layers and not transformer.is_capturable
 
 
@@ -62,15 +68,7 @@ def test_prefill_and_a_step_ask_nothing_of_the_device(monkeypatch, name):
         lambda self, *shape, dtype: (torch.zeros(shape, dtype=dtype, device=DEVICE), torch.zeros(shape, dtype=dtype)),
     )
     with fake_cuda(monkeypatch) as world, torch.inference_mode():
-        groups = place(world, ParallelLayout())[1]
-        built = build_transformer(model, ParallelLayout(), groups, DEVICE, vocab_size=model.vocab_size)
-        assert runs_on_gpu(built)
-        transformer = GpuTransformer(built, groups.tp, model.vocab_size)
-        tokens = torch.empty(800, dtype=torch.int64, device=DEVICE)
-        attention = prefill_attention(800, torch.bfloat16, transformer.sharers, model.max_context)
-        with Launches() as prefill:
-            logits = transformer(tokens, attention, torch.empty(4, dtype=torch.int64, device=DEVICE))
-        assert logits.shape == (4, model.vocab_size) and logits.device == DEVICE
+        groups, transformer, prefill = prefilled(world, model)
         decoder = decode.Decoder(
             transformer, groups.tp, max_rows=ROWS, max_steps=16, context=model.max_context, device=DEVICE
         )

@@ -200,12 +200,14 @@ def test_messages_that_the_broker_has_dropped_are_counted(broker, tmp_path):
         write(broker.server, topic, rows(number))
     oldest = broker.drop(topic, 0)
     assert oldest > 2
+    # A broker of this age that has just begun may still tell offsets of before, until it has taken a message.
+    write(broker.server, topic, rows(14))
     with pytest.raises(DataError) as caught:
         KafkaTaker(kafka, tmp_path, SHAPE, print)
     lost = f"{oldest - 1} messages of partition 0 were dropped before they were taken"
     assert f"{lost}, offsets 1 to {oldest - 1}; set data.kafka.on_lost=skip and resume" in str(caught.value)
-    take(replace(kafka, on_lost="skip"), tmp_path, 14 - oldest, say=said.append)
-    assert prompts(kafka, tmp_path, 15 - oldest) == [str(number) for number in (0, *range(oldest, 14))]
+    take(replace(kafka, on_lost="skip"), tmp_path, 15 - oldest, say=said.append)
+    assert prompts(kafka, tmp_path, 16 - oldest) == [str(number) for number in (0, *range(oldest, 15))]
     assert len(said) == 1 and f"{lost}; going on without them" in said[0]
     # While it runs too: as of one that was slow, and asks for what was there a moment ago.
     with taking(kafka, tmp_path / "slow") as one:

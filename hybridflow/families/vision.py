@@ -6,7 +6,7 @@ original directory, which ``config.json`` names on its way through our checkpoin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -241,7 +241,9 @@ class TextNames(NamedTuple):
 
     def of(self, name: str) -> str:
         """Return the name of a tensor that ``name`` is in a model of text alone."""
-        return self.head if name == _HEADS[0] else self.prefix + name.removeprefix("model.")
+        if name == _HEADS[0]:
+            return self.head
+        return self.prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
     def has(self, name: str) -> bool:
         """Return whether a name is one of the language model's."""
@@ -250,6 +252,14 @@ class TextNames(NamedTuple):
 
 NAMES_IN_MEMORY = TextNames(_PREFIXES[0], _HEADS[0])
 """What ``transformers`` calls the tensors of the language model within a vision-language model."""
+
+
+def text_alone(names: Iterable[str]) -> TextNames | None:
+    """Return what files of a model of text alone call its tensors; None: as its table does.
+
+    A language model that ``transformers`` loads out of a whole Qwen3.5 is saved under the names of the whole.
+    """
+    return NAMES_IN_MEMORY if any(name.startswith(NAMES_IN_MEMORY.prefix) for name in names) else None
 
 
 def text_names(shapes: Mapping[str, tuple[int, ...]], kind: VisionModel, where: str) -> TextNames:

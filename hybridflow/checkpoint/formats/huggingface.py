@@ -22,7 +22,7 @@ from hybridflow.families.config_json import Described, describe, read_config, up
 from hybridflow.families.family import Form, Rule
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.quantization import plain_assets, read_quantization
-from hybridflow.families.vision import TextNames, VisionModel, text_names, vision_model, with_origin
+from hybridflow.families.vision import TextNames, VisionModel, text_alone, text_names, vision_model, with_origin
 from hybridflow.families.weight_files import INDEX, SINGLE, find_weight_files
 from hybridflow.models.shapes import model_spec
 from hybridflow.reshard.spec import DTYPE_WORDS, Box, DType
@@ -155,8 +155,8 @@ class HuggingFaceSource(Source):
         self._where: dict[str, TensorFile | HeldTensors | CodedTensor] = {}
         self._where |= {name: file for file in files.values() for name in file.entries}
         shapes = {name: file.entries[name].shape for name, file in self._where.items()}
-        self._names = None if kind is None else text_names(shapes, kind, str(path))
-        if self._names is not None:
+        self._names = text_alone(shapes) if kind is None else text_names(shapes, kind, str(path))
+        if self._names is not None and kind is not None:
             self._where = {name: file for name, file in self._where.items() if self._names.has(name)}
         for name, tensor in ({} if coded is None else coded).items():
             self._where[name] = tensor

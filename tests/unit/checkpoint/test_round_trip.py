@@ -16,6 +16,7 @@ from hybridflow.families.tables import FAMILIES
 from hybridflow.layout.parallel_layout import ParallelLayout
 from tests.support.checkpoint_cases import edit_json, make_model, same_bits, save, tensors_of
 from tests.support.conversions import convert
+from tests.support.hf_models import write_vision_model
 
 PROMPTS = torch.tensor([[1, 17, 5, 9, 30, 2, 8, 11, 36], [1, 4, 4, 23, 7, 19, 33, 3, 10]])
 LAYOUTS = ["tp1", "tp2", "pp2", "tp2.pp2"]
@@ -139,6 +140,18 @@ def test_a_kimi_k2_is_exported_as_what_transformers_loads_without_its_code(tmp_p
     end = convert(convert(start, "megatron", tmp_path / "ours", layout=ParallelLayout(tp=2)), "hf", tmp_path / "end")
     assert same_bits(tensors_of(end), tensors_of(start))
     assert all(torch.equal(*each) for each in zip(answers(end), expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5", "Qwen3_5Moe"])
+def test_a_language_model_saved_out_of_a_whole_reads_under_the_names_of_the_whole(name, tmp_path):
+    write_vision_model(tmp_path / "whole", name)
+    start = save(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole"), tmp_path / "start")
+    assert "model.language_model.embed_tokens.weight" in tensors_of(start)
+    assert open_source(start).family == f"{name.lower().replace('moe', '_moe')}_text"
+    end = convert(convert(start, "megatron", tmp_path / "ours", layout=ParallelLayout(tp=2)), "hf", tmp_path / "end")
+    assert all(torch.equal(*each) for each in zip(answers(start), answers(end), strict=True))
+    text = {key.replace("model.language_model.", "model."): each for key, each in tensors_of(start).items()}
+    assert same_bits(tensors_of(end), text)
 
 
 def test_a_scorer_is_a_value_model(tmp_path):

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from hybridflow.checkpoint import manifest
 from hybridflow.checkpoint.job_file import checkpoints_folder, complete_steps, step_path
-from hybridflow.errors import ConfigError
+from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import CONFIG, FOLDER, read_json
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.families.other_config import read_info
+from hybridflow.families.weight_files import read_shapes
 
 
 def read_model_info(folder: Path) -> ModelInfo:
@@ -33,6 +34,25 @@ def read_model_info(folder: Path) -> ModelInfo:
             f"{found}; {_remedy(folder)}"
         )
     return read_info(read_json(path), where=str(path), assets=folder)
+
+
+def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
+    """Return the shapes of a model's tensors by name, from a manifest or the headers of its files.
+
+    Returns:
+        None where not all files of weights lie in the directory, or one cannot be read.
+
+    Raises:
+        CheckpointError: The manifest is damaged.
+    """
+    if (folder / manifest.NAME).is_file():
+        tensors = manifest.read_manifest(folder).tensors.get(manifest.WEIGHT, {})
+        return {name: entry.shape for name, entry in tensors.items()}
+    try:
+        return read_shapes(folder)
+    except CheckpointError:
+        # Who reads the weights says so. To plan, settings will do.
+        return None
 
 
 def _remedy(folder: Path) -> str:

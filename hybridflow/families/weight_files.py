@@ -1,12 +1,15 @@
-"""Which files of a Hugging Face directory hold its weights. No torch, and no file of weights is opened."""
+"""Which files of a Hugging Face directory hold its weights, and the shapes in them. No torch, and no weight is read."""
 
 from __future__ import annotations
 
+import json
+import struct
 from collections import defaultdict
 from pathlib import Path
 
 from hybridflow.errors import CheckpointError
 from hybridflow.families.assets import read_json
+from hybridflow.foreign import MAX_SMALL_BYTES, open_regular
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -32,6 +35,29 @@ def find_weight_files(path: Path) -> dict[str, set[str] | None]:
         )
     found = ", ".join(sorted(file.name for file in path.iterdir())[:10])
     raise CheckpointError(f"{path}: found {found}, expected {SINGLE} or {INDEX}; restore the weights from a copy")
+
+
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in the weights of a directory, from the headers of its files.
+
+    Raises:
+        CheckpointError: As ``find_weight_files``; or a header is damaged.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for name in find_weight_files(path):
+        try:
+            with open_regular(path / name) as file:
+                (size,) = struct.unpack("<Q", file.read(8))
+                if size > MAX_SMALL_BYTES:
+                    raise ValueError(f"a header of {size} bytes")
+                header = json.loads(file.read(size))
+            header.pop("__metadata__", None)
+            found |= {tensor: tuple(map(int, entry["shape"])) for tensor, entry in header.items()}
+        except (AttributeError, KeyError, OSError, TypeError, ValueError, RecursionError, struct.error) as error:
+            raise CheckpointError(
+                f"{path / name}: cannot be read as safetensors: {type(error).__name__}: {error}; restore it from a copy"
+            ) from error
+    return found
 
 
 def _indexed(path: Path) -> dict[str, set[str] | None]:

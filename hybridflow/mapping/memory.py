@@ -1,10 +1,11 @@
 """How much memory of its accelerator each rank of a job needs, before a job is there. No torch.
 
 Weights, gradients and optimizer state are counted tensor by tensor and are exact, but for the padding of the buffers
-that gradients are reduced in. Caches and activations are upper bounds from the formulas below. A cache whose budget is
-a share of what is free is counted as large as it would ever be, and what of it can be done without is told beside. What
-is not counted: the CUDA context and the buffers of NCCL, what the allocator loses between blocks, and that some experts
-get more tokens than others.
+that gradients are reduced in. Those of a model that runs in ``transformers`` are read off the files of its weights;
+where these are not there, rough sizes count. Caches and activations are upper bounds from the formulas below. A cache
+whose budget is a share of what is free is counted as large as it would ever be, and what of it can be done without is
+told beside. What is not counted: the CUDA context and the buffers of NCCL, what the allocator loses between blocks, and
+that some experts get more tokens than others.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from hybridflow.config.recipe import CRITICS, FROZEN, MODEL_MESHES, REWARDS, Recipe
 from hybridflow.config.roles import LoRAConfig, OptimizerConfig
+from hybridflow.families.family import ROUTER_BIASES
 from hybridflow.families.fp8 import LAYERS
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.mapping.activations import activation_bytes, decoding_bytes
 from hybridflow.mapping.hardware import Hardware, hardware
+from hybridflow.mapping.named import adapters_of, spec_of_files
 from hybridflow.models.adapters import adapter_spec, parts_of
 from hybridflow.models.shapes import cached_token_bytes, model_spec, state_bytes
 from hybridflow.recipe.meshes import reference_is_base
@@ -175,7 +179,7 @@ class _Placed:
         if self.adapters is not None:
             return self.adapters
         # The bias of a router is no parameter.
-        tensors = tuple(tensor for tensor in self.spec.tensors if not tensor.name.endswith(".expert_bias"))
+        tensors = tuple(tensor for tensor in self.spec.tensors if not tensor.name.endswith(ROUTER_BIASES))
         return replace(self.spec, tensors=tensors) if len(tensors) < len(self.spec.tensors) else self.spec
 
     @functools.cached_property
@@ -253,18 +257,30 @@ class _Placed:
 def _place(recipe: Recipe, meshes: Mapping[str, DeviceMesh], name: str) -> _Placed:
     model, has_value_head = recipe.sized_model_of(name), recipe.has_value_head(name)
     lora = recipe.actor.lora if name.startswith("actor.") else None
-    return _placed(model, lora, meshes[name], meshes["actor.update"], has_value_head)
+    return _placed(model, model.path, lora, meshes[name], meshes["actor.update"], has_value_head)
 
 
 @functools.lru_cache(maxsize=256)
 def _placed(
-    model: ModelConfig, lora: LoRAConfig | None, mesh: DeviceMesh, update: DeviceMesh, has_value_head: bool
+    model: ModelConfig,
+    path: str | None,
+    lora: LoRAConfig | None,
+    mesh: DeviceMesh,
+    update: DeviceMesh,
+    has_value_head: bool,
 ) -> _Placed:
-    """Return a model in its mesh, or in one that cuts weights equally. Cached: a search asks often."""
+    """Return a model in its mesh, or in one that cuts weights equally.
+
+    Cached: a search asks often. Models that differ in their ``path`` alone are equal, so it is asked for beside.
+    """
+    spec, adapters = _specs(model, path, has_value_head), None
+    if lora is not None:
+        # Tensors that settings tell have our names, and others are part of what a directory has.
+        adapters = adapters_of(spec, model, lora) if spec.is_part else adapter_spec(model, lora)
     return _Placed(
         model=model,
-        spec=_specs(model, has_value_head),
-        adapters=None if lora is None else adapter_spec(model, lora),
+        spec=spec,
+        adapters=adapters,
         mesh=mesh,
         update=update,
         has_value_head=has_value_head,
@@ -272,8 +288,11 @@ def _placed(
 
 
 @functools.lru_cache(maxsize=16)
-def _specs(model: ModelConfig, has_value_head: bool) -> ModelSpec:
-    return model_spec(model, has_value_head=has_value_head)
+def _specs(model: ModelConfig, path: str | None, has_value_head: bool) -> ModelSpec:
+    named = None
+    if model.implementation == "transformers" and path is not None:
+        named = spec_of_files(Path(path), model, has_value_head=has_value_head)
+    return model_spec(model, has_value_head=has_value_head) if named is None else named
 
 
 def _mesh_memory(
@@ -408,7 +427,7 @@ def packed_bytes(spec: ModelSpec, model: ModelConfig, mesh: DeviceMesh, rank: in
 
     ``rollout.cpu.transformer`` copies them to generate on a CPU.
     """
-    fits = model.num_experts is None and model.kv_lora_rank is None
+    fits = model.implementation == "megatron" and model.num_experts is None and model.kv_lora_rank is None
     fits = fits and not model.linear_layers and not model.attention_output_gate
     fits = fits and model.head_size % 16 == 0 and model.query_groups >= mesh.layout.tp
     if model.dtype != "fp32" or not fits:
@@ -492,7 +511,7 @@ def vllm_bytes(recipe: Recipe, gpu_bytes: float) -> int:
 def vllm_texts(recipe: Recipe, mesh: DeviceMesh, gpu_bytes: float, tokens: int) -> int:
     """Return how many texts of so many tokens vLLM has room for in its share of a GPU, beside the whole model."""
     model = recipe.sized_model_of(mesh.name)
-    weights = sum(tensor.num_bytes for tensor in _specs(model, False).tensors)
+    weights = sum(tensor.num_bytes for tensor in _specs(model, model.path, False).tensors)
     each = tokens * cached_token_bytes(model, mesh.layout) + state_bytes(model, mesh.layout)
     return max(0, vllm_bytes(recipe, gpu_bytes) - weights) // each
 

@@ -487,3 +487,62 @@ def test_a_job_that_does_not_fit_is_refused_before_it_has_gpus(tmp_path, monkeyp
     assert cli.main([*command, "grpo", size, setting, f"run_dir={tmp_path}/run", *time]) == 2
     error = capsys.readouterr().err
     assert words in error and ("`hybridflow plan auto` finds layouts that fit" in error) is ("hardware" in setting)
+
+
+HYBRID = {
+    "Mamba2": dict(num_heads=8, head_dim=8, state_size=16, n_groups=2, expand=2, max_position_embeddings=64),
+    "NemotronH": dict(
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp"], mamba_num_heads=8, mamba_head_dim=8
+    )
+    | dict(ssm_state_size=16, n_groups=2, n_routed_experts=4, moe_intermediate_size=24, num_experts_per_tok=2),
+    "GPTNeoX": {"tie_word_embeddings": False},
+}
+SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=45)
+
+
+@pytest.fixture
+def hybrid(request, tmp_path):
+    """A model that runs in transformers, in two files, and its recipe's overrides."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{request.param}Config")(**{**SIZES, **HYBRID[request.param]})
+    module = getattr(transformers, f"{request.param}ForCausalLM")(config)
+    module.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    return module, [
+        f"model={{path: {tmp_path / 'model'}, max_context: 64}}",
+        "actor.update={dp: 4}",
+        "actor.rollout=null",
+    ]
+
+
+@pytest.mark.parametrize("hybrid", HYBRID, indirect=True)
+def test_the_parameters_of_a_model_in_transformers_are_those_of_its_files(hybrid):
+    module, overrides = hybrid
+    numbers = sum(each.numel() for each in module.parameters())
+    saved = sum(each.numel() for each in module.state_dict().values())  # also the bias of a router
+    recipe = load_recipe("grpo", overrides)
+    meshes = by_mesh(job_memory(recipe, role_meshes(recipe))[0])
+    update = meshes["actor.update"]
+    assert (update.weights, update.gradients, update.optimizer) == (4 * saved, 4 * numbers, 8 * numbers)
+    assert meshes["actor.rollout"].weights == 0, "transformers generates with what is trained"
+    # A critic has no output layer, which is no tensor of its own where it is the embedding.
+    recipe = load_recipe("ppo", [*overrides, "critic.layout={dp: 4}"])
+    critic = by_mesh(job_memory(recipe, role_meshes(recipe))[0])["critic"]
+    assert critic.gradients // 4 == numbers - (0 if module.config.tie_word_embeddings else 45 * 32)
+
+
+@pytest.mark.parametrize("hybrid", ["GPTNeoX"], indirect=True)
+def test_adapters_of_a_model_in_transformers_are_on_the_layers_that_are_named(hybrid):
+    _, overrides = hybrid
+    recipe = load_recipe("grpo", [*overrides, "actor.lora={rank: 3, targets: [query_key_value, dense]}"])
+    update = by_mesh(job_memory(recipe, role_meshes(recipe))[0])["actor.update"]
+    # Of each of two layers: A [3, 32] and B [96, 3], A [3, 32] and B [32, 3].
+    assert update.gradients == 4 * 2 * 3 * (32 + 96 + 32 + 32)
+
+
+@pytest.mark.parametrize("hybrid", ["Mamba2"], indirect=True)
+def test_without_all_files_of_its_weights_rough_sizes_count(hybrid, tmp_path):
+    module, overrides = hybrid
+    next((tmp_path / "model").glob("model-00001-of-*.safetensors")).unlink()
+    recipe = load_recipe("grpo", overrides)
+    update = by_mesh(job_memory(recipe, role_meshes(recipe))[0])["actor.update"]
+    assert 0 < update.weights != 4 * sum(each.numel() for each in module.parameters())

@@ -358,21 +358,25 @@ class _Completions:
         begin = api.head(ask, served, answer_id, is_piece=True)
         try:
             while event is not None:
+                if event.sample is None and ask.has_tools:
+                    # A call is known when it is whole.
+                    event = await anext(events, None)
+                    continue
                 if event.sample is None:
                     whole = growing.setdefault(event.place, GrowingText(texts)).add(event.new.tokens)
-                    untold[event.place] = untold.get(event.place, Scored()) + event.new
+                    if ask.with_log_probs:
+                        untold[event.place] = untold.get(event.place, Scored()) + event.new
                     text, finish = settled_text(whole, ask.stop), None
                 else:
                     text, finish = api.text_of(ask, served, event.sample.tokens), event.sample.finish
                     samples.append(event.sample)
-                    known = Scored(event.sample.tokens, event.sample.log_probs, event.sample.top_log_probs)
-                    untold[event.place] = known.after(num_told[event.place])
-                # A call is known when it is whole.
-                is_held = ask.has_tools and finish is None
+                    if ask.with_log_probs:
+                        known = Scored(event.sample.tokens, event.sample.log_probs, event.sample.top_log_probs)
+                        untold[event.place] = known.after(num_told[event.place])
                 is_first, before = event.place not in sent, sent.get(event.place, "")
-                if finish is not None or (not is_held and text.startswith(before) and len(text) > len(before)):
+                if finish is not None or (text.startswith(before) and len(text) > len(before)):
                     sent[event.place] = text
-                    new = untold.pop(event.place)
+                    new = untold.pop(event.place, Scored())
                     num_told[event.place] += len(new.tokens)
                     more = text[len(before) :]
                     choice = api.piece(ask, served, more, new, event.place, finish, is_first=is_first)

@@ -306,6 +306,23 @@ def test_a_piece_of_a_stream_has_the_log_probabilities_of_its_tokens():
     assert whole[0]["logprobs"]["token_logprobs"] == [-1.0, -2.0, -3.0]
 
 
+@pytest.mark.parametrize("body", [{}, {"tools": [ADD], "logprobs": True}])
+def test_what_a_stream_does_not_tell_is_not_joined_token_by_token(tmp_path, monkeypatch, body):
+    joined = []
+    monkeypatch.setattr(Scored, "__add__", lambda before, later: joined.append((before, later)))
+    with serving(served=replace(chatting(tmp_path, TOOLS_TEMPLATE), max_context=4096)) as (end, _, engine):
+        engine.says = list(b"letters")
+        body = {"messages": [{"role": "user", "content": "a"}], "stream": True, **body}
+        connection = http.client.HTTPConnection("127.0.0.1", end.port, timeout=30)
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), JSON)
+        events = connection.getresponse().read().decode().split("\n\n")[:-2]
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    assert "".join(each["delta"].get("content", "") for each in choices) == "letters"
+    scores = [entry["logprob"] for each in choices for entry in (each["logprobs"] or {"content": ()})["content"]]
+    assert scores == ([-1.0 - place for place in range(7)] if "logprobs" in body else [])
+    assert not joined
+
+
 def test_the_first_piece_of_each_choice_of_a_chat_says_who_speaks(tmp_path):
     with serving(served=chatting(tmp_path)) as (end, _, _):
         body = {"messages": [{"role": "user", "content": "abc"}], "n": 2, "stream": True}

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.families.assets import CONFIG, to_json
+from hybridflow.families.assets import CONFIG, read_json, to_json
 from hybridflow.families.family import ROUTER_BIASES
 from hybridflow.families.model import ModelConfig
+from hybridflow.families.vision import language_model, vision_model
 from hybridflow.models.adapters import is_factor
 from hybridflow.models.user_model import ActorModel, CriticModel
 from hybridflow.reshard.views import TORCH_DTYPES
@@ -331,6 +332,7 @@ def _make(auto_class: str, folder: Path, model: ModelConfig, filling: Filling) -
     found: Mapping[str, Any] = {}
     try:
         config = library.AutoConfig.from_pretrained(folder, local_files_only=True, **asked)
+        _say_what_is_tied(config, folder)
         asked["dtype"] = TORCH_DTYPES[model.dtype]
         auto = _whole(library, config) if auto_class == _CAUSAL else getattr(library, auto_class)
         if filling == "read":
@@ -364,12 +366,39 @@ def _make(auto_class: str, folder: Path, model: ModelConfig, filling: Filling) -
             f"{folder}: {extra[0]}: is in the files, one of {len(extra)} tensors that {type(module).__name__} has not; "
             "mend config.json, for instance the number of layers, or remove these tensors from the files"
         )
+    _check_tied(module, folder)
     # What a directory says of sampling is not what the recipe says.
     if hasattr(module, "generation_config"):
         module.generation_config = library.GenerationConfig()
     # transformers keeps some in fp32, such as routers of mixtures.
     _cast(module, model)
     return module.eval()
+
+
+def _say_what_is_tied(config: Any, folder: Path) -> None:
+    """Say of a vision-language model whether its embeddings are tied, where its ``config.json`` does not.
+
+    For Mistral Small 3.1 ``transformers`` takes them to be tied, and finds by the weights that they are not. A rank
+    that reads none would have another model.
+    """
+    values = read_json(folder / CONFIG)
+    if "tie_word_embeddings" not in values and vision_model(values) is not None:
+        config.tie_word_embeddings = language_model(values)["tie_word_embeddings"]
+
+
+def _check_tied(module: Any, folder: Path) -> None:
+    """Refuse an output layer of its own where the embeddings are tied: ranks that read no weights have none.
+
+    Raises:
+        CheckpointError: The files have one.
+    """
+    head = module.get_output_embeddings()
+    is_told = getattr(module.config, "tie_word_embeddings", False) and getattr(module, "_tied_weights_keys", None)
+    if is_told and head is not None and head.weight is not module.get_input_embeddings().weight:
+        raise CheckpointError(
+            f"{folder}: the output layer is not equal to the embedding, though {CONFIG} says tie_word_embeddings=true; "
+            "set it to false to keep both, or remove the tensor"
+        )
 
 
 def _whole(library: Any, config: Any) -> Any:

@@ -745,6 +745,23 @@ def test_a_directory_that_lacks_a_tensor_or_has_another_is_refused(folder, tmp_p
     )
 
 
+def test_every_rank_has_the_same_parameters_whoever_reads_the_weights(tmp_path):
+    """Mistral Small 3.1 does not say at the top that its output layer is none of its embedding."""
+    write_vision_model(tmp_path / "mistral", "Mistral3")
+    edit_json(tmp_path / "mistral/config.json", tie_word_embeddings=None)
+    model = replace(settings(tmp_path / "mistral"), implementation="transformers")
+    found = [make_actor(tmp_path / "mistral", model, filling=filling) for filling in ("read", "later", "never")]
+    names = [[name for name, _ in each.named_parameters()] for each in found]
+    assert names[0] == names[1] == names[2] and "lm_head.weight" in names[0]
+    write_model(tmp_path / "StableLm", "StableLm")
+    edit_json(tmp_path / "StableLm/config.json", tie_word_embeddings=True)
+    complains(
+        lambda: make_actor(tmp_path / "StableLm", settings(tmp_path / "StableLm"), filling="read"),
+        ["StableLm: the output layer is not equal to the embedding", "tie_word_embeddings=true", "set it to false"],
+        CheckpointError,
+    )
+
+
 NOT_CAUSAL = {
     "Roberta": ("is_decoder=False", {"max_position_embeddings": 66}),
     "Gemma3Text": ("use_bidirectional_attention=True", {"use_bidirectional_attention": True, "head_dim": 8}),

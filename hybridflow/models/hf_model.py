@@ -488,14 +488,15 @@ def takes_padding(actor: TransformersActor) -> bool:
     return actor.inner.config.model_type not in _UNPADDED
 
 
-def has_scorer(model_type: str) -> bool:
-    """Return whether ``transformers`` has a ``*ForSequenceClassification`` for a type of model.
+def scorer_of(model_type: str) -> str | None:
+    """Return the ``*ForSequenceClassification`` of ``transformers`` for a type of model; None: there is none.
 
     Raises:
         ConfigError: ``transformers`` cannot be imported.
     """
     auto = _library("writing a model that runs in transformers needs transformers").models.auto.modeling_auto
-    return model_type in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    found: str | None = auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(model_type)
+    return found
 
 
 def names_as_saved(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

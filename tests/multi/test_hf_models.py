@@ -288,6 +288,30 @@ def critic_and_run(world: World, values: dict[str, Any]) -> np.ndarray | None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["Gemma3", "Qwen3_5", "Qwen3VL"])
+def test_a_critic_of_a_whole_model_in_transformers_is_its_scorer(tmp_path, name):
+    """Qwen3-VL has none, though its language model, a Qwen3, has one."""
+    write_vision_model(tmp_path / name, name)
+    write_tokenizer(tmp_path / name)
+    how = {"model": {"implementation": "transformers"}, "trainer": {"steps": 1}}
+    (values,) = run_ranks(critic_and_run, 1, recipe(tmp_path, "ppo", "sees", name, 1, **how))
+    critic = tmp_path / "sees/checkpoints/step_000001/critic"
+    if name == "Qwen3VL":
+        says = ["transformers has no *ForSequenceClassification of 'qwen3_vl'", "keep the checkpoint as it is"]
+        complains(lambda: convert(critic, "hf", tmp_path / "out"), says, ConfigError)
+        return
+    out = convert(critic, "hf", tmp_path / "out")
+    scorer, report = transformers.AutoModelForSequenceClassification.from_pretrained(out, output_loading_info=True)
+    assert not any(report.values()), report
+    assert json.loads((out / "config.json").read_text())["architectures"] == [type(scorer).__name__]
+    theirs = []
+    for row, prompt in zip(*sequences(), strict=True):
+        with torch.no_grad():
+            theirs.append(scorer.eval().score(scorer.model(row[None]).last_hidden_state)[0, prompt - 1 : -1, 0])
+    np.testing.assert_allclose(values, torch.cat(theirs).numpy(), atol=1e-5)
+
+
+@pytest.mark.slow
 def test_a_critic_of_a_model_that_sees_is_a_scorer_of_text(tmp_path):
     write_vision_model(tmp_path / "Qwen3VL", "Qwen3VL")
     write_tokenizer(tmp_path / "Qwen3VL")

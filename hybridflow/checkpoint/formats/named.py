@@ -23,7 +23,7 @@ from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.errors import ConfigError
 from hybridflow.families.assets import CONFIG, asset_names, parse_json, read_json
 from hybridflow.families.other_config import has_no_table, read_other_config
-from hybridflow.models.hf_model import VALUE_HEAD, has_scorer, renaming
+from hybridflow.models.hf_model import VALUE_HEAD, renaming, scorer_of
 from hybridflow.reshard.spec import DTYPE_WORDS
 
 _HEAD = "score.weight"
@@ -81,12 +81,15 @@ class NamedTarget(HuggingFaceTarget):
         source = self._source
         if CONFIG not in source.assets():
             raise ConfigError(f"{source.path}: has no {CONFIG} beside it, which says what the model is; restore it")
-        if source.has_value_head and (source.family is None or not has_scorer(source.family)):
-            raise ConfigError(
-                f"{source.path}: transformers has no *ForSequenceClassification of {source.family!r} to hold the value "
-                "head; keep the checkpoint as it is"
-            )
         config = parse_json(source.assets()[CONFIG], f"{source.path}: {CONFIG}")
+        # Of the whole: its part for text alone may have another, whose tensors are called otherwise.
+        kind = str(config.get("model_type"))
+        self._scorer = scorer_of(kind) if source.has_value_head else None
+        if source.has_value_head and self._scorer is None:
+            raise ConfigError(
+                f"{source.path}: transformers has no *ForSequenceClassification of {kind!r} to hold the value head; "
+                "keep the checkpoint as it is"
+            )
         # In a directory they have the names already.
         self._rename = dict if isinstance(source, NamedSource) else renaming(config)
         metas = {_key(name): torch.empty(entry.shape, device="meta") for name, entry in source.tensors.items()}
@@ -116,8 +119,7 @@ class NamedTarget(HuggingFaceTarget):
             config["torch_dtype"] = config["dtype"]
         name = str((original.get("architectures") or [""])[0])
         if self._source.has_value_head and not name.endswith("ForSequenceClassification"):
-            stem = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-            config |= {"architectures": [f"{stem}ForSequenceClassification"], "num_labels": 1}
+            config |= {"architectures": [self._scorer], "num_labels": 1}
             config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         return config
 

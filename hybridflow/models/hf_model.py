@@ -22,7 +22,7 @@ from hybridflow.families.model import ModelConfig
 from hybridflow.families.vision import language_model, vision_model
 from hybridflow.models.adapters import is_factor
 from hybridflow.models.user_model import ActorModel, CriticModel
-from hybridflow.reshard.views import TORCH_DTYPES
+from hybridflow.reshard.views import DTYPE_NAMES, TORCH_DTYPES
 
 Filling = Literal["read", "later", "never"]
 """What fills a module's weights: the directory, somebody else before its use, or nobody: it has no memory."""
@@ -306,7 +306,17 @@ def _cast(module: nn.Module, model: ModelConfig) -> None:
     """Give all parameters one number format, which FSDP needs. Buffers, such as a router's bias, stay as exact.
 
     Where that bias is a parameter, as of ERNIE 4.5, it becomes a buffer: no gradient reaches it, and nothing decays it.
+
+    Raises:
+        ConfigError: A tensor that is saved has integers.
     """
+    buffers = dict(module.named_buffers())
+    for name in module.state_dict().keys() & buffers.keys():
+        if buffers[name].dtype not in DTYPE_NAMES:
+            raise ConfigError(
+                f"{type(module).__name__}: its files hold {name}, of {buffers[name].dtype}; expected tensors of "
+                f"{', '.join(map(str, DTYPE_NAMES))} alone: choose another model"
+            )
     for each in module.modules():
         for name in [name for name in dict(each.named_parameters(recurse=False)) if name in ROUTER_BIASES]:
             bias = each.get_parameter(name).detach()

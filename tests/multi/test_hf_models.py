@@ -786,6 +786,22 @@ def test_every_rank_has_the_same_parameters_whoever_reads_the_weights(tmp_path):
     )
 
 
+def test_a_model_whose_files_hold_integers_is_refused_as_what_it_is(folder):
+    """As DeepSeek-V4, whose first routers have a table of experts by token."""
+    given = transformers.AutoModelForCausalLM.from_pretrained(folder / "StableLm")
+    given.model.register_buffer("tid2eid", torch.zeros(4, dtype=torch.int64))
+    model = settings(folder / "StableLm")
+    says = [
+        "StableLmForCausalLM: its files hold model.tid2eid, of torch.int64",
+        "expected tensors of",
+        "choose another model",
+    ]
+    complains(lambda: copy_model(given, model, filling="read"), says, ConfigError)
+    # One that is not saved may have what it likes.
+    given.model.register_buffer("tid2eid", torch.zeros(4, dtype=torch.int64), persistent=False)
+    copy_model(given, model, filling="read")
+
+
 NOT_CAUSAL = {
     "Roberta": ("is_decoder=False", {"max_position_embeddings": 66}),
     "Gemma3Text": ("use_bidirectional_attention=True", {"use_bidirectional_attention": True, "head_dim": 8}),

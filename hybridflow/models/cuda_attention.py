@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,6 +44,12 @@ def backend(
         return "varlen"
     # Through torch these would need masks or scores as large as the square of the longest sequence.
     return "triton" if (has_cap or has_window) and head <= _LARGEST_HEAD else "rectangles"
+
+
+@functools.cache
+def _is_told_of_groups(attention: Callable[..., Any]) -> bool:
+    """Return whether torch's attention on packed tokens asks if keys have query groups; torch 2.11's does not."""
+    return "enable_gqa" in inspect.signature(attention).parameters
 
 
 class Chunks:
@@ -95,12 +103,11 @@ class Chunks:
             # Takes a second to import, for what a CPU does not need.
             from torch.nn.attention.varlen import varlen_attn
 
-            found = varlen_attn(
-                *(query, key, value, *where),
-                scale=scoring.scale,
-                window_size=(-1 if seen is None else seen - 1, 0),
-                enable_gqa=query.shape[1] != key.shape[1],
+            groups: dict[str, Any] = (
+                {"enable_gqa": query.shape[1] != key.shape[1]} if _is_told_of_groups(varlen_attn) else {}
             )
+            window = (-1 if seen is None else seen - 1, 0)
+            found = varlen_attn(query, key, value, *where, scale=scoring.scale, window_size=window, **groups)
             assert isinstance(found, Tensor), "nothing else was asked for"
             return found
         from hybridflow.models.attention_kernels import packed_attention, packed_attention_with_sinks

@@ -62,14 +62,21 @@ def varlen_attn(
     return torch.cat(found)
 
 
+def varlen_attn_of_torch_2_11(query, key, *rest, scale, window_size):
+    """Attend likewise, without being told of query groups."""
+    is_grouped = query.shape[1] != key.shape[1]
+    return varlen_attn(query, key, *rest, scale=scale, window_size=window_size, enable_gqa=is_grouped)
+
+
 SHARED = [[0, 1, 2, 3, 4], [0, 1, 2, *range(5, 30)], [0, 1, 2], [30, 31, 32], [30, 31], [33]]
 APART = [[0, 1, 2, 3], [4], [*range(5, 12)]]
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 20, 100])
 @pytest.mark.parametrize("places", [SHARED, APART])
-def test_packed_kernels_are_told_of_own_queries_and_all_keys(monkeypatch, places, window):
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+@pytest.mark.parametrize("attention", [varlen_attn, varlen_attn_of_torch_2_11])
+def test_packed_kernels_are_told_of_own_queries_and_all_keys(monkeypatch, attention, places, window):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attention)
     generator, tokens = torch.Generator().manual_seed(1), max(map(max, places)) + 1
     packed = [torch.randn(tokens, heads, 8, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
     lengths, flat = [len(each) for each in places], torch.tensor([place for each in places for place in each])

@@ -237,7 +237,10 @@ def _rotary(family: Family, given: Mapping[str, Any], where: str) -> dict[str, A
     """Return bases and scaling, from the flat keys of older files or from ``rope_parameters``."""
     # As ``transformers`` has it: the older spelling goes before the newer.
     if "rope_local_base_freq" not in family.defaults:
-        return _one_rotary(family, given, dict(given.get("rope_scaling") or given.get("rope_parameters") or {}), where)
+        # Where both are null, the family's own count: of GPT-OSS they are stretched.
+        usual = family.defaults.get("rope_parameters")
+        told: Any = given.get("rope_scaling") or given.get("rope_parameters") or usual or {}
+        return _one_rotary(family, given, dict(told), where)
     by_layer = dict(given.get("rope_parameters") or {})
     full = {**(by_layer.pop("full_attention", None) or {}), **(given.get("rope_scaling") or {})}
     local = dict(by_layer.pop("sliding_attention", None) or {})

@@ -140,7 +140,7 @@ _GLM4V_MOE = VisionModel(
     causal="Glm4vMoeForConditionalGeneration",
     text="glm4v_moe_text",
     family="glm4_moe",
-    defaults={"max_position_embeddings": 65536, "attention_bias": True, "partial_rotary_factor": 1.0},
+    defaults={"max_position_embeddings": 65536, "attention_bias": True},
     unused=("use_qk_norm",),
     text_ties=True,
 )

@@ -985,6 +985,16 @@ def test_null_is_an_answer():
     assert read_config({**full("mistral"), "sliding_window": None}, where="config.json").model.window is None
 
 
+def test_a_null_in_the_place_of_rotary_settings_is_none(tmp_path):
+    """It is filled in, as is what is left out."""
+    transformers = pytest.importorskip("transformers")
+    values = {**full("gpt_oss"), "rope_parameters": None}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    meant = json.loads(transformers.AutoConfig.from_pretrained(tmp_path).to_json_string(use_diff=False))
+    told, meant = (read_config(each, where="config.json").model for each in (values, meant))
+    assert told.rotary_scaling == meant.rotary_scaling and told.rotary_scaling.kind == "yarn"
+
+
 def test_the_published_and_the_written_name_of_the_number_of_experts():
     values = full("qwen3_moe")
     values.pop("num_local_experts")

@@ -180,7 +180,8 @@ def test_what_a_published_file_leaves_out_has_the_default_of_transformers(name):
     given = copy.deepcopy(PUBLISHED[name])
     given["dtype"] = given.pop("torch_dtype", "bfloat16")
     text = given.get("text_config", given)
-    for key in (None, "max_position_embeddings", "rope_theta", "rope_scaling", "num_key_value_heads", "rms_norm_eps"):
+    rotary = ("rope_theta", "partial_rotary_factor", "rope_scaling")
+    for key in (None, "max_position_embeddings", *rotary, "num_key_value_heads", "rms_norm_eps"):
         if (
             key == "num_key_value_heads"
             and "Moe" not in given["architectures"][0]

@@ -25,6 +25,8 @@ _OLDER = (
     "original_max_position_embeddings",
 )
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_LISTED = ("upper_layers", "even_layers", "most_layers", "most_but_last")
+"""Kinds of windows whose layers a list may tell."""
 _YARN_NUMBERS = ("mscale", "mscale_all_dim")
 _ROTARY_NUMBERS = (
     *("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"),
@@ -35,6 +37,7 @@ _ATTENTION_INTERVAL = 4
 """Of layers, where a file with linear attention has neither a list of them nor an interval."""
 _STRETCHED = ("yarn", "longrope")
 """Kinds of scaling whose files have the stretched context, as the model's longest sequence."""
+_PROPORTIONAL = "proportional"
 _ROTARY_LISTS = ("short_factor", "long_factor")
 _ROTARY_KEYS = {
     *_ROTARY_NUMBERS,
@@ -99,13 +102,11 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
     _check_given(family, given, where)
     read_quantization(values, family, where=where)
     for key, allowed in {**_COMPUTED, **family.computed}.items():
-        if key in values and values[key] not in allowed:
+        if key in given and given[key] not in allowed:
             if key in _RANDOM:
-                raise ConfigError(
-                    f"{where}: {key}={values[key]!r}: nothing random is computed; set it to 0 in the file"
-                )
+                raise ConfigError(f"{where}: {key}={given[key]!r}: nothing random is computed; set it to 0 in the file")
             raise NotComputedError(
-                f"{where}: {key}={values[key]!r} is not computed for {family.name}; only "
+                f"{where}: {key}={given[key]!r} is not computed for {family.name}; only "
                 f"{', '.join(map(repr, allowed))} is: choose another model"
             )
     model = {setting: given[key] for key, setting in family.keys.items() if given.get(key) is not None}
@@ -113,6 +114,7 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
     model |= _mixture(family, given, model, where)
     model |= _rotary(family, given, where)
     model |= _window(family, given, where)
+    model |= _global_heads(family, given, where)
     model |= _no_rope(family, given)
     model |= _linear(family, given, where)
     if "query_pre_attn_scalar" in family.defaults and given.get("query_pre_attn_scalar") is not None:
@@ -241,7 +243,7 @@ def _rotary(family: Family, given: Mapping[str, Any], where: str) -> dict[str, A
         usual = family.defaults.get("rope_parameters")
         told: Any = given.get("rope_scaling") or given.get("rope_parameters") or usual or {}
         return _one_rotary(family, given, dict(told), where)
-    by_layer = dict(given.get("rope_parameters") or {})
+    by_layer: dict[str, Any] = {**(given.get("rope_parameters") or _by_default(family))}
     full = {**(by_layer.pop("full_attention", None) or {}), **(given.get("rope_scaling") or {})}
     local = dict(by_layer.pop("sliding_attention", None) or {})
     base = local.pop("rope_theta", given["rope_local_base_freq"])
@@ -253,11 +255,20 @@ def _rotary(family: Family, given: Mapping[str, Any], where: str) -> dict[str, A
     return {**_one_rotary(family, given, full, where), "local_rotary_base": float(base)}
 
 
+def _by_default(family: Family) -> Mapping[str, Any]:
+    """Return the rotary settings of a family by kinds of layers, where a file has none."""
+    found = family.defaults.get("rope_parameters")
+    return found if isinstance(found, Mapping) else {}
+
+
 def _one_rotary(family: Family, given: Mapping[str, Any], told: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the base and scaling that ``told`` asks for."""
     base = next((each["rope_theta"] for each in (told, given) if each.get("rope_theta") is not None), 10000.0)
     rotary: dict[str, Any] = {"rotary_base": float(base)}
+    kind = told.get("rope_type", told.get("type", "default"))
     partial = told.get("partial_rotary_factor", given.get("partial_rotary_factor"))
+    if kind == _PROPORTIONAL:
+        partial = None  # a part of the scaling
     if partial is not None and float(partial) != 1.0:
         if "partial_rotary_factor" not in family.defaults and "rotary_dim" not in family.keys:
             raise NotComputedError(
@@ -268,7 +279,6 @@ def _one_rotary(family: Family, given: Mapping[str, Any], told: dict[str, Any], 
         rotary["rotary_dim"] = int(head * partial)
     elif partial is not None and "rotary_dim" in family.keys:
         rotary["rotary_dim"] = None  # the share goes before the dims
-    kind = told.get("rope_type", told.get("type", "default"))
     if kind == "default":
         return rotary
     if kind == "su":  # what the first Phi-3 files call it
@@ -297,9 +307,53 @@ def _one_rotary(family: Family, given: Mapping[str, Any], told: dict[str, Any], 
     scaling = {key: float(value) if type(value) is int else value for key, value in scaling.items()}
     if kind == "yarn" and told.get("truncate") is not None:
         scaling["truncate"] = told["truncate"]
-    scaling |= {"kind": kind, "original_context": None if kind == "linear" else original}
+    scaling |= {"kind": kind, "original_context": None if kind in ("linear", _PROPORTIONAL) else original}
+    if kind == _PROPORTIONAL and told.get("partial_rotary_factor") is not None:
+        scaling["rotated_share"] = float(told["partial_rotary_factor"])
     read_section(RotaryScaling, scaling, source=f"{where}: rope_parameters")
     return {**rotary, "rotary_scaling": scaling}
+
+
+def _global_heads(family: Family, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the heads of layers without the window, by keys of their own or by a list of what layers override.
+
+    As ``transformers`` has it: the list goes before the keys, and without it the number of their key/value heads counts
+    only where keys are values.
+
+    Raises:
+        NotComputedError: Some of these layers have other heads than the others.
+    """
+    if "global_head_dim" not in family.keys:
+        return {}
+    same = given["head_dim"], given["num_key_value_heads"]
+    has_shared = bool(given.get("attention_k_eq_v"))
+    own = given.get("num_global_key_value_heads") if has_shared else None
+    found = given["global_head_dim"], same[1] if own is None else own
+    windowed = _window(family, given, where).get("window_layers", ())
+    told = given.get("per_layer_config")
+    if told is not None:
+        # Layers are numbers of as many digits as the last has.
+        layers = {int(layer): each for layer, each in told.items() if each}
+        others = [layer for layer in range(given["num_hidden_layers"]) if layer not in windowed]
+        first = layers.get(others[0], {})
+        if layers != (dict.fromkeys(others, first) if first else {}) or {*first} - {"head_dim", "num_key_value_heads"}:
+            raise NotComputedError(
+                f"{where}: per_layer_config={told} is not computed; only the same head_dim and num_key_value_heads of "
+                "all layers of 'full_attention' are: choose another model"
+            )
+        found = first.get("head_dim", same[0]), first.get("num_key_value_heads", same[1])
+        if found[1] != same[1] and not has_shared:
+            raise NotComputedError(
+                f"{where}: per_layer_config={told} with attention_k_eq_v={given.get('attention_k_eq_v')!r} is not "
+                "computed; only equally many key/value heads in all layers are: choose another model"
+            )
+    if (found != same or has_shared) and not windowed:
+        raise NotComputedError(
+            f"{where}: layer_types={given.get('layer_types')} is not computed for {family.name}; only with some of "
+            "'sliding_attention' is: choose another model"
+        )
+    settings = ("global_head_dim", "global_query_groups")
+    return {name: None if size == each else size for name, size, each in zip(settings, found, same, strict=True)}
 
 
 def _no_rope(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -349,11 +403,18 @@ def _window(family: Family, given: Mapping[str, Any], where: str) -> dict[str, A
         layers = range(given.get("max_window_layers", 28), num_layers)
     elif family.window == "most_layers":
         layers = [layer for layer in layers if (layer + 1) % given["sliding_window_pattern"]]
+    elif family.window == "most_but_last":
+        layers = [layer for layer in layers if (layer + 1) % given["sliding_window_pattern"] and layer < num_layers - 1]
     windowed = [] if width is None else list(layers)
     kinds = given.get("layer_types")
-    if kinds is not None and (width is not None or family.window not in ("even_layers", "most_layers")):
+    if kinds is not None and (
+        width is not None or family.window not in ("even_layers", "most_layers", "most_but_last")
+    ):
         told = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
-        is_free = width is not None and family.window in ("upper_layers", "even_layers", "most_layers")
+        if family.window == "most_but_last" and num_layers - 1 in told:
+            # As ``transformers`` has it.
+            told.remove(num_layers - 1)
+        is_free = width is not None and family.window in _LISTED
         if len(kinds) != num_layers or {*kinds} - {"full_attention", "sliding_attention"}:
             raise ConfigError(
                 f"{where}: layer_types={kinds}: expected {num_layers} of 'full_attention' or 'sliding_attention'; "
@@ -505,7 +566,7 @@ def spelled_out(model: ModelConfig) -> ModelConfig:
     windowed = tuple(range(model.num_layers)) if model.window_layers is None else tuple(sorted(model.window_layers))
     has_window = model.window is not None and len(windowed) > 0
     has_two_rotations = has_window and (
-        model.local_rotary_base != model.rotary_base or model.rotary_scaling is not None
+        model.local_rotary_base != model.rotary_base or model.rotary_scaling is not None or model.has_global_heads
     )
     has_experts = model.num_experts is not None
     scaling = model.rotary_scaling
@@ -519,6 +580,8 @@ def spelled_out(model: ModelConfig) -> ModelConfig:
         attention_scale=model.plain_scale,
         rotary_dim=model.head_size if model.rotary_dim is None else model.rotary_dim,
         local_rotary_base=model.local_rotary_base if has_two_rotations else None,
+        global_head_dim=None if model.global_head_dim == model.head_size else model.global_head_dim,
+        global_query_groups=None if model.global_query_groups == model.query_groups else model.global_query_groups,
         no_rope_layers=tuple(sorted(model.no_rope_layers)),
         linear_layers=tuple(sorted(model.linear_layers)),
         window=model.window if has_window else None,
@@ -534,6 +597,7 @@ _SCALING_KEYS = {
     "llama3": ("factor", "original_context", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_context", "beta_fast", "beta_slow", "truncate", "attention_factor", *_YARN_NUMBERS),
     "longrope": ("factor", "original_context", "attention_factor", "short_factor", "long_factor"),
+    "proportional": ("factor", "rotated_share"),
 }
 """The settings that each kind of rotary scaling uses."""
 
@@ -573,6 +637,8 @@ def _written(described: Described) -> dict[str, Any]:
     config["num_key_value_heads"] = model.query_groups
     config["head_dim"] = model.head_size if model.kv_lora_rank is None else model.rotary_size
     config |= _written_mixture(family, model)
+    if "global_head_dim" in family.keys and model.global_head_dim is None:
+        config["global_head_dim"] = model.head_size
     if "query_pre_attn_scalar" in family.defaults:
         # An integer to transformers, so that not every scale can be said.
         config["query_pre_attn_scalar"] = max(1, round(model.plain_scale**-2))
@@ -631,11 +697,14 @@ def _written_rotary(family: Family, model: ModelConfig) -> dict[str, Any]:
     config = _written_one_rotary(model)
     if "rope_local_base_freq" in family.defaults:
         local = model.rotary_base if model.local_rotary_base is None else model.local_rotary_base
-        config["rope_local_base_freq"] = local
-        config["rope_parameters"] = {
+        by_layer = {
             "full_attention": config["rope_parameters"],
             "sliding_attention": {"rope_theta": local, "rope_type": "default"},
         }
+        if "rope_parameters" in family.defaults:
+            # No reader of this family knows older keys.
+            return {"rope_parameters": by_layer}
+        config |= {"rope_local_base_freq": local, "rope_parameters": by_layer}
     share = 1.0 if model.rotary_dim is None else model.rotary_dim / model.head_size
     if family.defaults.get("partial_rotary_factor", 1.0) != 1.0 or share != 1.0:
         config["partial_rotary_factor"] = config["rope_parameters"]["partial_rotary_factor"] = share
@@ -655,6 +724,11 @@ def _written_one_rotary(model: ModelConfig) -> dict[str, Any]:
         # What is meant where it is left out; older readers do not know it.
         del told["truncate"]
     original = told.pop("original_context", None)
+    if scaling.kind == _PROPORTIONAL:
+        told["partial_rotary_factor"] = told.pop("rotated_share")
+        if scaling.factor == 1:
+            # What is meant where it is left out; transformers warns of it.
+            del told["factor"]
     told |= {key: list(told[key]) for key in ("short_factor", "long_factor") if key in told}
     flat = {"rope_type": scaling.kind, "type": scaling.kind, **told}
     full = {"rope_type": scaling.kind, **told, "rope_theta": base}

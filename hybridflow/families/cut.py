@@ -18,7 +18,7 @@ def check_cut(model: ModelConfig, layout: ParallelLayout, name: str) -> None:
     Raises:
         LayoutError: A part would be empty, or a tensor's parts not alike.
     """
-    tp, ep, groups = layout.tp, layout.ep, model.query_groups
+    tp, ep = layout.tp, layout.ep
     if model.num_experts is None and layout.etp is not None:
         raise LayoutError(f"{name}: etp={layout.etp} without experts in the model; leave etp out")
     inner = "tp" if model.num_experts is None or layout.etp is None else "etp"
@@ -27,10 +27,9 @@ def check_cut(model: ModelConfig, layout: ParallelLayout, name: str) -> None:
         size, width = getattr(layout, axis), getattr(model, key)
         if width is not None and width % size:
             raise LayoutError(f"{name}: {axis}={size} does not divide model.{key}={width}; choose a divisor")
-    if groups % tp and tp % groups:
-        raise LayoutError(
-            f"{name}: tp={tp} neither divides nor is a multiple of model.num_query_groups={groups}; change one"
-        )
+    for key, groups in (("num_query_groups", model.query_groups), ("global_query_groups", model.global_query_groups)):
+        if groups is not None and groups % tp and tp % groups:
+            raise LayoutError(f"{name}: tp={tp} neither divides nor is a multiple of model.{key}={groups}; change one")
     _check_stages(model.num_layers, layout, name)
     if layout.cp > 1 and model.linear_layers:
         raise LayoutError(
@@ -41,6 +40,11 @@ def check_cut(model: ModelConfig, layout: ParallelLayout, name: str) -> None:
         raise LayoutError(
             f"{name}: {layout} with model.router_bias=true: FSDP has no place for the routers' biases; use dp and ep, "
             "or model.implementation=transformers for a model of a directory"
+        )
+    if layout.is_sharded and model.layer_scalars and model.implementation == "megatron":
+        raise LayoutError(
+            f"{name}: {layout} with model.layer_scalars=true: FSDP has no place for the layers' numbers; use tp, pp "
+            "and dp, or model.implementation=transformers for a model of a directory"
         )
     if ep > 1 and (model.num_experts is None or model.num_experts % ep):
         found = "null" if model.num_experts is None else model.num_experts

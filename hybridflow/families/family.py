@@ -84,8 +84,8 @@ class Family:
         computed: Keys of ``config.json`` and the values that are computed here; any other is refused by name.
         window: What decides which layers have the sliding window: nothing, ``sliding_window`` alone for all layers,
             the same where ``use_sliding_window`` switches it on, that for layers from ``max_window_layers`` on,
-            every second layer from the first, or all but each ``sliding_window_pattern``-th; a ``layer_types`` in
-            ``config.json`` goes before the last three.
+            every second layer from the first, all but each ``sliding_window_pattern``-th, or of these not the last
+            either; a ``layer_types`` in ``config.json`` goes before the last four, but for the last layer of the last.
         scalings: Kinds of rotary scaling that its files may ask for.
         rules: Every tensor of the language model.
         further_layers: End of a name by which a layer behind the last is told that predicts further tokens (multi-token
@@ -103,7 +103,7 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)
     always: Mapping[str, object] = field(default_factory=dict)
     computed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    window: Literal["none", "all", "switched", "upper_layers", "even_layers", "most_layers"] = "none"
+    window: Literal["none", "all", "switched", "upper_layers", "even_layers", "most_layers", "most_but_last"] = "none"
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
     rules: tuple[Rule, ...]
     further_layers: tuple[str, str] | None = None

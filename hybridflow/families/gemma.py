@@ -1,6 +1,7 @@
-"""Gemma 1, 2 and 3: norms around 1, scaled embeddings; from the second on windows and norms behind the blocks.
+"""Gemma 1 to 4: scaled embeddings, in all but the last norms around 1; from the second on windows and more norms.
 
-The second has soft-caps. The third has normalized queries and keys, and another rotary base in layers with a window.
+From the second on there are norms behind the blocks too. The second has soft-caps. From the third on queries and keys
+are normalized, and layers with a window have another rotary base. In the fourth they have other heads too.
 """
 
 from hybridflow.families.family import (
@@ -94,4 +95,53 @@ GEMMA3_TEXT = Family(
     computed={**_COMPUTED, "hidden_activation": ("gelu_pytorch_tanh",), "attn_logit_softcapping": (None,)},
     window="most_layers",
     rules=(*_SANDWICHED, *QK_NORM),
+)
+
+GEMMA4_TEXT = Family(
+    name="gemma4_text",
+    causal="Gemma4ForCausalLM",
+    scorer=None,
+    keys={
+        **COMMON_KEYS,
+        "final_logit_softcapping": "logit_softcap",
+        "global_head_dim": "global_head_dim",
+        "num_global_key_value_heads": "global_query_groups",
+        "attention_k_eq_v": "keys_as_values",
+    },
+    defaults={
+        **_DEFAULTS,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": None,
+        "attention_k_eq_v": False,
+        "hidden_size_per_layer_input": 256,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10000.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    always={
+        **{"scaled_embeddings": True, "activation": "gelu_tanh", "post_norms": True, "attention_scale": 1.0},
+        **{"qk_norm": True, "value_norm": True, "layer_scalars": True},
+    },
+    computed={
+        **{"attention_dropout": (0.0,), "attention_bias": (False,), "hidden_activation": ("gelu_pytorch_tanh",)},
+        # Of text alone these two are the same.
+        "use_bidirectional_attention": (None, "vision"),
+        "hidden_size_per_layer_input": (0, None),
+        "num_kv_shared_layers": (0,),
+        "enable_moe_block": (False,),
+    },
+    window="most_but_last",
+    scalings=("proportional",),
+    rules=(
+        *_SANDWICHED,
+        *QK_NORM,
+        Rule(logical=f"{_LAYER}.layer_scalar", hf=(f"{_HF_LAYER}.layer_scalar",)),
+    ),
 )

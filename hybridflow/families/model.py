@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Literal
 
 from hybridflow.errors import ConfigError
@@ -14,8 +14,8 @@ class RotaryScaling:
     """Stretch the frequencies of the rotary position embedding for contexts longer than those of pre-training.
 
     Attributes:
-        kind: Formula: position interpolation (arXiv 2306.15595), Llama 3.1, YaRN (arXiv 2309.00071) or LongRoPE (arXiv
-            2402.13753).
+        kind: Formula: position interpolation (arXiv 2306.15595), Llama 3.1, YaRN (arXiv 2309.00071), LongRoPE (arXiv
+            2402.13753), or that of Gemma 4: position interpolation, where some pairs of dims do not turn.
         factor: Factor by which the context was stretched.
         original_context: Longest sequence of pre-training, in tokens. ``linear`` does not use it.
         low_freq_factor: For ``llama3``: wavelengths above ``original_context`` over this are stretched in full.
@@ -29,9 +29,10 @@ class RotaryScaling:
             its scores by the square of that divisor.
         short_factor: For ``longrope``: divisor of each frequency where ``max_context`` is within ``original_context``.
         long_factor: For ``longrope``: divisor of each frequency for a longer ``max_context``.
+        rotated_share: For ``proportional``: share of the pairs of dims that turn, the fastest ones.
     """
 
-    kind: Literal["linear", "llama3", "yarn", "longrope"]
+    kind: Literal["linear", "llama3", "yarn", "longrope", "proportional"]
     factor: Positive = 1.0
     original_context: Count | None = None
     low_freq_factor: Positive = 1.0
@@ -44,6 +45,7 @@ class RotaryScaling:
     mscale_all_dim: Positive | None = None
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    rotated_share: Annotated[float, Bounds(low=0.0, high=1.0)] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,8 @@ class ModelConfig:
         num_attention_heads: Query heads.
         num_query_groups: Key/value heads. None means as many as attention heads.
         head_dim: Width of each head. None means ``hidden_size`` over ``num_attention_heads``.
+        global_head_dim: Width of each head in layers without the window. None means the same as in layers with it.
+        global_query_groups: Key/value heads in layers without the window. None means the same as in layers with it.
         max_context: Longest sequence in tokens. Prompt and response count together.
         vocab_size: True vocabulary. None means the tokenizer's.
         vocab_divisible_by: The padded vocabulary is a multiple of this times ``tp``.
@@ -82,6 +86,9 @@ class ModelConfig:
         linear_bias: Whether all linear layers between embedding and output have a bias, router and experts included.
         qk_norm: Whether queries and keys are normalized.
         qk_norm_over: What ``qk_norm`` normalizes together. ``projection`` means all heads of a token's query or key.
+        value_norm: Whether values are normalized too, without a weight.
+        keys_as_values: Whether layers without the window have no projection to values. Their values are their keys as
+            they were projected, before norm and rotation.
         kv_lora_rank: Width to which latent attention (MLA, arXiv 2405.04434) compresses keys and values. None means
             plain attention. The next four keys are for latent attention.
         q_lora_rank: Width to which queries are compressed. None means that they are not.
@@ -104,6 +111,8 @@ class ModelConfig:
         logit_softcap: The same cap on the output's logits. None means no cap.
         window: Tokens that each token sees in ``window_layers``, itself included. None means all tokens before it.
         window_layers: Layers with that window, counted from 0. None means all layers.
+        layer_scalars: Whether the output of each layer is multiplied by a number of its own. The numbers belong to the
+            weights, and are not trained.
         num_experts: Experts of each layer. None means a dense feed-forward block.
         experts_per_token: Experts that each token goes to.
         normalized_experts: Whether the weights of a token's experts add up to 1. Otherwise they are shares of all
@@ -139,6 +148,8 @@ class ModelConfig:
     num_attention_heads: Count
     num_query_groups: Count | None = None
     head_dim: Count | None = None
+    global_head_dim: Count | None = None
+    global_query_groups: Count | None = None
     max_context: Count
     vocab_size: Count | None = None
     vocab_divisible_by: Count = field(default=1, metadata=MAY_CHANGE)
@@ -161,6 +172,8 @@ class ModelConfig:
     linear_bias: bool = False
     qk_norm: bool = False
     qk_norm_over: Literal["head", "projection"] = "head"
+    value_norm: bool = False
+    keys_as_values: bool = False
     kv_lora_rank: Count | None = None
     q_lora_rank: Count | None = None
     qk_nope_head_dim: Count | None = None
@@ -179,6 +192,7 @@ class ModelConfig:
     logit_softcap: Positive | None = None
     window: Count | None = None
     window_layers: tuple[int, ...] | None = None
+    layer_scalars: bool = False
     num_experts: ListedCount | None = None
     experts_per_token: Count = 2
     normalized_experts: bool = True
@@ -231,6 +245,40 @@ class ModelConfig:
         return self.num_attention_heads * self.head_size * (1 + self.attention_output_gate)
 
     @property
+    def key_value_rows(self) -> int:
+        """Return the rows of the projections to keys and values."""
+        return self.query_groups * self.head_size * (1 if self.keys_as_values else 2)
+
+    @property
+    def has_global_heads(self) -> bool:
+        """Return whether attention has other sizes in layers without the window."""
+        return any(getattr(self, name) for name in _GLOBAL)
+
+    def has_window(self, layer: int) -> bool:
+        """Return whether a layer has the window."""
+        return self.window is not None and (self.window_layers is None or layer in self.window_layers)
+
+    def of_layer(self, layer: int) -> ModelConfig:
+        """Return the settings whose heads are those of one layer."""
+        if not self.has_global_heads:
+            return self
+        if self.has_window(layer):
+            return replace(self, global_head_dim=None, global_query_groups=None, keys_as_values=False)
+        head, groups = self.global_head_dim, self.global_query_groups
+        return replace(
+            self,
+            head_dim=self.head_dim if head is None else head,
+            num_query_groups=self.num_query_groups if groups is None else groups,
+            global_head_dim=None,
+            global_query_groups=None,
+        )
+
+    @property
+    def layer_kinds(self) -> set[ModelConfig]:
+        """Return the settings of all layers, of which those with the same heads are one."""
+        return {self.of_layer(layer) for layer in range(self.num_layers if self.has_global_heads else 1)}
+
+    @property
     def linear_values(self) -> int:
         """Return the numbers of a token's values in a layer with linear attention; 0: there is no such layer."""
         return (self.linear_value_heads or 0) * (self.linear_value_head_dim or 0)
@@ -266,6 +314,9 @@ class ModelConfig:
             return self.kv_lora_rank + self.rotary_size
         return 2 * max(1, self.query_groups // tp) * self.head_size
 
+
+_GLOBAL = ("global_head_dim", "global_query_groups", "keys_as_values")
+"""Settings of layers without the window, where others have it."""
 
 _MOST_EXPERTS = 1 << 16
 """A plan lists them one by one."""
@@ -328,6 +379,7 @@ def check_model(model: ModelConfig, owner: str) -> None:
             "before the norms; set one of them to false"
         )
     _check_window(model, owner)
+    _check_global(model, owner)
     _check_no_rope(model, owner)
     _check_experts(model, owner)
     if model.rotary_scaling is not None:
@@ -363,7 +415,7 @@ def _check_latent(model: ModelConfig, owner: str) -> None:
         )
     others = (
         *("qk_norm", "qkv_bias", "linear_bias", "attention_sinks", "rotary_dim", "local_rotary_base"),
-        *("rotary_interleaved", "no_rope_layers", "linear_layers", "attention_output_gate"),
+        *("rotary_interleaved", "no_rope_layers", "linear_layers", "attention_output_gate", "value_norm"),
     )
     for name in others:
         if getattr(model, name):
@@ -423,6 +475,41 @@ def _check_window(model: ModelConfig, owner: str) -> None:
             "remove the layers"
         )
     _check_layers(model, owner, "window_layers")
+
+
+def _check_global(model: ModelConfig, owner: str) -> None:
+    """Refuse heads of layers without the window where there is none, and what is not computed beside them."""
+    given = [name for name in _GLOBAL if getattr(model, name)]
+    if not given:
+        return
+    name = f"{owner}.{given[0]}={getattr(model, given[0])}"
+    needed = ("window", *(("local_rotary_base", "attention_scale") if model.global_head_dim else ()))
+    for key in needed:
+        if getattr(model, key) is None:
+            raise ConfigError(
+                f"{name} without {owner}.{key}: layers of two kinds need it; give it, or remove the first"
+            )
+    others = (
+        *("kv_lora_rank", "linear_layers", "no_rope_layers", "attention_output_gate", "qkv_bias", "linear_bias"),
+        *("rotary_dim", "rotary_interleaved"),
+    )
+    for key in others:
+        if getattr(model, key):
+            raise ConfigError(f"{name} with {owner}.{key}={getattr(model, key)} is not computed; remove one of them")
+    if model.qk_norm and model.qk_norm_over != "head":
+        raise ConfigError(
+            f"{name} with {owner}.qk_norm_over={model.qk_norm_over} is not computed; set it to head, or remove one"
+        )
+    if model.global_head_dim is not None and model.global_head_dim % 2:
+        raise ConfigError(f"{name}: rotary embeddings need an even size of each head; add or take 1")
+    scaling = model.rotary_scaling
+    if scaling is not None and scaling.kind == "longrope":
+        raise ConfigError(f"{name} with {owner}.rotary_scaling.kind=longrope is not computed; remove one of them")
+    if model.global_query_groups is not None and model.num_attention_heads % model.global_query_groups:
+        raise ConfigError(
+            f"{owner}.global_query_groups={model.global_query_groups} does not divide {owner}.num_attention_heads="
+            f"{model.num_attention_heads}; choose a divisor"
+        )
 
 
 def _check_layers(model: ModelConfig, owner: str, key: str) -> None:
@@ -529,7 +616,7 @@ def _check_router_groups(model: ModelConfig, owner: str) -> None:
 
 
 def _check_rotary(model: ModelConfig, scaling: RotaryScaling, owner: str) -> None:
-    if scaling.kind != "linear" and scaling.original_context is None:
+    if scaling.kind not in ("linear", "proportional") and scaling.original_context is None:
         raise ConfigError(
             f"{owner}.original_context: missing; {scaling.kind} needs it, give the longest sequence of pre-training"
         )
@@ -537,6 +624,11 @@ def _check_rotary(model: ModelConfig, scaling: RotaryScaling, owner: str) -> Non
         raise ConfigError(
             f"{owner}.low_freq_factor={scaling.low_freq_factor} is not below "
             f"{owner}.high_freq_factor={scaling.high_freq_factor}; lower the first or raise the second"
+        )
+    if scaling.kind == "proportional" and model.rotary_dim is not None:
+        raise ConfigError(
+            f"{owner}.kind=proportional with rotary_dim={model.rotary_dim}: its rotated_share says what turns; remove "
+            "rotary_dim"
         )
     if scaling.kind == "yarn" and scaling.beta_slow > scaling.beta_fast:
         raise ConfigError(

@@ -67,6 +67,8 @@ _GEMMA3 = VisionModel(
     defaults={"vocab_size": 262208, "num_attention_heads": 8},
 )
 
+_GEMMA4 = VisionModel(name="gemma4", causal="Gemma4ForConditionalGeneration", text="gemma4_text", family="gemma4_text")
+
 _QWEN3_VL = VisionModel(
     name="qwen3_vl",
     causal="Qwen3VLForConditionalGeneration",
@@ -148,7 +150,8 @@ _GLM4V_MOE = VisionModel(
 VISION_MODELS = {
     model.name: model
     for model in (
-        *(_GEMMA3, _QWEN3_VL, _QWEN3_5, _QWEN3_5_MOE, _QWEN2_5_VL, _MISTRAL3, _GLM4V, _QWEN3_VL_MOE, _GLM4V_MOE),
+        *(_GEMMA3, _GEMMA4, _QWEN3_VL, _QWEN3_5, _QWEN3_5_MOE, _QWEN2_5_VL, _MISTRAL3, _GLM4V, _QWEN3_VL_MOE),
+        _GLM4V_MOE,
     )
 }
 

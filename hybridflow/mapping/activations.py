@@ -152,14 +152,14 @@ def _exchanged_bytes(model: ModelConfig, mesh: DeviceMesh, tokens: int, *, copie
     """
     if mesh.layout.cp == 1:
         return 0
-    groups = max(1, model.query_groups // mesh.layout.tp)
-    return copies * tokens * 2 * groups * model.head_size * ITEM_BYTES[model.dtype]
+    keys = max(max(1, kind.query_groups // mesh.layout.tp) * kind.head_size for kind in model.layer_kinds)
+    return copies * tokens * 2 * keys * ITEM_BYTES[model.dtype]
 
 
 def _adapter_bytes(model: ModelConfig, tp: int, slices: int, lora: LoRAConfig) -> int:
     """Return what a layer's adapters keep per token: A's output; with dropout a mask of the inputs too."""
     inputs = -(-2 * model.hidden_size // slices) - (
-        -(model.num_attention_heads * model.head_size + model.ffn_hidden_size) // tp
+        -(model.num_attention_heads * _widest(model).head_size + model.ffn_hidden_size) // tp
     )
     masks = inputs if lora.dropout > 0 else 0
     return (lora.rank * len(lora.targets) + masks) * ITEM_BYTES[model.dtype]
@@ -218,8 +218,9 @@ def _layer_bytes(model: ModelConfig, layout: ParallelLayout, slices: int, tokens
     inputs of an expert, ``h`` each, for each choice of a token of its own. Of these it has ``f / etp`` columns: ``f /
     tp`` for each choice, whatever ``etp`` is. Each expert has up to ``ALIGNED_ROWS`` such inputs more.
     """
-    queries, keys = model.num_attention_heads * model.head_size, model.query_groups * model.head_size
-    whole = -(-(_norm_columns(model) + model.hidden_size * model.shared_expert_gate) // slices) + 4 * model.rotary_size
+    kind = _widest(model)
+    queries, keys = kind.num_attention_heads * kind.head_size, kind.query_groups * kind.head_size
+    whole = -(-(_norm_columns(model) + model.hidden_size * model.shared_expert_gate) // slices) + 4 * kind.rotary_size
     whole += -(-2 * ((model.q_lora_rank or 0) + (model.kv_lora_rank or 0)) // slices)
     whole += _input_columns(model, layout) + _router_columns(model)
     cut = (3 if model.kv_lora_rank is None else 5) * (queries + keys) + _head_norm_columns(model, queries, keys)
@@ -231,6 +232,11 @@ def _layer_bytes(model: ModelConfig, layout: ParallelLayout, slices: int, tokens
         inner = -(-4 * model.ffn_hidden_size // layout.expert_tp)
         columns += model.num_experts // layout.ep * ALIGNED_ROWS * (model.hidden_size + inner)
     return columns * ITEM_BYTES[model.dtype]
+
+
+def _widest(model: ModelConfig) -> ModelConfig:
+    """Return the settings of the layers with the most columns of queries and keys."""
+    return max(model.layer_kinds, key=lambda kind: (kind.num_attention_heads + kind.query_groups) * kind.head_size)
 
 
 def _linear_columns(model: ModelConfig, of_fp32: int) -> int:
@@ -274,14 +280,16 @@ def _head_norm_columns(model: ModelConfig, queries: int, keys: int) -> int:
     """Return what norms of queries and keys keep of a token, in elements, beside what is kept without them.
 
     Norms of heads: the queries as the kernel takes them, since the projection has them among keys and values; around 1
-    queries and keys in fp32. Norms over the projection: both in fp32, as they are and scaled.
+    queries and keys in fp32. Norms over the projection: both in fp32, as they are and scaled. Of norms of values these,
+    in fp32, and as the kernel takes them.
     """
-    if not model.qk_norm or model.kv_lora_rank is not None:
-        return 0
     of_fp32 = _FP32_BYTES // ITEM_BYTES[model.dtype]
+    values = (of_fp32 + 1) * keys * model.value_norm
+    if not model.qk_norm or model.kv_lora_rank is not None:
+        return values
     if model.qk_norm_over == "projection":
-        return 2 * of_fp32 * (queries + keys)
-    return of_fp32 * (queries + keys) if model.zero_centered_norms else queries
+        return 2 * of_fp32 * (queries + keys) + values
+    return (of_fp32 * (queries + keys) if model.zero_centered_norms else queries) + values
 
 
 def _router_columns(model: ModelConfig) -> int:

@@ -216,11 +216,11 @@ def _layer(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, float]:
     tp, tokens = layout.tp, step.micro_batch * step.sequence / layout.cp
     products = _layer_products(size, hardware, layout, tokens, fp8=step.fp8)
     # A token sees half of its sequence on average.
-    scored = step.sequence * size.heads * (size.head + size.value_head)
+    scored = step.sequence * size.mean_heads(lambda each: each.heads * (each.head + each.value_head))
     scores = tokens * size.mean_attention(scored, 2 * size.state_products) / tp
     cast = _CAST_ITEMS * _product_inputs(size) if step.fp8 else 0.0
     summed, exchanged = _passed(size, hardware, layout, tokens)
-    keys = 2 * tokens * layout.cp * size.groups * size.head / tp * size.item_bytes
+    keys = 2 * tokens * layout.cp * size.mean_heads(lambda each: each.groups * each.head) / tp * size.item_bytes
     parts = {
         "products": products,
         "attention": scores / (hardware.flops * hardware.attention_share),
@@ -249,7 +249,8 @@ def _elementwise(size: Size, hardware: Hardware, layout: ParallelLayout, tokens:
         others: Further numbers of each token.
     """
     # Norms and residual sums between the products, and the activation within the block.
-    touched = 12 * size.hidden + (3 + size.gated) * _width(size) + 3 * size.heads * size.head
+    heads = size.mean_heads(lambda each: each.heads * each.head)
+    touched = 12 * size.hidden + (3 + size.gated) * _width(size) + 3 * heads
     # Tokens are laid out by experts, and weighed and summed in their own order again.
     touched += 6 * size.hidden * _visits(size) + others
     bandwidth = hardware.memory_bandwidth * hardware.elementwise_share
@@ -275,7 +276,7 @@ def _layer_products(
         )
 
     tp, mixture = layout.tp, size.experts
-    attention = cut(size.attention, tokens, tp) + cut(size.compressing, tokens / tp, 1)
+    attention = size.mean_heads(lambda each: cut(each.attention, tokens, tp)) + cut(size.compressing, tokens / tp, 1)
     attention = size.mean_attention(attention, cut(size.linear_attention, tokens, tp))
     dense = cut(size.block(size.ffn), tokens, tp)
     if mixture is None:
@@ -512,7 +513,7 @@ def _stages(pp: int) -> dict[str, int]:
 
 def _kept_elements(size: Size) -> float:
     """Return what a layer keeps of a token for the backward pass: inputs of norms, products and activation."""
-    heads = size.heads * (size.head + size.value_head) + size.groups * (size.head + size.value_head)
+    heads = size.mean_heads(lambda each: (each.heads + each.groups) * (each.head + each.value_head))
     compressed = 0 if size.latent is None else 2 * (size.latent.keys + size.latent.queries)
     # Each expert has its own copy of its tokens, and their outputs are kept to be weighed.
     return 4 * size.hidden + heads + compressed + (2 + size.gated) * _width(size) + 2 * _visits(size) * size.hidden

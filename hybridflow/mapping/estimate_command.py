@@ -217,7 +217,7 @@ def _check_cut(size: Size, layout: ParallelLayout) -> None:
         hidden_size=size.hidden,
         ffn_hidden_size=size.ffn if experts is None else experts.ffn,
         num_attention_heads=size.heads,
-        num_query_groups=size.groups,
+        num_query_groups=size.groups if size.wide is None else min(size.groups, size.wide.groups),
         max_context=1,
         num_experts=None if experts is None else experts.number,
         dense_ffn_hidden_size=None if experts is None else size.ffn,

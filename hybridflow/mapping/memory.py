@@ -27,7 +27,7 @@ from hybridflow.mapping.activations import activation_bytes, decoding_bytes
 from hybridflow.mapping.hardware import Hardware, hardware
 from hybridflow.mapping.named import adapters_of, spec_of_files
 from hybridflow.models.adapters import adapter_spec, parts_of
-from hybridflow.models.shapes import cached_token_bytes, model_spec, state_bytes
+from hybridflow.models.shapes import LAYER_SCALAR, cached_token_bytes, model_spec, state_bytes
 from hybridflow.recipe.meshes import reference_is_base
 from hybridflow.reshard.fsdp import weight_holdings
 from hybridflow.reshard.holdings import Holdings, WeightHoldings, tensors_alike
@@ -178,8 +178,9 @@ class _Placed:
         """Return the tensors that have gradients, if any has."""
         if self.adapters is not None:
             return self.adapters
-        # The bias of a router is no parameter.
-        tensors = tuple(tensor for tensor in self.spec.tensors if not tensor.name.endswith(ROUTER_BIASES))
+        # The bias of a router is no parameter, nor is what a layer's output is scaled by.
+        buffers = (*ROUTER_BIASES, f".{LAYER_SCALAR}")
+        tensors = tuple(tensor for tensor in self.spec.tensors if not tensor.name.endswith(buffers))
         return replace(self.spec, tensors=tensors) if len(tensors) < len(self.spec.tensors) else self.spec
 
     @functools.cached_property
@@ -428,7 +429,8 @@ def packed_bytes(spec: ModelSpec, model: ModelConfig, mesh: DeviceMesh, rank: in
     ``rollout.cpu.transformer`` copies them to generate on a CPU.
     """
     fits = model.implementation == "megatron" and model.num_experts is None and model.kv_lora_rank is None
-    fits = fits and not model.linear_layers and not model.attention_output_gate
+    fits = fits and not (model.linear_layers or model.attention_output_gate or model.has_global_heads)
+    fits = fits and not (model.value_norm or model.layer_scalars)
     fits = fits and model.head_size % 16 == 0 and model.query_groups >= mesh.layout.tp
     if model.dtype != "fp32" or not fits:
         return 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,23 @@ class Linear:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Wide:
+    """The heads of layers without a window, where layers with one have others.
+
+    Attributes:
+        layers: Such layers.
+        groups: As in ``Size``.
+        head: As in ``Size``.
+        key_parts: As in ``Size``.
+    """
+
+    layers: int
+    groups: int
+    head: int
+    key_parts: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Size:
     """The sizes of a model that decide its time.
 
@@ -95,6 +113,8 @@ class Size:
         latent: Of latent attention; None: plain attention.
         linear: Of linear attention; None: no layer has it.
         query_parts: Vectors of each head that the projection to queries gives: 2 with an output gate.
+        key_parts: Vectors of each key/value head that are projected: 1 where keys are the values.
+        wide: Of layers with other heads than ``groups`` and ``head`` say; None: there are none.
     """
 
     layers: int
@@ -112,6 +132,8 @@ class Size:
     latent: Latent | None = None
     linear: Linear | None = None
     query_parts: int = 1
+    key_parts: int = 2
+    wide: Wide | None = None
 
     @property
     def value_head(self) -> int:
@@ -123,7 +145,8 @@ class Size:
         """Return the matrices of attention that tp cuts, in a layer that has it."""
         out = (self.heads * self.value_head, self.hidden, False)
         if self.latent is None:
-            return ((self.hidden, (self.query_parts * self.heads + 2 * self.groups) * self.head, True), out)
+            rows = (self.query_parts * self.heads + self.key_parts * self.groups) * self.head
+            return ((self.hidden, rows, True), out)
         kept = self.head - self.latent.rotated + self.latent.value
         return (
             (self.latent.queries or self.hidden, self.heads * self.head, True),
@@ -162,6 +185,18 @@ class Size:
         """Return the layers with keys and values."""
         return self.layers - (0 if self.linear is None else self.linear.layers)
 
+    def mean_heads(self, of: Callable[[Size], float]) -> float:
+        """Return the mean over the layers with keys of what depends on their heads.
+
+        Args:
+            of: Gives it of a size whose layers with keys all have the same heads.
+        """
+        if self.wide is None:
+            return of(self)
+        share, plain = self.wide.layers / self.attention_layers, replace(self, wide=None)
+        wide = replace(plain, groups=self.wide.groups, head=self.wide.head, key_parts=self.wide.key_parts)
+        return share * of(wide) + (1 - share) * of(plain)
+
     def mean_attention(self, attention: float, linear: float) -> float:
         """Return the mean over the layers of what a layer with attention and one with linear attention have."""
         return linear + (attention - linear) * self.attention_layers / self.layers
@@ -180,7 +215,8 @@ class Size:
         """Return the weights of a layer, on average, without experts, norms and biases."""
         shared = 0 if self.experts is None else self.experts.shared
         blocks = self.mean_layer(weights_of(self.block(self.ffn)), weights_of(self.block(shared)))
-        attention = self.mean_attention(weights_of(self.attention), weights_of(self.linear_attention))
+        attention = self.mean_heads(lambda each: weights_of(each.attention))
+        attention = self.mean_attention(attention, weights_of(self.linear_attention))
         return attention + blocks + self.whole_weights
 
     @property
@@ -220,7 +256,8 @@ class Size:
         kept = 1 if fp8 else self.item_bytes
         if self.latent is not None:
             return self.layers * (self.latent.keys + self.latent.rotated) * kept
-        return 2 * self.attention_layers * max(1, self.groups // tp) * self.head * kept
+        numbers = self.mean_heads(lambda each: 2 * max(1, each.groups // tp) * each.head)
+        return round(self.attention_layers * numbers) * kept
 
     def state_bytes(self, tp: int) -> int:
         """Return what a rank keeps of a sequence in all layers with linear attention."""
@@ -232,7 +269,7 @@ class Size:
         Attention counts whole, not its causal half, and nothing counts for recomputation (arXiv 2104.04473). Of experts
         those count that a token goes to.
         """
-        scores = 2 * sequence * self.heads * (self.head + self.value_head)
+        scores = 2 * sequence * self.mean_heads(lambda each: each.heads * (each.head + each.value_head))
         layer = 2 * self.active_weights + self.mean_attention(scores, 2 * self.state_products)
         return 3 * tokens * (self.layers * layer + 2 * self.output_weights)
 
@@ -281,6 +318,15 @@ def size_of(model: ModelConfig) -> Size:
             key=key,
             state=model.linear_channels * (kernel - 1) + model.linear_values * key,
         )
+    wide = None
+    if model.has_global_heads:
+        (other,) = {model.of_layer(layer) for layer in range(model.num_layers) if not model.has_window(layer)}
+        wide = Wide(
+            layers=sum(not model.has_window(layer) for layer in range(model.num_layers)),
+            groups=other.query_groups,
+            head=other.head_size,
+            key_parts=1 if other.keys_as_values else 2,
+        )
     return Size(
         layers=model.num_layers,
         hidden=model.hidden_size,
@@ -294,6 +340,7 @@ def size_of(model: ModelConfig) -> Size:
         latent=latent,
         linear=linear,
         query_parts=1 + model.attention_output_gate,
+        wide=wide,
     )
 
 

@@ -105,12 +105,16 @@ def _factors_of(weight: TensorSpec, model: ModelConfig, lora: LoRAConfig) -> Ite
 
 
 def _factors(weight: TensorSpec, model: ModelConfig, parts: Sequence[str], rank: int) -> Iterator[TensorSpec]:
+    if isinstance(weight.place, int):
+        model = model.of_layer(weight.place)
     queries, keys = model.query_rows, model.query_groups * model.head_size
     rows = {"q": queries, "k": keys, "v": keys, "gate": model.ffn_hidden_size, "up": model.ffn_hidden_size}
     rows |= {"qkv": model.linear_channels, "z": model.linear_values}
     rows |= dict.fromkeys("ba", model.linear_value_heads or 0)
     cuts_columns = weight.tp_dim == len(weight.shape) - 1
     for part in parts:
+        if part == "v" and model.keys_as_values:
+            continue
         stem = ".".join(filter(None, (weight.name.removesuffix(".weight"), "lora", part)))
         for side, sizes, tp_dim in (
             ("A", (rank, weight.shape[-1]), 1 if cuts_columns else None),

@@ -8,6 +8,7 @@ code, so that the two agree on log-probabilities.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,13 +18,14 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.nn.functional import embedding, pad, scaled_dot_product_attention
+from torch.nn.functional import embedding, pad, rms_norm, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from hybridflow.families.model import ModelConfig
 from hybridflow.models import cuda_attention, delta_rule
 from hybridflow.models.delta_rule import Recurrence
 from hybridflow.models.norm import ProjectionNorm
@@ -377,15 +379,53 @@ class GroupedSelfAttention(SelfAttention):
 
     There megatron-core 0.16.1 looks for the tensor-parallel group in its globals, which are never set here.
 
+    Args:
+        config: megatron-core's, of all layers.
+        submodules: Its submodules.
+        layer_number: Number of the layer, counted from 1.
+        model: Settings of this layer; None: its heads are those of the configuration.
+        known: Further arguments of megatron-core's.
+
     Attributes:
-        rotation: Which of how many kinds of rotary embedding it has.
+        rotation: First dim of its rotary embedding, and the one behind its last; None: all are its own.
         scaled_part: Dims at the beginning of each query and key head, and the factor on them that goes with stretched
             frequencies; None: it is on the scores.
+        keys_are_values: Whether values are keys as they were projected.
     """
 
-    rotation = 0, 1
+    rotation: tuple[int, int] | None = None
     scaled_part: tuple[int, float] | None = None
     _table: Tensor | None = None
+    keys_are_values = _has_value_norm = False
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        *args: Any,
+        model: ModelConfig | None = None,
+        **known: Any,
+    ) -> None:
+        if model is not None:
+            config = copy.copy(config)
+            config.kv_channels, config.num_query_groups = model.head_size, model.query_groups
+        super().__init__(config, submodules, layer_number, *args, **known)
+        if model is None:
+            return
+        self._has_value_norm, self.keys_are_values = model.value_norm, model.keys_as_values
+        if self.keys_are_values:
+            self.linear_qkv = submodules.linear_qkv(
+                *(config.hidden_size, model.query_rows + model.key_value_rows),
+                config=config,
+                init_method=config.init_method,
+                gather_output=False,
+                bias=False,
+                skip_bias_add=False,
+                is_expert=False,
+                tp_comm_buffer_name="qkv",
+                tp_group=self.pg_collection.tp,
+            )
 
     def forward(
         self, hidden_states: Tensor, attention_mask: None, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any
@@ -394,8 +434,7 @@ class GroupedSelfAttention(SelfAttention):
 
         On a GPU they are cosines and sines, see ``Transformer``.
         """
-        kind, num_kinds = self.rotation
-        angles = rotary_pos_emb.chunk(num_kinds, dim=-1)[kind]
+        angles = rotary_pos_emb if self.rotation is None else rotary_pos_emb[..., slice(*self.rotation)]
         self._table = angles[:, 0, 0] if angles.is_cuda else None
         left = None if angles.is_cuda else angles
         return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=left, **kwargs)
@@ -411,6 +450,8 @@ class GroupedSelfAttention(SelfAttention):
         Collective: tp. ``groups`` are this rank's query groups, 1 where several ranks share one.
         """
         query, key, value, *gate = self._project(hidden_states, key_value_states, output_gate, split_qkv)
+        if self._has_value_norm:
+            value = rms_norm(value.float(), value.shape[-1:], eps=self.config.layernorm_epsilon).to(value.dtype)
         if self.scaled_part is not None:
             num_dims, factor = self.scaled_part
             query, key = (
@@ -426,19 +467,22 @@ class GroupedSelfAttention(SelfAttention):
 
     def _project(self, hidden_states: Tensor, key_value_states: None, output_gate: bool, split_qkv: bool) -> Any:
         num_groups, head = self.config.num_query_groups, self.hidden_size_per_attention_head
-        if num_groups >= self.world_size and not output_gate:
+        if num_groups >= self.world_size and not output_gate and not self.keys_are_values:
             return super().get_query_key_value_tensors(hidden_states, key_value_states, output_gate, split_qkv)
         assert split_qkv, "no fused rotary embeddings here"
         mixed = self.linear_qkv(hidden_states)[0]
         if num_groups >= self.world_size:
-            query, key, value = _parts(mixed, num_groups // self.world_size, head)
-            query, gate = query.unflatten(2, (-1, 2)).unbind(3)
-            return _normed(query, self.q_layernorm), _normed(key, self.k_layernorm), value, gate
+            query, key, value = self._parts(mixed, num_groups // self.world_size, head)
+            gates = []
+            if output_gate:
+                query, gate = query.unflatten(2, (-1, 2)).unbind(3)
+                gates = [gate]
+            return _normed(query, self.q_layernorm), _normed(key, self.k_layernorm), value, *gates
         # A rank's rows of the fused weight are a part of one group: "q1 q2 k v" or a piece of that.
         sharers = self.world_size // num_groups
         tp_rank = self.tp_group.rank()
         mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=self.tp_group)
-        query, key, value = _parts(mixed, num_groups, head)
+        query, key, value = self._parts(mixed, num_groups, head)
         gates = []
         if output_gate:
             query, gate = query.unflatten(2, (-1, 2)).unbind(3)
@@ -452,16 +496,16 @@ class GroupedSelfAttention(SelfAttention):
             query, key = _normed(query, self.q_layernorm), _normed(key, self.k_layernorm)
         return query, key, value, *gates
 
+    def _parts(self, mixed: Tensor, num_groups: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Split ``[tokens, 1, rows]``, grouped by query group, into heads of queries, with gates, keys and values."""
+        heads = mixed.unflatten(-1, (num_groups, -1, head))
+        num_kept = 1 if self.keys_are_values else 2
+        query, kept = heads.split([heads.shape[3] - num_kept, num_kept], dim=3)
+        return query.flatten(2, 3), kept[:, :, :, 0], kept[:, :, :, -1]
+
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """Multiply ``[tokens, 1, heads/tp * head]`` by the sigmoid of the gate; megatron-core's compiles that."""
         return (x * torch.sigmoid(gate.flatten(2).float())).to(x.dtype)
-
-
-def _parts(mixed: Tensor, num_groups: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Split ``[tokens, 1, rows]``, grouped by query group, into heads of queries, with their gates, keys and values."""
-    heads = mixed.unflatten(-1, (num_groups, -1, head))
-    query, key, value = heads.split([heads.shape[3] - 2, 1, 1], dim=3)
-    return query.flatten(2, 3), key[:, :, :, 0], value[:, :, :, 0]
 
 
 def _normed(heads: Tensor, norm: nn.Module | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -56,10 +57,14 @@ def model_flops(model: ModelConfig, *, vocab_size: int, has_value_head: bool = F
     num_dense = min(model.num_dense_layers, layers)
     feed_forward = (layers - num_dense) * feed_forward + num_dense * dense
     linear = sum(layer < layers for layer in model.linear_layers)
-    attention = (layers - linear) * _attention_weights(model) + linear * _linear_products(model)
+    kinds = Counter(model.of_layer(layer) for layer in range(layers) if layer not in model.linear_layers)
+    attention = sum(count * _attention_weights(kind) for kind, count in kinds.items()) + linear * _linear_products(
+        model
+    )
+    heads = sum(count * (kind.head_size + kind.value_size) for kind, count in kinds.items())
     return ModelFlops(
         per_token=2 * (attention + feed_forward),
-        per_pair=2 * (layers - linear) * model.num_attention_heads * (model.head_size + model.value_size),
+        per_pair=2 * model.num_attention_heads * heads,
         per_output=2 * hidden * (1 if has_value_head else vocab_size),
     )
 
@@ -79,7 +84,7 @@ def _attention_weights(model: ModelConfig) -> int:
     hidden, heads = model.hidden_size, model.num_attention_heads
     queries, output = heads * model.head_size, heads * model.value_size * hidden
     if model.kv_lora_rank is None:
-        return hidden * (model.query_rows + 2 * model.query_groups * model.head_size) + output
+        return hidden * (model.query_rows + model.key_value_rows) + output
     of_queries = hidden * queries if model.q_lora_rank is None else model.q_lora_rank * (hidden + queries)
     up = heads * (model.head_size - model.rotary_size + model.value_size)
     return of_queries + hidden * (model.kv_lora_rank + model.rotary_size) + model.kv_lora_rank * up + output

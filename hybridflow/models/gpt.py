@@ -45,8 +45,8 @@ from hybridflow.models.grouped import lay_side_by_side
 from hybridflow.models.latent_attention import LatentSelfAttention
 from hybridflow.models.layers import Chunks
 from hybridflow.models.lora import Dropout, attach
-from hybridflow.models.norm import ProjectionNorm, RmsNorm, normalize_output
-from hybridflow.models.rotary import all_frequencies, rotary_factor, score_scale
+from hybridflow.models.norm import ProjectionNorm, RmsNorm, normalize_output, scale_output
+from hybridflow.models.rotary import all_frequencies, rotary_factor, rotated_pairs, score_scale
 from hybridflow.models.scoring import Scoring
 from hybridflow.models.sequence_parallel import SequenceSwitch
 from hybridflow.parallel.accelerators import has_transformer_engine
@@ -190,7 +190,7 @@ class Transformer(GPTModel):
     Attributes:
         has_scaled_embeddings: Whether input embeddings are multiplied by the root of their width.
         logit_softcap: Logits z become cap * tanh(z / cap); None: they do not.
-        num_rotations: Kinds of layers that differ in the frequencies of the rotary embedding.
+        rotated_pairs: Of each kind of layers that differ in the rotary embedding, the pairs of dims that it turns.
         has_latent_attention: Whether keys and values are compressed.
         is_common: Whether its layers compute what the kernels for decoding know, and no more.
         dropout: Dropout on the inputs of its adapters; None: none.
@@ -201,7 +201,7 @@ class Transformer(GPTModel):
 
     has_scaled_embeddings = False
     logit_softcap: float | None = None
-    num_rotations = 1
+    rotated_pairs: tuple[int, ...] = ()
     has_latent_attention = False
     is_common = True
     dropout: Dropout | None = None
@@ -280,11 +280,11 @@ class Transformer(GPTModel):
         """
         angles = torch.outer(positions.float(), self.rotary_pos_emb.inv_freq)
         if angles.is_cuda and not self.has_latent_attention:
-            kinds = angles.chunk(self.num_rotations, dim=-1)
+            kinds = angles.split(self.rotated_pairs, dim=-1)
             return torch.cat([turn for kind in kinds for turn in (kind.cos(), kind.sin())], dim=-1)[:, None, None]
         if self.config.rotary_interleaved:
             return angles.repeat_interleave(2, dim=-1)[:, None, None]
-        kinds = angles.chunk(self.num_rotations, dim=-1)
+        kinds = angles.split(self.rotated_pairs, dim=-1)
         return torch.cat([each for kind in kinds for each in (kind, kind)], dim=-1)[:, None, None]
 
 
@@ -376,7 +376,7 @@ def build_transformer(
 def _note_shape(transformer: Transformer, model: ModelConfig, *, has_value_head: bool) -> None:
     """Note what of the model's shape its passes ask for."""
     transformer.has_scaled_embeddings = model.scaled_embeddings
-    transformer.num_rotations = 2 if _has_two_rotations(model) else 1
+    transformer.rotated_pairs = rotated_pairs(model)
     transformer.has_latent_attention = model.kv_lora_rank is not None
     transformer.is_common = _is_common(model)
     transformer.logit_softcap = None if has_value_head else model.logit_softcap
@@ -398,6 +398,7 @@ def _is_common(model: ModelConfig) -> bool:
     is_other_gate = model.activation == "quick_gelu" or model.glu_clamp is not None or model.glu_offset != 0
     is_other = is_other_rotation or is_other_gate or model.linear_bias or model.attention_sinks
     is_other = is_other or model.kv_lora_rank is not None or model.attention_output_gate or bool(model.linear_layers)
+    is_other = is_other or model.has_global_heads or model.value_norm or model.layer_scalars
     return model.pre_norms and not has_wide_norms and not is_other
 
 
@@ -449,8 +450,19 @@ def _block_spec(
         parts.input_layernorm = parts.pre_mlp_layernorm = norm if model.pre_norms else IdentityOp
         if has_head_norms:
             parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = norm
-    specs = [_with_linear_attention(layer, model) if index in model.linear_layers else layer for index in layers]
+    specs = [_layer_spec(layer, model, index) for index in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm), experts
+
+
+def _layer_spec(layer: ModuleSpec, model: ModelConfig, index: int) -> ModuleSpec:
+    """Return the spec of one layer."""
+    if index in model.linear_layers:
+        return _with_linear_attention(layer, model)
+    if not (model.has_global_heads or model.value_norm):
+        return layer
+    parts = copy.copy(layer.submodules)
+    parts.self_attention = replace(parts.self_attention, params={"model": model.of_layer(index)})
+    return replace(layer, submodules=parts)
 
 
 def _with_linear_attention(layer: ModuleSpec, model: ModelConfig) -> ModuleSpec:
@@ -495,19 +507,22 @@ def _finish_layer(
     if model.post_norms:
         for module in (layer.self_attention, layer.mlp):
             normalize_output(module, layer.config)
+    if model.layer_scalars:
+        scale_output(layer, layer.config.params_dtype)
 
 
 def _finish_attention(layer: TransformerLayer, model: ModelConfig, groups: ProcessGroupCollection) -> None:
     """Tell a layer's attention what megatron-core's configuration does not."""
     core, index = layer.self_attention.core_attention, layer.layer_number - 1
-    has_window = model.window is not None and (model.window_layers is None or index in model.window_layers)
+    has_window = model.has_window(index)
     if model.attention_sinks:
         core.add_sinks()
     has_other_rotation = index in model.no_rope_layers or (has_window and model.local_rotary_base is not None)
     if model.kv_lora_rank is None and model.rotary_size < model.head_size and rotary_factor(model) != 1:
         layer.self_attention.scaled_part = model.rotary_size, rotary_factor(model)
     if _has_two_rotations(model):
-        layer.self_attention.rotation = int(has_other_rotation), 2
+        first, other = (2 * pairs for pairs in rotated_pairs(model))
+        layer.self_attention.rotation = (first, first + other) if has_other_rotation else (0, first)
     core.scoring = Scoring(
         scale=model.plain_scale if has_other_rotation else layer.config.softmax_scale,
         softcap=model.attention_softcap,

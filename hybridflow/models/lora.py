@@ -286,9 +286,12 @@ def attach(layer: TransformerLayer, lora: LoRAConfig, dropout: Dropout | None, g
             # Layers with linear attention have other modules than those with attention.
             continue
         linear = modules[name]
-        linear.lora = Adapter(
-            linear, name, layer.layer_number - 1, parts, lora, dropout, groups, _rows(layer, name, linear)
-        )
+        rows = _rows(layer, name, linear)
+        # Where keys are the values, there is no projection to these.
+        parts = tuple(part for part in parts if not part or part in rows.sizes)
+        if not parts:
+            continue
+        linear.lora = Adapter(linear, name, layer.layer_number - 1, parts, lora, dropout, groups, rows)
         linear.register_forward_hook(_add)
 
 
@@ -300,11 +303,12 @@ def _rows(layer: TransformerLayer, name: str, linear: nn.Module) -> _Rows:
         blocks, sizes = layer.self_attention.grouped_rows()
         return _Rows(blocks=blocks, sizes=sizes)
     if name == "self_attention.linear_qkv":
-        config, head = layer.config, layer.self_attention.hidden_size_per_attention_head
+        attention = layer.self_attention
+        config, head = attention.config, attention.hidden_size_per_attention_head
         heads = config.num_attention_heads // config.num_query_groups * (1 + config.attention_output_gate)
+        sizes = {"q": heads * head, "k": head} | ({} if attention.keys_are_values else {"v": head})
         # With fewer query groups than ranks this is 0, and only the layer as a whole can have factors.
-        blocks = out // ((heads + 2) * head)
-        return _Rows(blocks=blocks, sizes={"q": heads * head, "k": head, "v": head})
+        return _Rows(blocks=out // sum(sizes.values()), sizes=sizes)
     return _Rows(blocks=1, sizes={})
 
 

@@ -12,6 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
+from hybridflow.models.shapes import LAYER_SCALAR
+
 
 class RmsNorm(nn.Module):
     """RMSNorm in fp32, times the weight, or times 1 + weight where the model's norms are zero-centered.
@@ -75,6 +77,17 @@ def normalize_output(module: nn.Module, config: TransformerConfig) -> None:
     """Give a module that returns ``(hidden, bias)``, the bias None, a ``post_layernorm`` on what it returns."""
     module.post_layernorm = RmsNorm(config, config.hidden_size, config.layernorm_epsilon)
     module.register_forward_hook(_normalize)
+
+
+def scale_output(layer: nn.Module, dtype: torch.dtype) -> None:
+    """Give a layer that returns ``(hidden, context)`` a ``layer_scalar``, by which its hidden states are multiplied."""
+    layer.register_buffer(LAYER_SCALAR, torch.ones(1, dtype=dtype))
+    layer.register_forward_hook(_scale)
+
+
+def _scale(layer: nn.Module, _: tuple[object, ...], output: tuple[Tensor, None]) -> tuple[Tensor, None]:
+    hidden, context = output
+    return hidden * layer.get_buffer(LAYER_SCALAR), context
 
 
 def _normalize(module: nn.Module, _: tuple[object, ...], output: tuple[Tensor, None]) -> tuple[Tensor, None]:

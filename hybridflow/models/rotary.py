@@ -28,19 +28,35 @@ def rotary_frequencies(model: ModelConfig) -> Tensor:
     plain = 1.0 / model.rotary_base**turns
     if scaling.kind == "linear":
         return plain / scaling.factor
+    if scaling.kind == "proportional":
+        num_turning = int(scaling.rotated_share * model.head_size // 2)
+        return torch.where(torch.arange(len(plain)) < num_turning, plain / scaling.factor, 0.0)
     kept = _kept_llama3(plain, scaling) if scaling.kind == "llama3" else _kept_yarn(model, scaling)
     return (1 - kept) * plain / scaling.factor + kept * plain
 
 
 def all_frequencies(model: ModelConfig) -> Tensor:
     """Return ``rotary_frequencies``, and behind them those of other layers: with a window, or 0 without rotation."""
-    frequencies = rotary_frequencies(model)
+    frequencies = rotary_frequencies(_of_global(model))
     if model.no_rope_layers:
         return torch.cat([frequencies, torch.zeros_like(frequencies)])
     if model.local_rotary_base is None:
         return frequencies
     local = replace(model, rotary_base=model.local_rotary_base, rotary_scaling=None)
     return torch.cat([frequencies, rotary_frequencies(local)])
+
+
+def rotated_pairs(model: ModelConfig) -> tuple[int, ...]:
+    """Return the pairs of dims of each kind of layers, in the order of ``all_frequencies``."""
+    pairs = _of_global(model).rotary_size // 2
+    if model.no_rope_layers:
+        return pairs, pairs
+    return (pairs,) if model.local_rotary_base is None else (pairs, model.rotary_size // 2)
+
+
+def _of_global(model: ModelConfig) -> ModelConfig:
+    """Return the settings of layers without the window."""
+    return model if model.global_head_dim is None else replace(model, head_dim=model.global_head_dim)
 
 
 def rotary_factor(model: ModelConfig) -> float:

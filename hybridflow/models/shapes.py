@@ -6,7 +6,7 @@ Gives what ``specs.describe`` reads off megatron-core's own model, tensor by ten
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,9 @@ DELTA_CHUNK = 64
 
 DELTA_TOKENS = 4096
 """Tokens of sequences that training takes through it at one time; more where one sequence has more."""
+
+LAYER_SCALAR, EXPERT_BIAS = "layer_scalar", "expert_bias"
+"""Ends of the names of what belongs to the weights and is no parameter."""
 
 ALIGNED_ROWS = 8
 """The rows of each expert begin at a multiple of it; see ``models.grouped``."""
@@ -39,10 +42,12 @@ def known_models() -> dict[str, ModelConfig]:
 
 def cached_token_bytes(model: ModelConfig, layout: ParallelLayout) -> int:
     """Return the keys and values of a token on a rank of the pipeline stage that has the most of them, in bytes."""
-    layers = _most_layers(
-        model, layout, [layer for layer in range(model.num_layers) if layer not in model.linear_layers]
-    )
-    return layers * model.cached_size(layout.tp) * ITEM_BYTES[model.dtype]
+    sizes: Counter[int] = Counter()
+    for layer in range(model.num_layers):
+        if layer not in model.linear_layers:
+            stage = stage_of(layer, layout, model.num_layers, f"layout {layout}")
+            sizes[stage] += model.of_layer(layer).cached_size(layout.tp)
+    return max(sizes.values()) * ITEM_BYTES[model.dtype]
 
 
 def state_bytes(model: ModelConfig, layout: ParallelLayout) -> int:
@@ -54,12 +59,8 @@ def state_bytes(model: ModelConfig, layout: ParallelLayout) -> int:
         return 0
     kernel, size = model.linear_conv_kernel or 0, model.linear_key_head_dim or 0
     each = model.linear_channels * (kernel - 1) + model.linear_values * size
-    return _most_layers(model, layout, model.linear_layers) * each // layout.tp * ITEM_BYTES["fp32"]
-
-
-def _most_layers(model: ModelConfig, layout: ParallelLayout, layers: Iterable[int]) -> int:
-    """Return how many of these layers the stage has that has the most of them."""
-    return max(Counter(stage_of(layer, layout, model.num_layers, f"layout {layout}") for layer in layers).values())
+    counts = Counter(stage_of(layer, layout, model.num_layers, f"layout {layout}") for layer in model.linear_layers)
+    return max(counts.values()) * each // layout.tp * ITEM_BYTES["fp32"]
 
 
 def model_spec(model: ModelConfig, *, has_value_head: bool = False) -> ModelSpec:
@@ -88,15 +89,21 @@ def model_spec(model: ModelConfig, *, has_value_head: bool = False) -> ModelSpec
         tensors.append(_whole("value_head.weight", (1, model.hidden_size), model.dtype, "output"))
     elif not is_tied:
         tensors.append(replace(embedding, name="output_layer.weight", place="output"))
-    if model.num_experts is not None and model.router_bias:
-        tensors += [
-            _whole(f"decoder.layers.{layer}.mlp.router.expert_bias", (model.num_experts,), "fp32", layer)
-            for layer in range(model.num_dense_layers, model.num_layers)
-        ]
+    for layer in range(model.num_layers):
+        tensors += _buffers(model, layer)
     return ModelSpec(tensors=tuple(tensors), num_layers=model.num_layers)
 
 
+def _buffers(model: ModelConfig, layer: int) -> Iterator[TensorSpec]:
+    """Yield what belongs to the weights and is no parameter."""
+    if model.layer_scalars:
+        yield _whole(f"decoder.layers.{layer}.{LAYER_SCALAR}", (1,), model.dtype, layer)
+    if model.num_experts is not None and model.router_bias and layer >= model.num_dense_layers:
+        yield _whole(f"decoder.layers.{layer}.mlp.router.{EXPERT_BIAS}", (model.num_experts,), "fp32", layer)
+
+
 def _attention(model: ModelConfig, layer: int) -> Iterator[TensorSpec]:
+    model = model.of_layer(layer)
     prefix, hidden, dtype = f"decoder.layers.{layer}", model.hidden_size, model.dtype
     if model.kv_lora_rank is not None:
         if model.pre_norms:
@@ -104,7 +111,7 @@ def _attention(model: ModelConfig, layer: int) -> Iterator[TensorSpec]:
         yield from _latent_attention(f"{prefix}.self_attention", model, layer, model.kv_lora_rank)
         return
     queries = model.num_attention_heads * model.head_size
-    qkv = model.query_rows + 2 * model.query_groups * model.head_size
+    qkv = model.query_rows + model.key_value_rows
     if model.pre_norms:
         yield _whole(f"{prefix}.input_layernorm.weight", (hidden,), dtype, layer)
     prefix += ".self_attention"
@@ -256,6 +263,11 @@ _DEEPSEEK3 = {
 }
 _MIXTRAL = {"num_experts": 8, "experts_per_token": 2}
 _GEMMA3 = {"head_dim": 256, "vocab_size": 262208, "tied_embeddings": True, "qk_norm": True, "post_norms": True}
+_GEMMA4 = {
+    **{"head_dim": 256, "global_head_dim": 512, "vocab_size": 262144, "tied_embeddings": True, "keys_as_values": True},
+    **{"qk_norm": True, "value_norm": True, "post_norms": True, "layer_scalars": True, "attention_scale": 1.0},
+    **{"window": 1024, "rotary_base": 1e6, "local_rotary_base": 1e4},
+}
 _OLMO2 = {
     "vocab_size": 100352,
     "qk_norm": True,
@@ -298,6 +310,11 @@ _MODELS = {
     "gemma3-4b": _known(_GEMMA3, 34, 2560, 10240, 8, 4),
     "gemma3-12b": _known(_GEMMA3, 48, 3840, 15360, 16, 8),
     "gemma3-27b": _known(_GEMMA3, 62, 5376, 21504, 32, 16, head_dim=128),
+    "gemma4-31b": _known(
+        *(_GEMMA4, 60, 5376, 21504, 32, 16),
+        global_query_groups=4,
+        window_layers=tuple(layer for layer in range(60) if layer % 6 != 5),
+    ),
     "olmo2-7b": _known(_OLMO2, 32, 4096, 11008, 32, 32),
     "olmo2-13b": _known(_OLMO2, 40, 5120, 13824, 40, 40),
     "olmo2-32b": _known(_OLMO2, 64, 5120, 27648, 40, 8),

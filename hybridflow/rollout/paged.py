@@ -50,7 +50,8 @@ class PagedCache:
         choices: Experts that each token was sent to, ``[blocks, BLOCK_TOKENS, layers, experts_per_token]``, of all
             layers of the model; None: they are not kept.
         states: Of each local layer with linear attention, ``[slots, …]`` each.
-        stride: Elements from a layer's keys to its values, and from there to the next layer's keys.
+        stride: Elements from a layer's keys to its values, and from there to the next layer's keys, where layers are
+            alike.
         num_bytes: Memory of all.
     """
 
@@ -67,24 +68,31 @@ class PagedCache:
         self.choices: Tensor | None = None
         if keeps_choices:
             dtype = choice_dtype(config.num_moe_experts)
-            sizes = num_blocks, BLOCK_TOKENS, config.num_layers, config.moe_router_topk
+            shape = num_blocks, BLOCK_TOKENS, config.num_layers, config.moe_router_topk
             # Other stages know of other layers.
-            self.choices = torch.full(sizes, unknown_choice(dtype), dtype=dtype, device=device)
-        (groups, head), latent = cache_shape(model), _latent(model)
+            self.choices = torch.full(shape, unknown_choice(dtype), dtype=dtype, device=device)
+        latent = _latent(model)
         self.is_compressed = latent is not None
-        per_layer, layers = 1 if self.is_compressed else 2, _layers_with_keys(model)
-        self._places = {layer: place for place, layer in enumerate(layers)}
-        pool = _empty_pool(
-            (per_layer * len(layers), num_blocks, groups, head * BLOCK_TOKENS), config.params_dtype, device
-        )
+        per_layer, shapes = 1 if self.is_compressed else 2, _cache_shapes(model)
+        self._places = {layer: place for place, layer in enumerate(shapes)}
+        sizes = [
+            num_blocks * groups * head * BLOCK_TOKENS for groups, head in shapes.values() for _ in range(per_layer)
+        ]
+        pool = _empty_pool((sum(sizes),), config.params_dtype, device)
         self.states = _empty_states(model, num_slots)
-        self.stride, self.num_bytes = pool.stride(0), pool.nbytes + _num_bytes(self.states)
+        self.stride, self.num_bytes = sizes[0] if sizes else 0, pool.nbytes + _num_bytes(self.states)
+        parts = torch.split(pool, sizes)
+        self.keys = [
+            part.view(num_blocks, groups, head, BLOCK_TOKENS)
+            for part, (groups, head) in zip(parts[::per_layer], shapes.values(), strict=True)
+        ]
         if latent is not None:
-            self.keys = list(pool.unflatten(-1, (head, BLOCK_TOKENS)))  # type: ignore[no-untyped-call]
             self.values = [keys[:, :, : latent.kv_lora_rank].transpose(2, 3) for keys in self.keys]
             return
-        self.keys = list(pool[::2].unflatten(-1, (head, BLOCK_TOKENS)))  # type: ignore[no-untyped-call]
-        self.values = list(pool[1::2].unflatten(-1, (BLOCK_TOKENS, head)))  # type: ignore[no-untyped-call]
+        self.values = [
+            part.view(num_blocks, groups, BLOCK_TOKENS, head)
+            for part, (groups, head) in zip(parts[1::2], shapes.values(), strict=True)
+        ]
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of a local layer."""
@@ -121,25 +129,33 @@ def _empty_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 def cache_shape(model: Transformer) -> tuple[int, int]:
-    """Return the query groups that this rank caches, and the width of a key: of latent attention one, compressed.
+    """Return the query groups that this rank caches, and the width of a key, in this stage's first layer with keys.
 
     Both are 0 where no layer of this stage has keys.
     """
+    return next(iter(_cache_shapes(model).values()), (0, 0))
+
+
+def _cache_shapes(model: Transformer) -> dict[int, tuple[int, int]]:
+    """Return of each local layer that has keys the query groups that this rank caches, and the width of a key.
+
+    Latent attention has one key, compressed.
+    """
+    attentions = [layer.self_attention for layer in model.decoder.layers]
     if (latent := _latent(model)) is not None:
-        return 1, latent.compressed_size
-    layers = _layers_with_keys(model)
-    if not layers:
-        return 0, 0
-    attention = model.decoder.layers[layers[0]].self_attention
-    return attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
+        return dict.fromkeys(range(len(attentions)), (1, latent.compressed_size))
+    return {
+        layer: (attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head)
+        for layer, attention in enumerate(attentions)
+        if not isinstance(attention, GatedDeltaNet)
+    }
 
 
 def block_bytes(model: Transformer) -> int:
     """Return the memory of one block in all layers of this stage, in bytes."""
-    groups, head = cache_shape(model)
     element = torch.empty(0, dtype=model.config.params_dtype).element_size()
     per_layer = 2 if _latent(model) is None else 1
-    return per_layer * len(_layers_with_keys(model)) * groups * head * BLOCK_TOKENS * element
+    return per_layer * sum(groups * head for groups, head in _cache_shapes(model).values()) * BLOCK_TOKENS * element
 
 
 def state_bytes(model: Transformer) -> int:
@@ -158,12 +174,6 @@ def _empty_states(model: Transformer, num_slots: int) -> dict[int, State]:
 
 def _num_bytes(states: dict[int, State]) -> int:
     return sum(each.nbytes for state in states.values() for each in state)
-
-
-def _layers_with_keys(model: Transformer) -> list[int]:
-    """Return the local layers that have keys and values."""
-    layers = model.decoder.layers
-    return [index for index, layer in enumerate(layers) if not isinstance(layer.self_attention, GatedDeltaNet)]
 
 
 def _latent(model: Transformer) -> LatentSelfAttention | None:

@@ -225,7 +225,7 @@ def test_parameters_of_bf16_have_one_number_format_and_a_routers_bias_stays_exac
     ("name", "how"),
     [
         *(("Gemma3", "transformers"), ("Qwen3_5", "transformers"), ("Gemma3", "tp2"), ("Qwen3VL", "pp2")),
-        pytest.param("Qwen3_5", "tp2", marks=pytest.mark.slow),
+        *(pytest.param(name, "tp2", marks=pytest.mark.slow) for name in ("Qwen3_5", "Gemma4")),
         pytest.param("Qwen3_5Moe", "ep2", marks=pytest.mark.slow),
         pytest.param("Qwen2_5_VL", "cp2", marks=pytest.mark.slow),
         pytest.param("Mistral3", "pp2", marks=pytest.mark.slow),

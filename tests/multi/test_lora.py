@@ -57,6 +57,7 @@ CASES = [
     *(
         ("olmo2", ALL),
         ("glm4", ("q_proj", "o_proj", "gate_up_proj")),
+        ("gemma4_text", ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")),
         ("gpt_oss", ("q_proj", "k_proj", "v_proj", "o_proj")),
     ),
 ]

@@ -23,14 +23,15 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.gpt import Transformer, build_transformer
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import pack
-from hybridflow.models.shapes import model_spec
+from hybridflow.models.shapes import cached_token_bytes, model_spec
 from hybridflow.models.specs import logical_parameters
 from hybridflow.models.training import Trainable, forward_only
 from hybridflow.models.weights import local_shards
+from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.cpu.kernels import load_kernels
 from hybridflow.rollout.cpu.transformer import runs_on_cpu
 from hybridflow.rollout.engine import MegatronEngine
-from hybridflow.rollout.paged import PagedAttention, PagedCache
+from hybridflow.rollout.paged import PagedAttention, PagedCache, block_bytes
 from hybridflow.rollout.request import Request, SamplingParams
 from tests.multi.jobs import inner_of, outer_of
 from tests.multi.models import place
@@ -65,7 +66,7 @@ class Case:
 
     @property
     def has_norms_around_one(self) -> bool:
-        return any(word in self.config for word in ("Gemma", "Qwen3_5", "Qwen3Next"))
+        return any(word in self.config for word in ("Gemma", "Qwen3_5", "Qwen3Next")) and "Gemma4" not in self.config
 
     @property
     def has_linear_attention(self) -> bool:
@@ -107,6 +108,11 @@ QWEN3_5 = {
 QWEN3_5_EXPERTS = {
     **dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20),
     "rms_norm_eps": 0.05,
+}
+GEMMA4 = {
+    **dict(head_dim=16, global_head_dim=24, num_key_value_heads=4, num_global_key_value_heads=1, attention_k_eq_v=True),
+    **dict(sliding_window=4, hidden_size_per_layer_input=0, final_logit_softcapping=4.0, num_attention_heads=4),
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
 }
 CASES = {
     "llama": Case(config="Llama", given=rope("default")),
@@ -204,6 +210,19 @@ CASES = {
             **{"head_dim": 32, "layer_types": ["full_attention"] * 4, "query_pre_attn_scalar": 20},
             "rope_parameters": {
                 "full_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+        is_fast=False,
+    ),
+    "gemma4": Case(config="Gemma4Text", given=GEMMA4, is_fast=False),
+    "gemma4, values of their own": Case(
+        config="Gemma4Text",
+        given={
+            **{**GEMMA4, "attention_k_eq_v": False, "final_logit_softcapping": None},
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": rope("proportional", partial_rotary_factor=0.5, factor=4.0)["rope_parameters"],
                 "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
             },
         },
@@ -380,6 +399,8 @@ def their_answers(case: Case, folder: Path) -> Theirs:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.15 * torch.randn(buffer.shape, generator=generator))
+            elif name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.15 * torch.randn(buffer.shape, generator=generator))
         for name, parameter in model.named_parameters():
             is_around_one = case.has_norms_around_one and not name.endswith("linear_attn.norm.weight")
             centre = 1.0 if name.endswith("norm.weight") and not is_around_one else 0.0
@@ -424,12 +445,15 @@ def by_our_names(described: Described, tensors: dict[str, Tensor]) -> dict[str, 
     for layer in range(model.num_layers):
         for expert in range(model.num_experts or 1):
             for rule in described.family.rules:
-                names = [name.format(layer=layer, expert=expert) for name in rule.hf]
+                own = model.of_layer(layer)
+                # Where keys are the values, there is no projection to these.
+                rule_names = rule.hf[:2] if rule.form == "qkv" and own.keys_as_values else rule.hf
+                names = [name.format(layer=layer, expert=expert) for name in rule_names]
                 if all(name in tensors for name in names):
                     used.update(names)
                     logical = rule.logical.format(layer=layer, expert=expert)
                     parts = [tensors[name][expert] if rule.has_all_experts else tensors[name] for name in names]
-                    ours[logical] = to_logical(rule.form, parts, model)
+                    ours[logical] = to_logical(rule.form, parts, own)
     assert used == set(tensors), f"not in the table: {sorted(set(tensors) - used)}"
     return ours
 
@@ -472,6 +496,8 @@ def compare(world, theirs: Theirs, layouts: list[str]) -> dict[str, dict[str, fl
         if groups is None:
             continue
         ours = load(world, theirs, layout, mesh, groups)
+        if layout.pp == 1:
+            assert block_bytes(ours.model) == BLOCK_TOKENS * cached_token_bytes(theirs.described.model, layout)
         found[text] = log_probs_differ(world, ours, theirs)
         if layout.cp > 1:
             # A rank that generates has whole sequences.

@@ -38,6 +38,11 @@ OTHER: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 5},
     "mixtral": {"num_local_experts": 4},
     "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": 5, "sliding_window_pattern": 2},
+    "gemma4_text": {
+        **dict(head_dim=12, global_head_dim=16, num_key_value_heads=4, num_global_key_value_heads=2, sliding_window=5),
+        **dict(layer_types=["sliding_attention", "full_attention"], hidden_size_per_layer_input=0),
+        "attention_k_eq_v": True,
+    },
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 12},
     "glm4_moe": {

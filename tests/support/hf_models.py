@@ -68,6 +68,13 @@ WITH_VISION: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=28),
         dict(mm_tokens_per_image=4),
     ),
+    "Gemma4": (
+        dict(sliding_window=5, global_head_dim=16, num_global_key_value_heads=1, attention_k_eq_v=True)
+        | dict(layer_types=["sliding_attention", "full_attention"], hidden_size_per_layer_input=0),
+        dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+        | dict(head_dim=4, patch_size=4, position_embedding_size=16),
+        {},
+    ),
     "Qwen3VL": (
         dict(
             rope_parameters=dict(rope_type="default", rope_theta=5e3, mrope_section=[2, 2, 2], mrope_interleaved=True)
@@ -145,3 +152,6 @@ def randomize(model: torch.nn.Module, seed: int, scale: float) -> None:
         for parameter in model.parameters():
             centre = float(parameter.dim() == 1)
             parameter.copy_(centre + scale * torch.randn(parameter.shape, generator=generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + scale * torch.randn(buffer.shape, generator=generator))

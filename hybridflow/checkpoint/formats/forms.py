@@ -16,7 +16,7 @@ def to_logical(form: Form, tensors: list[Tensor], model: ModelConfig) -> Tensor:
     Args:
         form: See ``families.family.Form``.
         tensors: In the order of the rule.
-        model: Gives the number of heads and query groups.
+        model: Gives the number of heads and query groups; the settings of the tensor's own layer.
     """
     if form == "same":
         return tensors[0]
@@ -82,8 +82,8 @@ def from_logical(form: Form, tensor: Tensor, model: ModelConfig) -> list[Tensor]
     if form in _DELTA:
         return _delta_from_logical(form, tensor, model)
     groups, head = model.query_groups, model.head_size
-    per_group = model.query_rows // groups
-    parts = [part.flatten(0, 1) for part in tensor.unflatten(0, (groups, -1)).split([per_group, head, head], 1)]
+    sizes = [model.query_rows // groups, *[head] * (1 if model.keys_as_values else 2)]
+    parts = [part.flatten(0, 1) for part in tensor.unflatten(0, (groups, -1)).split(sizes, 1)]
     return [torch.cat(parts)] if form == "fused_qkv" else parts
 
 
@@ -107,7 +107,8 @@ def part_shapes(form: Form, shape: tuple[int, ...], model: ModelConfig) -> tuple
         if form == "fused_delta":
             rows = model.linear_channels + values, 2 * heads
     else:
-        rows = model.query_rows, *[model.query_groups * model.head_size] * 2
+        keys = model.query_groups * model.head_size
+        rows = model.query_rows, *[keys] * (model.key_value_rows // keys)
     return tuple((each, *shape[1:]) for each in rows)
 
 

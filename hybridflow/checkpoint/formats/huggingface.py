@@ -41,6 +41,7 @@ class Parts(NamedTuple):
         shapes: Their shapes.
         shape: Shape of the logical tensor.
         expert: Its index in the first dim of those; None: they are its alone.
+        layer: Its layer; None: it is in none.
     """
 
     form: Form
@@ -48,11 +49,12 @@ class Parts(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     shape: tuple[int, ...]
     expert: int | None = None
+    layer: int | None = None
 
     def to_logical(self, tensors: list[Tensor], model: ModelConfig) -> Tensor:
         """Return the logical tensor out of those of Hugging Face, a view where the form allows."""
         own = tensors if self.expert is None else [tensor[self.expert] for tensor in tensors]
-        return to_logical(self.form, own, model)
+        return to_logical(self.form, own, self._model(model))
 
     def from_logical(self, read: Callable[[str], Tensor], name: str, model: ModelConfig) -> list[Tensor]:
         """Return the tensors of Hugging Face; of experts that share tensors the first has them, the others have none.
@@ -63,13 +65,17 @@ class Parts(NamedTuple):
             model: The settings.
         """
         if self.expert is None:
-            return from_logical(self.form, read(name), model)
+            return from_logical(self.form, read(name), self._model(model))
         if self.expert > 0:
             return []
         assert model.num_experts is not None, "its experts share tensors"
         siblings = (name.replace(".experts.0.", f".experts.{expert}.") for expert in range(model.num_experts))
         parts = [from_logical(self.form, read(sibling), model) for sibling in siblings]
         return [torch.stack(tensors) for tensors in zip(*parts, strict=True)]
+
+    def _model(self, model: ModelConfig) -> ModelConfig:
+        """Return the settings of its layer."""
+        return model if self.layer is None else model.of_layer(self.layer)
 
 
 def _rules(described: Described, text: TextNames | None) -> dict[str, Rule]:
@@ -100,13 +106,16 @@ def parts_of(described: Described, text: TextNames | None = None) -> dict[str, P
         numbers = dict(re.findall(r"\b(layer|expert)s\.(\d+)", spec.name))
         names = tuple(name.format(**numbers) for name in rule.hf)
         names = names if text is None else tuple(map(text.of, names))
-        shapes = part_shapes(rule.form, spec.shape, model)
+        layer = int(numbers["layer"]) if "layer" in numbers else None
+        shapes = part_shapes(rule.form, spec.shape, model if layer is None else model.of_layer(layer))
+        # Where keys are the values, the last of a rule's names is not there.
+        names = names[: len(shapes)]
         expert = None
         if rule.has_all_experts:
             assert spec.expert is not None, "the rule is that of an expert"
             expert, num_experts = spec.expert
             shapes = tuple((num_experts, *shape) for shape in shapes)
-        found[spec.name] = Parts(rule.form, names, shapes, spec.shape, expert)
+        found[spec.name] = Parts(rule.form, names, shapes, spec.shape, expert, layer)
     return found
 
 
@@ -208,7 +217,7 @@ class HuggingFaceSource(Source):
             else:
                 value = file.read(name)[_slices(wanted)].to(dtype)
             values.append(value if parts.expert is None else value[0])
-        made = to_logical(parts.form, values, self.model)
+        made = parts._replace(expert=None).to_logical(values, self.model)
         if inner is None:
             return made[_slices(box)]
         return made if parts.form in ("same", "transposed") else made[slice(*box[0])]

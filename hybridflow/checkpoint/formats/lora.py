@@ -243,7 +243,7 @@ def linear_modules(described: Described) -> list[Module]:
     """
     specs = {spec.name: spec for spec in _base_spec(described.model, described.has_value_head).tensors}
     found = []
-    for logical, (form, names, shapes, _, expert) in parts_of(described).items():
+    for logical, (form, names, shapes, _, expert, _) in parts_of(described).items():
         spec = specs[logical]
         if form in ("fused_delta", "delta_conv"):
             # No linear modules, or those of which each is a part of every part of ours.
@@ -251,7 +251,7 @@ def linear_modules(described: Described) -> list[Module]:
         # PEFT adapts modules, and tensors that experts share are none.
         if expert is not None or not logical.endswith(".weight") or len(spec.shape) < 2 or spec.place == "embedding":
             continue
-        parts = _PARTS.get(form, (None,))
+        parts = _PARTS.get(form, (None,))[: len(names)]
         for name, (out, width), part in zip(names, shapes, parts, strict=True):
             found.append(Module(name.removesuffix(".weight"), spec, part, form, out, width))
     return found
@@ -483,6 +483,8 @@ def settings_of(adapter: Source) -> LoraSettings:
 def _rows_of(weight: Tensor, module: Module, model: ModelConfig) -> Tensor:
     """Return a module's rows of a logical weight, as a view ``[blocks, rows, in]``."""
     if module.form == "qkv":
+        if isinstance(module.weight.place, int):
+            model = model.of_layer(module.weight.place)
         per_group = model.query_rows // model.query_groups
         start = {"q": 0, "k": per_group, "v": per_group + model.head_size}[module.part or ""]
         rows = per_group if module.part == "q" else model.head_size

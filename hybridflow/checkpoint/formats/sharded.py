@@ -212,13 +212,14 @@ class ShardedTarget(Target):
 
 def _check_cut(model: ModelConfig, layout: ParallelLayout) -> None:
     """Refuse what megatron-core could not cut so, though boxes could."""
-    tp, heads, groups = layout.tp, model.num_attention_heads, model.query_groups
+    tp, heads = layout.tp, model.num_attention_heads
     if heads % tp:
         raise LayoutError(f"layout {layout}: tp={tp} does not divide num_attention_heads={heads}; choose a divisor")
-    if groups % tp and tp % groups:
-        raise LayoutError(
-            f"layout {layout}: tp={tp} neither divides nor is a multiple of num_query_groups={groups}; change tp"
-        )
+    for key, groups in (("num_query_groups", model.query_groups), ("global_query_groups", model.global_query_groups)):
+        if groups is not None and groups % tp and tp % groups:
+            raise LayoutError(
+                f"layout {layout}: tp={tp} neither divides nor is a multiple of {key}={groups}; change tp"
+            )
     if model.num_experts is None and (layout.ep > 1 or layout.etp is not None):
         raise LayoutError(f"layout {layout}: the model has no experts; leave ep and etp out")
 

@@ -39,6 +39,20 @@ _CONFIGS = {
         sliding_window_pattern=2,
         query_pre_attn_scalar=256,
     ),
+    "gemma4_text": dict(
+        hidden_size=5376,
+        intermediate_size=21504,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        head_dim=256,
+        global_head_dim=512,
+        num_global_key_value_heads=4,
+        attention_k_eq_v=True,
+        sliding_window=1024,
+        layer_types=["sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=0,
+        final_logit_softcapping=30.0,
+    ),
     "glm": dict(hidden_size=4096, intermediate_size=13696, num_attention_heads=32, num_key_value_heads=2),
     "glm4": dict(hidden_size=4096, intermediate_size=13696, num_attention_heads=32, num_key_value_heads=2),
     "olmo2": dict(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32),
@@ -122,11 +136,12 @@ _CONFIGS = {
 }
 
 
-FAMILIES = tuple(name for name in _CONFIGS if name != "qwen3_5_text")
+FAMILIES = tuple(name for name in _CONFIGS if name not in ("qwen3_5_text", "gemma4_text"))
 """Those whose layers are all alike."""
 BY_MODULES = (
     "ernie4_5",
     "gemma3_text",
+    "gemma4_text",
     "glm",
     "glm4",
     "glm4_moe",

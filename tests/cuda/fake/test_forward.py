@@ -23,6 +23,7 @@ from tests.cuda.fake.shapes import FAMILIES, family_model
 
 ATTENTION = {"_varlen_attn", "packed_attention"}
 LAUNCHES_PER_LAYER, LAUNCHES_OF_OTHERS, LAUNCHES_OF_BOTH = 20, 65, 80
+LAUNCHES_OF_TWO_KINDS = 30
 """In a forward pass. The others have experts, also a shared one; norms around 1, of four launches each; or norms over
 all heads. Some have experts and such norms."""
 WITH_BOTH = {"olmoe", "minimax_m2"}
@@ -65,6 +66,14 @@ def test_linear_attention_is_computed_on_the_device(monkeypatch):
     model = family_model("qwen3_5_text")
     launches = log_probs_on_device(monkeypatch, model)
     assert sum(count for each, count in launches.names.items() if each in ATTENTION) == 1
+
+
+def test_two_kinds_of_heads_are_computed_on_the_device(monkeypatch):
+    """Of Gemma 4, whose wide heads are half as wide here: torch has no kernel for more where there is no GPU."""
+    model = replace(family_model("gemma4_text"), head_dim=128, global_head_dim=256)
+    launches = log_probs_on_device(monkeypatch, model)
+    assert sum(count for each, count in launches.names.items() if each in ATTENTION) == model.num_layers
+    assert sum(launches.names.values()) <= LAUNCHES_OF_TWO_KINDS * model.num_layers + 40, launches.names
 
 
 @pytest.mark.parametrize("is_replayed", [False, True])

@@ -103,7 +103,8 @@ def test_there_and_back_in_every_layout(case, tmp_path):
     assert {key: value for key, value in written.items() if key in original} == original
     assert written.keys() - original.keys() <= older
     rotary = original["rope_parameters"]
-    assert written["rope_theta"] == rotary.get("full_attention", rotary)["rope_theta"]
+    if family != "gemma4_text":  # no older reader knows it
+        assert written["rope_theta"] == rotary.get("full_attention", rotary)["rope_theta"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -84,6 +84,7 @@ SIZES = {
     "gemma-2-9b": (42, 3584, 14336, 16, 8, 8192, 256000),
     "gemma-3-1b": (26, 1152, 6912, 4, 1, 32768, 262144),
     "gemma-3-27b": (62, 5376, 21504, 32, 16, 131072, 262208),
+    "gemma-4-31B": (60, 5376, 21504, 32, 16, 262144, 262144),
     "glm-4-9b": (40, 4096, 13696, 32, 2, 131072, 151552),
     "GLM-4-32B-0414": (61, 6144, 23040, 48, 2, 32768, 151552),
     "OLMo-2-7B": (32, 4096, 11008, 32, 32, 4096, 100352),
@@ -133,6 +134,23 @@ GEMMA3 = {
     **{"hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": None, "final_logit_softcapping": None},
 }
 GEMMA3_MODEL = {**GEMMA_MODEL, "norm_eps": 1e-6, "post_norms": True, "qk_norm": True}
+GEMMA4 = {
+    **{"model_type": "gemma4_text", "torch_dtype": "bfloat16", "attention_bias": False, "attention_dropout": 0.0},
+    **{"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "head_dim": 256, "global_head_dim": 512},
+    **{"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False},
+    **{"final_logit_softcapping": 30.0, "sliding_window": 1024, "tie_word_embeddings": True},
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+}
+GEMMA4_MODEL = {
+    **{"tied_embeddings": True, "scaled_embeddings": True, "activation": "gelu_tanh", "norm_eps": 1e-6},
+    **{"post_norms": True, "qk_norm": True, "value_norm": True, "layer_scalars": True, "attention_scale": 1.0},
+    **{"logit_softcap": 30.0, "window": 1024, "head_dim": 256, "global_head_dim": 512},
+    **{"rotary_base": 1e6, "local_rotary_base": 1e4},
+    "rotary_scaling": RotaryScaling(kind="proportional", rotated_share=0.25),
+}
 GLM = {
     **{
         "hidden_act": "silu",
@@ -269,6 +287,16 @@ REAL = {
             **{**GEMMA3_MODEL, "rotary_base": 1e6, "local_rotary_base": 1e4, "attention_scale": 168**-0.5},
             **{"head_dim": 128, "window": 1024, "window_layers": tuple(layer for layer in range(62) if layer % 6 != 5)},
             "rotary_scaling": RotaryScaling(kind="linear", factor=8.0),
+        },
+    ),
+    "gemma-4-31B": (
+        {
+            **{**GEMMA4, "num_global_key_value_heads": 4, "attention_k_eq_v": True, "enable_moe_block": False},
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+        },
+        {
+            **{**GEMMA4_MODEL, "global_query_groups": 4, "keys_as_values": True},
+            "window_layers": tuple(layer for layer in range(60) if layer % 6 != 5),
         },
     ),
     "glm-4-9b": (
@@ -531,7 +559,7 @@ def test_a_written_file_means_the_same_to_transformers(name):
     assert spelled_out(read_config(written, where="config.json").model) == spelled_out(described.model)
     ours, theirs = meaning(written), meaning(values)
     for each in (ours, theirs):
-        if name.startswith(("gemma-3", "Olmo-3")):
+        if name.startswith(("gemma-3", "gemma-4", "Olmo-3")):
             each["rope_parameters"] = each["rope_parameters"]["full_attention"] | {
                 "local": each["rope_parameters"]["sliding_attention"]
             }
@@ -575,6 +603,9 @@ SCALINGS = {
         mscale=st.none() | FLOATS,
         mscale_all_dim=st.none() | FLOATS,
     ),
+    "proportional": st.builds(
+        RotaryScaling, kind=st.just("proportional"), factor=FLOATS, rotated_share=st.floats(0.0, 1.0)
+    ),
     "longrope": st.builds(
         RotaryScaling,
         kind=st.just("longrope"),
@@ -613,6 +644,13 @@ def models(draw, family):
         values["window"] = draw(st.integers(1, 99))
         if family.window in ("upper_layers", "even_layers", "most_layers"):
             values["window_layers"] = draw(st.none() | st.sets(st.integers(0, layers - 1)).map(sorted).map(tuple))
+        if family.window == "most_but_last":
+            values["window_layers"] = draw(st.sets(st.integers(0, max(0, layers - 2))).map(sorted).map(tuple))
+            values["window_layers"] = values["window_layers"] if layers > 1 else ()
+        if "global_head_dim" in family.keys and values["window_layers"]:
+            values |= {"head_dim": 8, "global_head_dim": draw(st.sampled_from([None, 16]))}
+            values["keys_as_values"] = draw(st.booleans())
+            values["global_query_groups"] = draw(st.sampled_from([None, 1, 2])) if values["keys_as_values"] else None
     if "num_experts" in family.keys.values():
         values |= {"num_experts": draw(st.integers(2, 8)), "experts_per_token": 2}
         values.setdefault("normalized_experts", draw(st.booleans()))
@@ -806,6 +844,9 @@ def test_what_is_added_for_older_readers_changes_no_position(name, keys):
     assert written["rope_parameters"] == values["rope_parameters"]
 
 
+NO_PLE = {"hidden_size_per_layer_input": 0, "attention_bias": False, "rope_theta": None, "rope_scaling": None}
+
+
 @pytest.mark.parametrize(
     ("name", "keys", "layers"),
     [
@@ -819,6 +860,12 @@ def test_what_is_added_for_older_readers_changes_no_position(name, keys):
         ("gemma2", {"sliding_window": 9, "layer_types": ["full_attention"] * 31 + ["sliding_attention"]}, (31,)),
         ("gemma3_text", {"sliding_window": 9}, tuple(layer for layer in range(32) if layer % 6 != 5)),
         ("gemma3_text", {"sliding_window": 9, "sliding_window_pattern": 2}, tuple(range(0, 32, 2))),
+        ("gemma4_text", {"sliding_window": 9, **NO_PLE}, tuple(each for each in range(31) if each % 6 != 5)),
+        (
+            "gemma4_text",
+            {"sliding_window": 9, **NO_PLE, "layer_types": ["full_attention"] * 30 + ["sliding_attention"] * 2},
+            (30,),
+        ),
         ("llama", {"sliding_window": 9}, None),
     ],
 )
@@ -835,6 +882,29 @@ REFUSED = {
     "dense layers behind others": (
         {"model_type": "glm4_moe_lite", "mlp_layer_types": ["sparse"] * 31 + ["dense"]},
         "is not computed; only 32 of 'dense' and then 'sparse' are",
+    ),
+    "embeddings for each layer, by default": (
+        {"model_type": "gemma4_text"},
+        "hidden_size_per_layer_input=256 is not computed for gemma4_text",
+    ),
+    "keys that layers share": (
+        {"model_type": "gemma4_text", **NO_PLE, "num_kv_shared_layers": 2},
+        "num_kv_shared_layers=2 is not computed for gemma4_text",
+    ),
+    "heads of one layer": (
+        {"model_type": "gemma4_text", **NO_PLE, "per_layer_config": {"5": {"head_dim": 64}}},
+        "per_layer_config={'5': {'head_dim': 64}} is not computed",
+    ),
+    "heads that no key says": (
+        {
+            **{"model_type": "gemma4_text", **NO_PLE, "layer_types": ["sliding_attention"] * 31 + ["full_attention"]},
+            "per_layer_config": {"31": {"num_key_value_heads": 4}},
+        },
+        "with attention_k_eq_v=False is not computed",
+    ),
+    "no window beside other heads": (
+        {"model_type": "gemma4_text", **NO_PLE, "layer_types": ["full_attention"] * 32},
+        "is not computed for gemma4_text; only with some of 'sliding_attention' is",
     ),
     "bias": ({"attention_bias": True}, "attention_bias=True is not computed for llama"),
     "embeddings of texts": ({"is_causal": False}, "is_causal=False is not computed for llama; only True"),
@@ -913,7 +983,7 @@ def test_weights_in_codes_are_those_of_the_same_model_in_bf16(name, how):
 
 
 LEAST = ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"]
-LEAST += ["vocab_size", "moe_intermediate_size"]
+LEAST += ["vocab_size", "moe_intermediate_size", "hidden_size_per_layer_input"]
 
 
 def full(name):
@@ -921,6 +991,9 @@ def full(name):
     transformers = pytest.importorskip("transformers")
     values = {**transformers.AutoConfig.for_model(name).to_dict(), "architectures": [FAMILIES[name].causal]}
     # Of its defaults the heads do not divide the width.
+    if name == "gemma4_text":
+        # Of its defaults embeddings for each layer are not computed.
+        return {**values, "hidden_size_per_layer_input": 0}
     return {**values, "num_attention_heads": 32} if name == "glm4_moe" else values
 
 

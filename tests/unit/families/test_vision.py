@@ -82,6 +82,24 @@ FLAT = {
     **dict(torch_dtype="bfloat16", use_sliding_window=False, vocab_size=152064, vision_config={"depth": 32}),
 }
 OTHERS = {
+    "Gemma 4 31B": {
+        **dict(architectures=["Gemma4ForConditionalGeneration"], model_type="gemma4", dtype="bfloat16"),
+        **dict(image_token_id=258880, tie_word_embeddings=True, vision_config={"model_type": "gemma4_vision"}),
+        "text_config": {
+            **dict(attention_bias=False, attention_dropout=0.0, attention_k_eq_v=True, bos_token_id=2, eos_token_id=1),
+            **dict(dtype="bfloat16", enable_moe_block=False, final_logit_softcapping=30.0, global_head_dim=512),
+            **dict(head_dim=256, hidden_activation="gelu_pytorch_tanh", hidden_size=5376, intermediate_size=21504),
+            **dict(hidden_size_per_layer_input=0, layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 10),
+            **dict(max_position_embeddings=262144, model_type="gemma4_text", num_attention_heads=32),
+            **dict(num_global_key_value_heads=4, num_hidden_layers=60, num_key_value_heads=16, num_kv_shared_layers=0),
+            **dict(pad_token_id=0, rms_norm_eps=1e-6, sliding_window=1024, tie_word_embeddings=True),
+            **dict(use_bidirectional_attention="vision", use_double_wide_mlp=False, vocab_size=262144),
+            "rope_parameters": {
+                "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
+                "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+            },
+        },
+    },
     "Qwen2.5-VL 7B": FLAT,
     "Qwen2.5-VL, as of transformers 5": {
         **{key: FLAT[key] for key in ("architectures", "model_type", "vision_config", "torch_dtype")},
@@ -138,6 +156,7 @@ OTHERS = {
 }
 PUBLISHED |= OTHERS
 EXPECTED = {
+    "Gemma 4 31B": (60, 5376, 32, 16, 256, 262144, 262144, 1e6, True, "bf16"),
     "Qwen2.5-VL 7B": (28, 3584, 28, 4, 128, 152064, 128000, 1e6, False, "bf16"),
     "Qwen2.5-VL, as of transformers 5": (28, 3584, 28, 4, 128, 152064, 128000, 1e6, True, "bf16"),
     "Mistral Small 3.1": (40, 5120, 32, 8, 128, 131072, 131072, 1e9, False, "bf16"),
@@ -163,7 +182,8 @@ def test_published_files_read_as_what_they_are(name):
     assert model.implementation == "megatron"
     if "Gemma" in name:
         scaling = model.rotary_scaling
-        assert (model.window, scaling.kind, scaling.factor) == (1024, "linear", 8.0)
+        stretch = ("proportional", 1.0) if "4 31B" in name else ("linear", 8.0)
+        assert (model.window, scaling.kind, scaling.factor) == (1024, *stretch)
         assert {*range(model.num_layers)} - {*model.window_layers} == {*range(5, model.num_layers, 6)}
 
 

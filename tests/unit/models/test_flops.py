@@ -11,6 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2MoeConfig,
@@ -95,6 +97,30 @@ def test_operations_of_linear_attention_are_what_torch_counts_and_three_products
     assert flops.forward(LENGTH, 0, LENGTH) == products + LENGTH * states
     # Queries with keys and weights with values, in the layer between them alone.
     assert flops.per_pair == 2 * 4 * 2 * 12
+
+
+def test_operations_of_two_kinds_of_heads_are_what_torch_counts():
+    model = replace(
+        LLAMA,
+        **dict(window=4, window_layers=(0, 1), local_rotary_base=9.0, attention_scale=1.0),
+        **dict(global_head_dim=16, global_query_groups=1, keys_as_values=True),
+    )
+    config = Gemma4TextConfig(
+        **dict(num_hidden_layers=3, intermediate_size=48, num_key_value_heads=2, vocab_size=VOCAB, **SIZES),
+        **dict(global_head_dim=16, num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=4),
+        **dict(layer_types=["sliding_attention"] * 2 + ["full_attention"], hidden_size_per_layer_input=0),
+        attn_implementation="eager",
+    )
+    with FlopCounterMode(display=False) as counter:
+        Gemma4ForCausalLM(config)(torch.arange(LENGTH)[None])
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(count for operation, count in counted.items() if str(operation) in ("aten.mm", "aten.addmm"))
+    flops = model_flops(model, vocab_size=VOCAB)
+    assert flops.forward(LENGTH, 0, LENGTH) == products
+    # Queries with keys and weights with values: two layers of heads of 12, and one of 16.
+    assert flops.per_pair == 2 * 4 * 2 * (12 + 12 + 16)
+    # The first two layers alone have no such head.
+    assert model_flops(replace(model, num_layers=2), vocab_size=VOCAB).per_pair == 2 * 4 * 2 * (12 + 12)
 
 
 @pytest.mark.parametrize("model", [LLAMA, MIXTURE, GATED, LATENT], ids=["dense", "mixture", "gated", "latent"])

@@ -10,8 +10,9 @@ import pytest
 
 from hybridflow.config.roles import LoRAConfig
 from hybridflow.families.model import ModelConfig
+from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.adapters import whole_spec
-from hybridflow.models.shapes import known_models, model_spec
+from hybridflow.models.shapes import cached_token_bytes, known_models, model_spec
 from hybridflow.models.specs import describe
 from tests.support.described import describe_model
 from tests.support.megatron_models import make_whole
@@ -48,6 +49,8 @@ PUBLISHED = {
     "gemma3-4b": 4_300_079_472 - 416_866_032 - 1152 * 2561,
     "gemma3-12b": 12_187_325_040 - 416_866_032 - 1152 * 3841,
     "gemma3-27b": 27_432_406_640 - 416_866_032 - 1152 * 5377,
+    # Of the language model alone, as transformers counts it, and the 60 numbers on outputs of layers: buffers there.
+    "gemma4-31b": 30_697_345_280 + 60,
     "olmo2-7b": 7_298_617_344,
     "olmo2-13b": 13_716_198_400,
     "olmo2-32b": 32_234_279_936,
@@ -64,6 +67,14 @@ def test_known_models_have_the_published_number_of_parameters():
         for name, known in known_models().items()
     }
     assert counts == PUBLISHED
+
+
+def test_the_cache_of_two_kinds_of_heads_by_hand():
+    known = known_models()["gemma4-31b"]
+    # 50 layers with 16 key/value heads of 256, and 10 with 4 of 512, in bf16.
+    assert cached_token_bytes(known, ParallelLayout()) == 2 * 2 * (50 * 16 * 256 + 10 * 4 * 512)
+    # With fewer heads than ranks each has one; of two stages each has half of both kinds.
+    assert cached_token_bytes(known, ParallelLayout(tp=8, pp=2)) == 2 * 2 * (25 * 2 * 256 + 5 * 512)
 
 
 def test_the_parameters_of_deepseek_v3_by_hand():
@@ -131,6 +142,10 @@ LINEAR = dict(
     **dict(linear_layers=(0,), linear_key_heads=2, linear_value_heads=4, linear_conv_kernel=4),
     **dict(linear_key_head_dim=6, linear_value_head_dim=10),
 )
+WINDOWED = dict(
+    **dict(window=4, window_layers=(0,), local_rotary_base=9.0, attention_scale=1.0, head_dim=8, num_query_groups=4),
+    **dict(global_head_dim=12, global_query_groups=2, keys_as_values=True, value_norm=True, layer_scalars=True),
+)
 RECIPES = [
     MODEL,
     dataclasses.replace(MODEL, num_query_groups=2, head_dim=12, vocab_divisible_by=5, qk_norm=True, dtype="bf16"),
@@ -145,6 +160,8 @@ RECIPES = [
     ),
     dataclasses.replace(MODEL, **LINEAR, num_query_groups=2, attention_output_gate=True, qk_norm=True),
     dataclasses.replace(MODEL, **LINEAR, num_experts=4, zero_centered_norms=True, dtype="bf16"),
+    dataclasses.replace(MODEL, **WINDOWED, post_norms=True, qk_norm=True, dtype="bf16"),
+    dataclasses.replace(MODEL, **{**WINDOWED, "keys_as_values": False}),
     dataclasses.replace(MODEL, **LATENT, post_norms=True),
     dataclasses.replace(MODEL, **LATENT, pre_norms=False, post_norms=True),
     dataclasses.replace(

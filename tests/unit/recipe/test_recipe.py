@@ -131,6 +131,10 @@ def test_an_override_of_a_text_may_look_like_a_number_or_a_date(recipe_file):
     assert load_recipe(recipe_file, ["trainer.pass_k=null", "trainer.steps=3"]).trainer.steps == 3
 
 
+GLOBAL = [
+    *("model.global_head_dim=16", "model.window=4", "model.window_layers=[0]", "model.local_rotary_base=9"),
+    "model.attention_scale=1",
+]
 LINEAR = [
     *("model.linear_layers=[0]", "model.linear_key_heads=2", "model.linear_value_heads=4"),
     *("model.linear_key_head_dim=6", "model.linear_value_head_dim=8", "model.linear_conv_kernel=4"),
@@ -143,6 +147,11 @@ LINEAR = [
         (["model.window=4", "model.window_layers=[1, 2]"], "model.window_layers: [2] not among layers 0 to 1"),
         (["model.no_rope_layers=[2]"], "model.no_rope_layers: [2] not among layers 0 to 1"),
         (["model.no_rope_layers=[1]", "model.local_rotary_base=9"], "layers of three kinds are not computed"),
+        (["model.keys_as_values=true"], "model.keys_as_values=True without model.window: layers of two kinds need it"),
+        (["model.global_head_dim=16", "model.window=4"], "model.global_head_dim=16 without model.local_rotary_base"),
+        ([*GLOBAL, "model.global_head_dim=15"], "model.global_head_dim=15: rotary embeddings need an even size"),
+        ([*GLOBAL, "model.global_query_groups=3"], "model.global_query_groups=3 does not divide model."),
+        ([*GLOBAL, "model.qkv_bias=true"], "model.global_head_dim=16 with model.qkv_bias=True is not computed"),
         (["model.linear_key_heads=2"], "model.linear_key_heads=2 with model.linear_layers=[]: layers with linear"),
         (["model.linear_layers=[0]"], "model.linear_key_heads=None with model.linear_layers=[0]: layers with linear"),
         ([*LINEAR, "model.linear_layers=[2]"], "model.linear_layers: [2] not among layers 0 to 1"),
@@ -208,6 +217,20 @@ def test_linear_attention_is_cut_by_key_heads_and_whole_sequences(recipe_file):
         check_cut(model, ParallelLayout(tp=4), "mesh")
     with pytest.raises(LayoutError, match=re.escape("mesh: cp=2 with model.linear_layers=[0]: linear attention goes")):
         check_cut(model, ParallelLayout(cp=2), "mesh")
+
+
+def test_heads_of_layers_without_the_window_are_cut_too(recipe_file):
+    heads = ["model.num_attention_heads=8", "model.head_dim=8", "model.num_query_groups=8"]
+    model = load_recipe(recipe_file, [*GLOBAL, *heads, "model.global_query_groups=2", "model.layer_scalars=true"]).model
+    check_cut(model, ParallelLayout(tp=4), "mesh")
+    with pytest.raises(LayoutError, match="tp=3 neither divides nor is a multiple of model.global_query_groups=2"):
+        check_cut(
+            replace(model, num_attention_heads=12, num_query_groups=12, ffn_hidden_size=48),
+            ParallelLayout(tp=3),
+            "mesh",
+        )
+    with pytest.raises(LayoutError, match="with model.layer_scalars=true: FSDP has no place for the layers' numbers"):
+        check_cut(model, ParallelLayout(fsdp=2), "mesh")
 
 
 def test_heads_may_be_wider_than_their_share_of_the_hidden_size(recipe_file):

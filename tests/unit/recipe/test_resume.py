@@ -22,7 +22,7 @@ from hybridflow.recipe.resume import check_resume
 from hybridflow.sections import Bounds, put_over, read_section, to_dict
 from tests.support.recipes import POLICY, SCORER, SMALLEST, write_config
 
-NUM_LEAF_KEYS = 817
+NUM_LEAF_KEYS = 853
 
 
 class Key(NamedTuple):
@@ -86,7 +86,10 @@ GIVEN = {
         r"\1={model: {}}"
     ],
     r"(.*\bmodel)\.trust_remote_code": [r"\1.implementation=transformers"],
-    r"(.*\bmodel)\.window_layers": [r"\1.window=4"],
+    r"(.*\bmodel)\.(window_layers|keys_as_values)": [r"\1.window=4"],
+    r"(.*\bmodel)\.global_(head_dim|query_groups)": [
+        *(r"\1.window=4", r"\1.local_rotary_base=9.0", r"\1.attention_scale=1.0"),
+    ],
     r"correction\.(level|low|high)": ["correction.kind=icepop"],
     r"kl\.horizon": ["kl.coef=0.1", "kl.target=0.1"],
     r"(.*\bmodel)\.(router_score|router_bias|shared_ffn_hidden_size)": [r"\1.num_experts=4"],

@@ -15,7 +15,7 @@ from hybridflow.api.roles import Actor
 from hybridflow.api.session import Session
 from hybridflow.api.settings import check_count, merge, recipe_values
 from hybridflow.api.world import find_world
-from hybridflow.checkpoint.formats.in_memory import InMemoryModel, in_memory_info
+from hybridflow.checkpoint.formats.in_memory import in_memory_info
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.config.recipe import Recipe
@@ -104,7 +104,8 @@ class OfflineTrainer:
         self._tokenizer = self._actor.tokenizer if tokenizer is None else tokenizer
         self._objects = dict(self._actor.objects)
         if ref_model is not None:
-            self._objects["reference"] = _in_memory(ref_model)
+            is_folder = isinstance(ref_model, str | Path)
+            self._objects["reference"] = open_model(Path(ref_model)) if is_folder else ref_model
         self._dataset, self._max_length, self._drops = dataset, max_length, too_long == "drop"
         self._settings = merge([settings, settings_of_mesh(device_mesh)])
         self._run_dir: str | None = None
@@ -380,11 +381,3 @@ def _rows(dataset: Iterable[Any]) -> Iterable[Row]:
         if not isinstance(row, Mapping):
             raise DataError(f"dataset[{index}]: found {type(row).__name__}, expected a row with names of columns")
         yield row
-
-
-def _in_memory(model: Any) -> Any:
-    """Open a directory as an in-memory model; return other models unchanged."""
-    if not isinstance(model, str | Path):
-        return model
-    source = open_model(Path(model))
-    return InMemoryModel(source.model, source)

@@ -11,7 +11,7 @@ from torch import nn
 
 from hybridflow.api.hybrid_actor import HybridActor
 from hybridflow.api.trainers import OnlineTrainer, check_same_shape
-from hybridflow.checkpoint.formats.in_memory import InMemoryModel, in_memory_model, is_model
+from hybridflow.checkpoint.formats.in_memory import in_memory_model, is_model
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.model_info import read_model_info
@@ -65,7 +65,7 @@ def source_of(model: Any) -> Source:
         check_table(source)
         return source
     if is_model(model):
-        return in_memory_model(model).source
+        return in_memory_model(model)
     raise ConfigError(
         f"RolloutWorker: found {type(model).__name__}; give a directory, a PreTrainedModel of transformers, a GPTModel "
         "of megatron-core, or an actor class of your own (docs/extend.md)"
@@ -87,12 +87,11 @@ class MegatronWorker:
     """
 
     def __init__(self, model: Any, world: World, mesh: DeviceMesh, options: Options) -> None:
+        # Once: of a GPTModel that is cut it is brought together from all ranks.
         source = source_of(model)
         check_cut(source.model, mesh.layout, mesh.name)
-        # Once: of a GPTModel that is cut it is brought together from all ranks.
-        given = InMemoryModel(source.model, source)
         self._placed = from_pretrained(
-            given, world, mesh, max_context=options.max_context, dtype=options.dtype, seed=options.seed
+            source, world, mesh, max_context=options.max_context, dtype=options.dtype, seed=options.seed
         )
         self.max_context = self._placed.model.max_context
         self.engine: MegatronEngine | None = None

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import nn
 
-from hybridflow.checkpoint.formats.in_memory import InMemoryModel, in_memory_model
+from hybridflow.checkpoint.formats.in_memory import in_memory_model
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.model_info import read_model_info
@@ -45,7 +45,7 @@ from hybridflow.placement.user_objects import in_memory_assets, user_class_of
 
 
 def from_pretrained(
-    path: str | Path | nn.Module | InMemoryModel,
+    path: str | Path | nn.Module | Source,
     world: World,
     mesh: DeviceMesh,
     *,
@@ -73,7 +73,7 @@ def from_pretrained(
         CheckpointError: The directory is damaged, or its tensors are not those of its settings.
         ConfigError: There is no such directory, its model is not computed here, or is none for the role.
     """
-    source = open_model(Path(path)) if isinstance(path, str | Path) else in_memory_model(path).source
+    source = open_model(Path(path)) if isinstance(path, str | Path) else in_memory_model(path)
     check_table(source)
     if source.has_value_head != (role == "reward") and role != "critic":
         found, expected = (

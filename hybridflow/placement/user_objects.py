@@ -37,13 +37,13 @@ def weights_of(job: Job, role: str) -> Source | None:
     if role not in job.objects:
         return None if model.path is None else open_model(Path(model.path))
     found = in_memory_model(job.objects[role], vocab_size=model.vocab_size)
-    for name in differing(found.section, model):
+    for name in differing(found.model, model):
         raise ConfigError(
-            f"{role}: the model that was given has {name}={getattr(found.section, name)!r}, the recipe "
+            f"{role}: the model that was given has {name}={getattr(found.model, name)!r}, the recipe "
             f"{getattr(model, name)!r}; give "
             "hybridflow.recipe.load.recipe_from_dict its settings too (in_memory=), or leave the key out"
         )
-    return found.source
+    return found
 
 
 def in_memory_assets(job: Job, role: str) -> tuple[str | None, dict[str, bytes]] | None:
@@ -55,7 +55,7 @@ def in_memory_assets(job: Job, role: str) -> tuple[str | None, dict[str, bytes]]
         return FAMILY, {}
     if role not in job.objects or not is_model(given):
         return None
-    source = in_memory_model(given).source
+    source = in_memory_model(given)
     return source.family, source.assets()
 
 

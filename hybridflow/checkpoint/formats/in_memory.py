@@ -7,7 +7,7 @@ import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -21,7 +21,6 @@ from hybridflow.config.recipe import MODEL_SECTIONS
 from hybridflow.errors import ConfigError
 from hybridflow.families.assets import CONFIG, GENERATION
 from hybridflow.families.config_json import Described, read_config
-from hybridflow.families.model import ModelConfig
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.families.other_config import has_no_table, read_info
 from hybridflow.families.quantization import plain_assets
@@ -30,25 +29,13 @@ from hybridflow.models.hf_model import names_as_saved
 from hybridflow.models.user_model import user_model_info
 
 
-class InMemoryModel(NamedTuple):
-    """A model in memory.
-
-    Attributes:
-        section: Its settings, as a recipe's ``model`` section has them, the vocabulary included.
-        source: Its weights, as those of a directory; they are read when a role loads them.
-    """
-
-    section: ModelConfig
-    source: Source
-
-
 def is_model(given: object) -> bool:
     """Return whether an object is a model whose settings and weights can be taken: see ``in_memory_model``."""
     is_wrapped = any(base.__module__.partition(".")[0] == "peft" for base in type(given).__mro__)
-    return isinstance(given, InMemoryModel | GPTModel) or is_wrapped or _library_class(given) is not None
+    return isinstance(given, Source | GPTModel) or is_wrapped or _library_class(given) is not None
 
 
-def in_memory_model(given: Any, *, vocab_size: int | None = None) -> InMemoryModel:
+def in_memory_model(given: Any, *, vocab_size: int | None = None) -> Source:
     """Return a model in memory as a role begins with it: its settings and its weights, in any layout.
 
     Takes a ``PreTrainedModel`` of ``transformers`` of a family in ``hybridflow.families``, causal language model or
@@ -65,13 +52,9 @@ def in_memory_model(given: Any, *, vocab_size: int | None = None) -> InMemoryMod
         ConfigError: It is no such model, or asks for what is not computed here; names the setting.
         CheckpointError: Its tensors are not those of its settings.
     """
-    if isinstance(given, InMemoryModel):
+    if isinstance(given, Source):
         return given
-    if isinstance(given, GPTModel):
-        source: Source = MegatronSource(given, vocab_size=vocab_size)
-    else:
-        source = _TransformersSource(given)
-    return InMemoryModel(source.model, source)
+    return MegatronSource(given, vocab_size=vocab_size) if isinstance(given, GPTModel) else _TransformersSource(given)
 
 
 def in_memory_info(objects: Mapping[str, Any]) -> dict[str, ModelInfo]:
@@ -96,8 +79,8 @@ def in_memory_info(objects: Mapping[str, Any]) -> dict[str, ModelInfo]:
 
 def _settings(given: Any) -> ModelInfo | None:
     """Return the settings; None: the object is no model."""
-    if isinstance(given, InMemoryModel):
-        return ModelInfo(given.section, given.source.has_value_head, given.source.family, None)
+    if isinstance(given, Source):
+        return ModelInfo(given.model, given.has_value_head, given.family, None)
     if isinstance(given, GPTModel):
         return ModelInfo(read_megatron(given), False, None, None)
     if not is_model(given):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -18,8 +19,8 @@ from hybridflow.models.shapes import model_spec
 from hybridflow.reshard.spec import Box, DType
 
 
-class Source(Protocol):
-    """The weights of a checkpoint as logical tensors, one at a time.
+class Source(ABC):
+    """The settings of a model and its weights, as logical tensors, one at a time: of a checkpoint, or in memory.
 
     Attributes:
         path: Where it is.
@@ -45,13 +46,13 @@ class Source(Protocol):
         """Return what the parts of a logical tensor are called where it is read from."""
         return [tensor]
 
+    @abstractmethod
     def read(self, tensor: str) -> Tensor:
         """Read a whole logical tensor in host memory, possibly a view of a file, not to be written.
 
         Raises:
             CheckpointError: Its bytes are damaged, or it has another shape or dtype than it should.
         """
-        ...
 
     def read_box(self, tensor: str, box: Box, dtype: torch.dtype) -> Tensor:
         """Read a box of a logical tensor; here, the box of what ``read`` gives.
@@ -90,9 +91,9 @@ class Source(Protocol):
         """
         return {}
 
+    @abstractmethod
     def identity(self) -> str:
         """Return a sha256 of the files' names, sizes and times, which differs when the source was changed meanwhile."""
-        ...
 
 
 class Writer(Protocol):

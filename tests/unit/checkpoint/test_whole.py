@@ -178,7 +178,7 @@ def test_a_tensor_of_the_language_model_that_is_not_its_own_is_refused(original)
 def test_one_in_memory_is_its_language_model(original):
     """For a worker that generates with the weights of another program."""
     model = transformers.AutoModelForImageTextToText.from_pretrained(original, dtype=torch.float32)
-    ours, theirs = in_memory_model(model).source, open_source(original)
+    ours, theirs = in_memory_model(model), open_source(original)
     assert ours.tensors.keys() == theirs.tensors.keys()
     assert all(torch.equal(ours.read(name), theirs.read(name)) for name in theirs.tensors)
 

@@ -52,7 +52,7 @@ from hybridflow.rollout.rollouts_command import add_rollouts
 from hybridflow.serving.command import add_serving
 
 if TYPE_CHECKING:
-    from hybridflow.dataflow.graph import Step
+    from hybridflow.dataflow.graph import Flow
     from hybridflow.mapping.planned import Planned
     from hybridflow.parallel.start import Start
     from hybridflow.parallel.world import World
@@ -232,8 +232,8 @@ def _parser() -> argparse.ArgumentParser:
     add_slurm_options(job)
     job.set_defaults(run=_plan_job)
     add_reshard(plans)
-    add_estimate(plans, _step_of)
-    add_auto(plans, _step_of)
+    add_estimate(plans, _flow_of)
+    add_auto(plans, _flow_of)
     add_init(commands)
     add_serving(commands)
     add_launch(commands)
@@ -242,7 +242,7 @@ def _parser() -> argparse.ArgumentParser:
     add_status(commands, _planned_of)
     add_rollouts(commands)
     add_report(commands, _planned_of)
-    add_doctor(commands, _step_of)
+    add_doctor(commands, _flow_of)
     return parser
 
 
@@ -280,13 +280,13 @@ def _plan_job(arguments: argparse.Namespace) -> int:
 def _planned_of(run_dir: Path) -> Planned | None:
     from hybridflow.mapping.planned import planned_run
 
-    return planned_run(run_dir, lambda recipe: _step_of(recipe).flow)
+    return planned_run(run_dir, _flow_of)
 
 
-def _step_of(recipe: Recipe) -> Step:
+def _flow_of(recipe: Recipe) -> Flow:
     from hybridflow.trainer.plan import training_step
 
-    return training_step(recipe)
+    return training_step(recipe).flow
 
 
 def _print_plan(recipe: Recipe, site_file: Path | None) -> None:

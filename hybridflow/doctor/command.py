@@ -30,7 +30,7 @@ from hybridflow.parallel.start import Start, expand_node_list, find_start
 
 if TYPE_CHECKING:
     from hybridflow.config.recipe import Recipe
-    from hybridflow.dataflow.graph import Step
+    from hybridflow.dataflow.graph import Flow
     from hybridflow.doctor.across import Allocation
 
 _CHECKS_S = 120.0
@@ -59,8 +59,8 @@ exit status: 0 nothing found that would stop a run; 2 a problem that will stop a
 """
 
 
-def add_doctor(commands: Any, step_of: Callable[[Recipe], Step]) -> None:
-    """Add it to the sub-commands of a parser; ``step_of`` returns the stages of a recipe's training step."""
+def add_doctor(commands: Any, flow_of: Callable[[Recipe], Flow]) -> None:
+    """Add it to the sub-commands of a parser; ``flow_of`` returns the flow of a recipe's step."""
     doctor = commands.add_parser(
         "doctor",
         help="check a machine or an allocation; name problems and remedies",
@@ -94,10 +94,10 @@ def add_doctor(commands: Any, step_of: Callable[[Recipe], Step]) -> None:
     doctor.add_argument(
         "--out", type=Path, metavar="FILE.yaml", help=f"with --measure: write this file (default: {MEASURED_FILE})"
     )
-    doctor.set_defaults(run=functools.partial(run, step_of=step_of))
+    doctor.set_defaults(run=functools.partial(run, flow_of=flow_of))
 
 
-def run(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step]) -> int:
+def run(arguments: argparse.Namespace, flow_of: Callable[[Recipe], Flow]) -> int:
     """Run the checks, print the report and return the exit status; or measure.
 
     Raises:
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step]) -> int
 
         if arguments.nodes or arguments.json:
             raise ConfigError("doctor --measure: is for one machine and prints text; leave --nodes and --json out")
-        return measure(arguments, lambda recipe: step_of(recipe).flow)
+        return measure(arguments, flow_of)
     if arguments.ranks or arguments.out:
         raise ConfigError("doctor: --ranks and --out belong to --measure; add it")
     if not arguments.nodes:

@@ -36,7 +36,10 @@ def with_layouts(
 
     own = [*overrides, "layout=null"]
     found, texts = settle(
-        recipe, lambda more: load_recipe(name, [*own, *more], num_ranks=num_ranks), num_ranks, training_step
+        recipe,
+        lambda more: load_recipe(name, [*own, *more], num_ranks=num_ranks),
+        num_ranks,
+        lambda recipe: training_step(recipe).flow,
     )
     line = (
         f"layout: auto: {placed(found)}; a step is estimated to take {found.seconds:.3g} s with prompts of "

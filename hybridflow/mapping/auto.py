@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from hybridflow.config.recipe import Recipe
-from hybridflow.dataflow.graph import Step
+from hybridflow.dataflow.graph import Flow
 from hybridflow.errors import ConfigError
 from hybridflow.exit_status import DONE
 from hybridflow.layout.mesh import format_ranks
@@ -39,7 +39,7 @@ _NEAR = 0.05
 """Share of the memory that would do by which it may be more than the least."""
 
 
-def find_layouts(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step]) -> int:
+def find_layouts(arguments: argparse.Namespace, flow_of: Callable[[Recipe], Flow]) -> int:
     """Run the command and return the exit status.
 
     Raises:
@@ -49,8 +49,8 @@ def find_layouts(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step
         raise ConfigError(f"--out {arguments.out}: exists; remove it, or name another file")
     if arguments.out is not None and not arguments.out.parent.is_dir():
         raise ConfigError(f"--out {arguments.out}: {arguments.out.parent} is no directory; make it first")
-    begun, machine = time.monotonic(), asked_hardware(arguments, lambda recipe: step_of(recipe).flow)
-    request = _request(arguments, *machine, step_of)
+    begun, machine = time.monotonic(), asked_hardware(arguments, flow_of)
+    request = _request(arguments, *machine, flow_of)
     found = search(request)
     if not found:
         # For large models it takes minutes to find.
@@ -67,7 +67,7 @@ def find_layouts(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step
 
 
 def _request(
-    arguments: argparse.Namespace, machine: Hardware, like: Texts | None, step_of: Callable[[Recipe], Step]
+    arguments: argparse.Namespace, machine: Hardware, like: Texts | None, flow_of: Callable[[Recipe], Flow]
 ) -> SearchRequest:
     def load(overrides: Sequence[str]) -> Recipe:
         return load_recipe(arguments.recipe, [*arguments.overrides, *overrides])
@@ -77,7 +77,7 @@ def _request(
     if arguments.nodes is not None or arguments.gpus is not None:
         num_ranks = arguments.gpus or arguments.nodes * machine.ranks_per_node
     texts = texts_of(recipe, arguments.prompt, arguments.response, like)
-    request = request_for(recipe, load, machine, texts, num_ranks, step_of)
+    request = request_for(recipe, load, machine, texts, num_ranks, flow_of)
     if arguments.ahead and may_sample_ahead(recipe):
         request = replace(request, staleness=tuple(dict.fromkeys((*request.staleness, 1))))
     return request
@@ -89,7 +89,7 @@ def request_for(
     machine: Hardware,
     texts: Texts,
     num_ranks: int,
-    step_of: Callable[[Recipe], Step],
+    flow_of: Callable[[Recipe], Flow],
 ) -> SearchRequest:
     """Return what is searched for a recipe.
 
@@ -99,7 +99,7 @@ def request_for(
         machine: Where.
         texts: Of a step.
         num_ranks: Ranks of the job.
-        step_of: Returns the stages of its training step.
+        flow_of: Returns the flow of its step.
 
     Raises:
         ConfigError: It has what is not estimated, or no nodes of the hardware have so many ranks.
@@ -110,7 +110,7 @@ def request_for(
     assert room is not None, "the hardware's memory is known"
     return SearchRequest(
         load=load,
-        flow=lambda recipe: step_of(recipe).flow,
+        flow=flow_of,
         hardware=machine,
         texts=texts,
         num_ranks=num_ranks,
@@ -121,7 +121,7 @@ def request_for(
 
 
 def settle(
-    recipe: Recipe, load: Callable[[Sequence[str]], Recipe], num_ranks: int, step_of: Callable[[Recipe], Step]
+    recipe: Recipe, load: Callable[[Sequence[str]], Recipe], num_ranks: int, flow_of: Callable[[Recipe], Flow]
 ) -> tuple[Found, Texts]:
     """Return the fastest configuration of a recipe with ``layout: auto`` for so many ranks, and the texts assumed.
 
@@ -131,7 +131,7 @@ def settle(
     machine = in_nodes_of(recipe, hardware(recipe.cluster.hardware or MEASURED))
     texts = texts_of(recipe, None, None, None)
     # As many as `plan auto` looks for: of configurations that take equally long both choose the same.
-    request = request_for(recipe, load, machine, texts, num_ranks, step_of)
+    request = request_for(recipe, load, machine, texts, num_ranks, flow_of)
     if not (found := search(request)):
         # Every rank of a job comes here, and what would do takes far longer to find.
         nothing = _nothing(f"recipe {recipe.name}: layout: auto", request)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.recipe import Recipe
-from hybridflow.dataflow.graph import Step
+from hybridflow.dataflow.graph import Flow
 from hybridflow.mapping.arguments import HARDWARE_HELP, add_like, count
 
 _EXAMPLES = """examples:
@@ -20,8 +20,8 @@ _EXAMPLES = """examples:
 """
 
 
-def add_auto(plans: Any, step_of: Callable[[Recipe], Step]) -> None:
-    """Add it to the sub-commands of ``plan``; ``step_of`` returns the stages of a recipe's training step."""
+def add_auto(plans: Any, flow_of: Callable[[Recipe], Flow]) -> None:
+    """Add it to the sub-commands of ``plan``; ``flow_of`` returns the flow of a recipe's step."""
     parser = plans.add_parser(
         "auto",
         help="find the placement and layouts with which a step takes the least time",
@@ -62,11 +62,11 @@ def add_auto(plans: Any, step_of: Callable[[Recipe], Step]) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the fastest as a recipe")
     parser.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
-    parser.set_defaults(run=functools.partial(run, step_of=step_of))
+    parser.set_defaults(run=functools.partial(run, flow_of=flow_of))
 
 
-def run(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step]) -> int:
+def run(arguments: argparse.Namespace, flow_of: Callable[[Recipe], Flow]) -> int:
     """Run the command and return the exit status."""
     from hybridflow.mapping.auto import find_layouts
 
-    return find_layouts(arguments, step_of)
+    return find_layouts(arguments, flow_of)

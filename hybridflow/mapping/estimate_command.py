@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybridflow.config.recipe import Recipe
-from hybridflow.dataflow.graph import Step
+from hybridflow.dataflow.graph import Flow
 from hybridflow.errors import ConfigError
 from hybridflow.exit_status import DONE
 from hybridflow.families.cut import check_cut
@@ -54,12 +54,12 @@ _EXAMPLES = """examples:
 """
 
 
-def add_estimate(plans: Any, step_of: Callable[[Recipe], Step]) -> None:
+def add_estimate(plans: Any, flow_of: Callable[[Recipe], Flow]) -> None:
     """Add it to the sub-commands of ``plan``.
 
     Args:
         plans: The sub-commands.
-        step_of: Returns the stages of a recipe's training step.
+        flow_of: Returns the flow of a recipe's step.
     """
     parser = plans.add_parser(
         "estimate",
@@ -120,10 +120,10 @@ def add_estimate(plans: Any, step_of: Callable[[Recipe], Step]) -> None:
         "--concurrent", type=count, metavar="N", help="generate: samples decoded together (default: 32)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, in seconds and bytes")
-    parser.set_defaults(run=functools.partial(run, step_of=step_of))
+    parser.set_defaults(run=functools.partial(run, flow_of=flow_of))
 
 
-def run(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step]) -> int:
+def run(arguments: argparse.Namespace, flow_of: Callable[[Recipe], Flow]) -> int:
     """Run the command and return the exit status.
 
     Raises:
@@ -141,8 +141,8 @@ def run(arguments: argparse.Namespace, step_of: Callable[[Recipe], Step]) -> int
         from hybridflow.mapping.fit import asked_hardware
         from hybridflow.mapping.step_command import recipe_step, step_text
 
-        machine, texts = asked_hardware(arguments, lambda recipe: step_of(recipe).flow)
-        found = recipe_step(arguments, machine, texts, step_of)
+        machine, texts = asked_hardware(arguments, flow_of)
+        found = recipe_step(arguments, machine, texts, flow_of)
         print(json.dumps(found, indent=2) if arguments.json else step_text(found, machine))
         return DONE
     for name, value in _USUAL.items():

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hybridflow.config.recipe import Recipe
-from hybridflow.dataflow.graph import Step
+from hybridflow.dataflow.graph import Flow
 from hybridflow.errors import ConfigError
 from hybridflow.mapping.accuracy import error_text, known_error
 from hybridflow.mapping.hardware import Hardware
@@ -24,7 +24,7 @@ _OWN_ENGINE_S = 1e-3
 
 
 def recipe_step(
-    arguments: argparse.Namespace, machine: Hardware, like: Texts | None, step_of: Callable[[Recipe], Step]
+    arguments: argparse.Namespace, machine: Hardware, like: Texts | None, flow_of: Callable[[Recipe], Flow]
 ) -> dict[str, Any]:
     """Return the estimate of a recipe's step, as JSON has it; ``like`` are texts of a run.
 
@@ -46,7 +46,7 @@ def recipe_step(
     # As a job does on GPUs with so much memory.
     gpu_bytes = None if machine.is_cpu else machine.memory_bytes
     recipe = with_micro_batches(recipe, meshes, gpu_bytes)
-    calls = step_calls(recipe, step_of(recipe).flow, meshes, machine, texts)
+    calls = step_calls(recipe, flow_of(recipe), meshes, machine, texts)
     seconds = total_seconds(calls, max_staleness=steps_ahead(recipe.trainer.max_staleness, machine))
     memory = max(job_memory(recipe, meshes, gpu_bytes=gpu_bytes), key=lambda rank: rank.least)
     return {

@@ -29,11 +29,11 @@ from hybridflow.launch.command import (
     add_slurm_options,
     batch_file,
     choose_log,
+    settle_layouts,
     train_here,
     try_here,
 )
 from hybridflow.launch.init import add_init
-from hybridflow.launch.layout import with_layouts
 from hybridflow.mapping.auto_command import add_auto
 from hybridflow.mapping.estimate_command import add_estimate
 from hybridflow.mapping.reshard_command import add_reshard
@@ -246,14 +246,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _settled(recipe: Recipe, arguments: argparse.Namespace, num_ranks: int = 0, *, is_told: bool = True) -> Recipe:
-    num_ranks = num_ranks or recipe.cluster.ranks
-    recipe, _, line = with_layouts(recipe, arguments.recipe, arguments.overrides, num_ranks)
-    if line is not None and is_told:
-        complain(line)
-    return recipe
-
-
 def _plan_job(arguments: argparse.Namespace) -> int:
     for option in ("time", "partition"):
         if getattr(arguments, option) is not None and not arguments.script:
@@ -261,8 +253,8 @@ def _plan_job(arguments: argparse.Namespace) -> int:
     if arguments.script or arguments.nodes is not None:
         recipe, num_ranks = planned_recipe(arguments)
     else:
-        recipe, num_ranks = load_recipe(arguments.recipe, arguments.overrides), 0
-    recipe = _settled(recipe, arguments, num_ranks)
+        recipe, num_ranks = load_recipe(arguments.recipe, arguments.overrides), None
+    recipe, _ = settle_layouts(recipe, arguments, num_ranks)
     if arguments.mermaid:
         from hybridflow.dataflow.render import mermaid
         from hybridflow.trainer.plan import plan_job
@@ -324,7 +316,7 @@ def _train(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     check_inputs(recipe, find_recipe(arguments.recipe).parent)
     if arguments.dry_run:
-        _print_plan(_settled(recipe, arguments), None)
+        _print_plan(settle_layouts(recipe, arguments)[0], None)
         print_out("\ninputs\n" + "\n".join(try_here(recipe, resume=arguments.resume)))
         return 0
     choose_log(arguments)
@@ -337,7 +329,7 @@ def _train(arguments: argparse.Namespace) -> int:
         if start.launcher != "alone" and recipe.cluster.ranks_per_node is None:
             # As `launch` has searched.
             recipe = replace(recipe, cluster=replace(recipe.cluster, ranks_per_node=start.ranks_per_node))
-        recipe = _settled(recipe, arguments, start.size, is_told=start.rank == 0)
+        recipe, _ = settle_layouts(recipe, arguments, start.size, is_told=start.rank == 0)
     elif is_rank:
         told = _SINGLE_TASK if start.launcher == "alone" else None
         recipe = recipe_for_ranks(recipe, arguments.recipe, arguments.overrides, start.size, told=told)

@@ -228,7 +228,7 @@ def train_here(recipe: Recipe, arguments: argparse.Namespace) -> int:
     Raises:
         HybridflowError: It does not fit its ranks, which are not started.
     """
-    recipe = _settle(recipe, arguments)
+    recipe, arguments.overrides = settle_layouts(recipe, arguments)
     plan_job(recipe)
     ranks, threads = recipe.cluster.ranks, recipe.cluster.threads_per_rank
     say_event("start", first_line(recipe))
@@ -237,14 +237,22 @@ def train_here(recipe: Recipe, arguments: argparse.Namespace) -> int:
     )
 
 
-def _settle(recipe: Recipe, arguments: argparse.Namespace) -> Recipe:
-    """Return the recipe with the layouts of ``layout: auto``, which the ranks are given too."""
-    recipe, arguments.overrides, line = with_layouts(
-        recipe, arguments.recipe, arguments.overrides, recipe.cluster.ranks
-    )
-    if line is not None:
+def settle_layouts(
+    recipe: Recipe, arguments: argparse.Namespace, num_ranks: int | None = None, *, is_told: bool = True
+) -> tuple[Recipe, list[str]]:
+    """Return the recipe with the layouts of ``layout: auto``, and overrides that give it to the ranks; tell of them.
+
+    Args:
+        recipe: Of the arguments.
+        arguments: Of the command.
+        num_ranks: Those that are there; None: as many as the recipe says.
+        is_told: Whether this process tells what was found.
+    """
+    ranks = recipe.cluster.ranks if num_ranks is None else num_ranks
+    recipe, overrides, line = with_layouts(recipe, arguments.recipe, arguments.overrides, ranks)
+    if line is not None and is_told:
         complain(line)
-    return recipe
+    return recipe, overrides
 
 
 def _local(arguments: argparse.Namespace) -> int:
@@ -254,7 +262,7 @@ def _local(arguments: argparse.Namespace) -> int:
         check_inputs(recipe, find_recipe(arguments.recipe).parent)
     if not arguments.prints and not arguments.dry_run:
         return train_here(recipe, arguments)
-    recipe = _settle(recipe, arguments)
+    recipe, arguments.overrides = settle_layouts(recipe, arguments)
     plan_job(recipe)
     if arguments.dry_run:
         try_here(recipe, resume=arguments.resume)
@@ -269,7 +277,7 @@ def _local(arguments: argparse.Namespace) -> int:
 
 def _mpi(arguments: argparse.Namespace) -> int:
     choose_log(arguments)
-    recipe = _settle(load_recipe(arguments.recipe, arguments.overrides), arguments)
+    recipe, arguments.overrides = settle_layouts(load_recipe(arguments.recipe, arguments.overrides), arguments)
     plan_job(recipe)
     if not arguments.prints:
         check_inputs(recipe, find_recipe(arguments.recipe).parent)

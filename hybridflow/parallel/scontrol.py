@@ -37,20 +37,18 @@ def show_job(job_id: str, *, deadline_s: float = 20.0) -> list[dict[str, str]]:
     return [] if failure else parse_records(text)
 
 
-def find_job_end(environ: Mapping[str, str] | None = None, *, is_fresh: bool = False) -> float | None:
+def find_job_end(*, is_fresh: bool = False) -> float | None:
     """Return the Unix time of this job's time limit, in seconds; None outside Slurm, or without a limit.
 
     Args:
-        environ: What Slurm left; None: this process's environment.
         is_fresh: Ask Slurm, since a limit can be changed while the job runs; else what it said at the start is enough.
     """
-    env = os.environ if environ is None else environ
-    if "SLURM_JOB_ID" not in env:
+    if "SLURM_JOB_ID" not in os.environ:
         return None
-    told = env.get("SLURM_JOB_END_TIME", "")
+    told = os.environ.get("SLURM_JOB_END_TIME", "")
     if told.isdigit() and not is_fresh:
         return float(told)
-    jobs = show_job(env["SLURM_JOB_ID"])
+    jobs = show_job(os.environ["SLURM_JOB_ID"])
     asked = end_of(jobs[0]) if jobs else None
     return asked if asked is not None else float(told) if told.isdigit() else None
 

@@ -148,20 +148,19 @@ def passes_interrupts() -> bool:
     return any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", *_MPIRUN_VARIABLES))
 
 
-def rank_hint(environ: Mapping[str, str] | None = None) -> int:
+def rank_hint() -> int:
     """Return this process's rank according to variables, without asking MPI; 0 when alone."""
-    env = os.environ if environ is None else environ
-    return _first_number(env, "RANK", *MPI_RANK_VARIABLES, "SLURM_PROCID")
+    return _first_number("RANK", *MPI_RANK_VARIABLES, "SLURM_PROCID")
 
 
-def local_rank_hint(environ: Mapping[str, str] | None = None) -> int:
+def local_rank_hint() -> int:
     """Return this process's number on its node according to variables, without asking MPI; 0 if none says it."""
-    env = os.environ if environ is None else environ
-    return _first_number(env, *_LOCAL_RANK_VARIABLES)
+    return _first_number(*_LOCAL_RANK_VARIABLES)
 
 
-def _first_number(env: Mapping[str, str], *names: str) -> int:
-    return int(next((env[name] for name in names if env.get(name, "").isdecimal()), "0"))
+def _first_number(*names: str) -> int:
+    values = (os.environ.get(name, "") for name in names)
+    return int(next((value for value in values if value.isdecimal()), "0"))
 
 
 def expand_node_list(text: str) -> tuple[str, ...]:

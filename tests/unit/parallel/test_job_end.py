@@ -23,8 +23,14 @@ def test_unknown_end_is_none(text):
     assert not any(end_of(job) for job in parse_records(text))
 
 
+@pytest.fixture(autouse=True)
+def outside_slurm(monkeypatch):
+    for name in ("SLURM_JOB_ID", "SLURM_JOB_END_TIME"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def test_outside_slurm_there_is_no_end():
-    assert find_job_end({}) is None
+    assert find_job_end() is None
 
 
 @pytest.fixture
@@ -38,15 +44,18 @@ def scontrol(tmp_path, monkeypatch):
     return install
 
 
-def test_what_slurm_left_is_enough_at_the_start_and_asked_again_later(scontrol):
-    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1000"}
+def test_what_slurm_left_is_enough_at_the_start_and_asked_again_later(scontrol, monkeypatch):
     scontrol(SHOWN)
-    assert find_job_end(env) == 1000
-    assert find_job_end(env, is_fresh=True) == END_S
-    assert find_job_end({"SLURM_JOB_ID": "7"}) == END_S
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert find_job_end() == END_S
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1000")
+    assert find_job_end() == 1000
+    assert find_job_end(is_fresh=True) == END_S
 
 
-def test_without_an_answer_what_was_told_counts(scontrol):
+def test_without_an_answer_what_was_told_counts(scontrol, monkeypatch):
     scontrol("slurm_load_jobs error: Unable to contact slurm controller", status=1)
-    assert find_job_end({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1000"}, is_fresh=True) == 1000
-    assert find_job_end({"SLURM_JOB_ID": "7"}) is None
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert find_job_end() is None
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1000")
+    assert find_job_end(is_fresh=True) == 1000

@@ -289,9 +289,14 @@ def test_shared_by():
     assert [shared_by(nodes) for nodes in ("aaaa", "aaaabb", "aabb", "abab", "aaabb")] == [4, 2, 2, 1, 1]
 
 
-def test_hint_of_the_rank():
-    assert [rank_hint(env) for env in ({}, {"RANK": "2"}, {"PMI_RANK": "3"}, {"SLURM_PROCID": "4"})] == [0, 2, 3, 4]
-    assert [local_rank_hint(env) for env in ({}, {"LOCAL_RANK": "2"}, {"SLURM_LOCALID": "4"})] == [0, 2, 4]
+def test_hint_of_the_rank(monkeypatch):
+    def hints(hint, *environments):
+        for env in environments:
+            monkeypatch.setattr("os.environ", env)
+            yield hint()
+
+    assert list(hints(rank_hint, {}, {"RANK": "2"}, {"PMI_RANK": "3"}, {"SLURM_PROCID": "4"})) == [0, 2, 3, 4]
+    assert list(hints(local_rank_hint, {}, {"LOCAL_RANK": "2"}, {"SLURM_LOCALID": "4"})) == [0, 2, 4]
 
 
 def test_torch_variables_for_the_tasks_of_a_step_leave_its_nodes():

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.data.hdf5 import h5py, is_own, item_in, open_hdf5, rows_at_once, try_files
+from hybridflow.data.hdf5 import h5py, is_own, item_in, open_hdf5, rows_at_once, try_file
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.observe.files import replace_by_pieces
 
@@ -72,7 +72,7 @@ def read_texts(path: Path, name: str) -> list[str]:
         CheckpointError: There is no such dataset, or it cannot be read.
     """
     with reading_hdf5(path, name):
-        try_files([path])
+        try_file(path)
     with reading_hdf5(path, name), open_hdf5(path) as file:
         dataset = item_in(file, name)
         if not is_own(dataset) or dataset.ndim != 1 or h5py.check_string_dtype(dataset.dtype) is None:

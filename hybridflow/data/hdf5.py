@@ -1,6 +1,6 @@
 """Rows of HDF5 files, each of whose datasets is a column: the one door to ``h5py``.
 
-    python -m hybridflow.data.hdf5 MEMORY_BYTES     what ``try_files`` begins
+    python -m hybridflow.data.hdf5 MEMORY_BYTES     what ``try_file`` begins
 
 What else reads or writes HDF5 has the package from here. A file of others is opened by ``open_hdf5``. What lies in it
 is found by ``item_in``, so that no other file is opened because the file says so.
@@ -15,7 +15,7 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from hybridflow.data.rows import check_num_rows
 from hybridflow.errors import DataError
 from hybridflow.foreign import limit_cpu, limit_process, open_regular
 
-__all__ = ["count_rows", "h5py", "is_own", "item_in", "open_hdf5", "read_hdf5", "rows_at_once", "try_files"]
+__all__ = ["count_rows", "h5py", "is_own", "item_in", "open_hdf5", "read_hdf5", "rows_at_once", "try_file"]
 
 _LEAST_ROWS, _MOST_ROWS = 8, 1024
 # A block of rows takes about so much, or 8 times the file.
@@ -47,19 +47,18 @@ def open_hdf5(path: str | os.PathLike[str], **settings: Any) -> h5py.File:
         return h5py.File(path, "r", **settings)
 
 
-def try_files(paths: Iterable[str | os.PathLike[str]]) -> None:
-    """Have a process of its own look through files, since some damaged ones crash the library or never end.
+def try_file(path: str | os.PathLike[str]) -> None:
+    """Have a process of its own look through a file, since some damaged ones crash the library or never end.
 
     A file of which that is known is not tried again in this process.
 
     Raises:
         OSError: The library crashes or does not end.
     """
-    for path in paths:
-        with open_regular(os.fspath(path)) as file:
-            found = os.fstat(file.fileno())
-        # The other process keeps the working directory of its start.
-        _try(os.path.abspath(path), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+    with open_regular(os.fspath(path)) as file:
+        found = os.fstat(file.fileno())
+    # The other process keeps the working directory of its start.
+    _try(os.path.abspath(path), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -147,7 +146,7 @@ def count_rows(path: str, max_row_bytes: int) -> int:
     """
     if not is_address(path):
         with _problems_told(path):
-            try_files([path])
+            try_file(path)
     with _opened(path, max_row_bytes) as (columns, _):
         return len(next(iter(columns.values())))
 

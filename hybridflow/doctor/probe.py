@@ -61,7 +61,7 @@ def _optional(module: str) -> None:
         _tell(apex_is_nvidia=importlib.util.find_spec("apex.optimizers") is not None)
     if module == "transformer_engine":
         accelerators = importlib.import_module("hybridflow.parallel.accelerators")
-        _try("transformer_engine_misfit", lambda: accelerators.misfit(importlib.metadata.version("transformer-engine")))
+        _try("transformer_engine_misfit", accelerators.transformer_engine_misfit)
     _try(module, lambda: str(getattr(importlib.import_module(module), "__version__", "installed")))
 
 

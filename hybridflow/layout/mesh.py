@@ -95,10 +95,9 @@ class DeviceMesh:
         """Return the pipeline stage of a global rank of the mesh."""
         return self.ranks.index(rank) * self.layout.pp // len(self.ranks)
 
-    def rank_at(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """Return the global rank at a coordinate."""
-        layout = self.layout
-        return self.ranks[tp + layout.tp * (cp + layout.cp * (dp + layout.dp * pp))]
+    def first_of_stage(self, stage: int) -> int:
+        """Return the global rank that is the first of a pipeline stage."""
+        return self.ranks[len(self.ranks) // self.layout.pp * stage]
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Split the mesh into groups whose ranks differ only along ``axes``, each in mesh order."""

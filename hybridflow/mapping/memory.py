@@ -214,7 +214,7 @@ class _Placed:
     def _bytes_of(self, spec: ModelSpec) -> dict[int, int]:
         held = weight_holdings(spec, self.mesh)
         alike = tensors_alike(spec, held)
-        ranks = {stage: self.mesh.rank_at(pp=stage) for stage in range(self.mesh.layout.pp)}
+        ranks = {stage: self.mesh.first_of_stage(stage) for stage in range(self.mesh.layout.pp)}
         return {
             stage: sum(count * held_bytes(one, held, rank) for one, count in alike) for stage, rank in ranks.items()
         }

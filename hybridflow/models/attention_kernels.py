@@ -216,16 +216,10 @@ def key_gradient(grad_key, grad_value, deltas, grad, normalizers, query, key, va
         tl.store(grad_value + base_of_keys + of_key, of_values.to(grad_value.dtype.element_ty), mask=is_key)
 
 
-def tile_settings(kernel: Any, dtype: torch.dtype, head: int) -> dict[str, int]:
-    """Return the tiles with which a kernel spills no registers on any architecture.
-
-    Args:
-        kernel: One of the three.
-        dtype: Format of queries, keys and values.
-        head: Width of a head.
-    """
-    width = max(16, 1 << (head - 1).bit_length())
-    if dtype.itemsize == 4:
+def tile_settings(kernel: Any, query: Tensor) -> dict[str, int]:
+    """Return the tiles with which one of the three kernels spills no registers on any architecture."""
+    width = max(16, 1 << (query.shape[2] - 1).bit_length())
+    if query.itemsize == 4:
         stages = 1 if kernel is key_gradient else 2
         return dict(QUERIES=16, KEYS=16, WIDTH=width, num_warps=8, num_stages=stages)
     queries = 64 if kernel is forward and width < 256 else 32
@@ -265,7 +259,7 @@ def packed_attention(
     """
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     context, normalizers = _outputs(query)
-    settings = tile_settings(forward, query.dtype, query.shape[2])
+    settings = tile_settings(forward, query)
     forward[(triton.cdiv(most_queries, settings["QUERIES"]), len(query_starts) - 1, query.shape[1])](
         *(context, normalizers, query, key, value, query_starts, key_starts, len(query), scale, softcap, window),
         **_constants(query, key, softcap, window),
@@ -314,11 +308,11 @@ def packed_attention_gradient(
     constants = _constants(query, key, softcap, window)
     starts = query_starts, key_starts, len(query), scale, softcap, window
     sequences = len(query_starts) - 1
-    settings = tile_settings(query_gradient, query.dtype, query.shape[2])
+    settings = tile_settings(query_gradient, query)
     query_gradient[(triton.cdiv(most_queries, settings["QUERIES"]), sequences, query.shape[1])](
         *(grads[0], deltas, grad, context, normalizers, query, key, value, *starts), **constants, **settings
     )
-    settings = tile_settings(key_gradient, query.dtype, query.shape[2])
+    settings = tile_settings(key_gradient, query)
     key_gradient[(triton.cdiv(most_keys, settings["KEYS"]), sequences, key.shape[1])](
         *(grads[1], grads[2], deltas, grad, normalizers, query, key, value, *starts), **constants, **settings
     )

@@ -32,7 +32,7 @@ def transformer_engine_fault() -> str:
     """Return why Transformer Engine cannot be used, in words; empty if it can."""
     if importlib.util.find_spec("transformer_engine") is None:
         return "it is not installed"
-    found = misfit(importlib.metadata.version("transformer-engine"))
+    found = transformer_engine_misfit()
     if found:
         return found
     try:
@@ -42,9 +42,9 @@ def transformer_engine_fault() -> str:
     return ""
 
 
-def misfit(version: str) -> str:
-    """Return why megatron-core is not written against this release of Transformer Engine; empty if it is."""
-    found = re.match(r"(\d+)\.(\d+)", version)
+def transformer_engine_misfit() -> str:
+    """Return why megatron-core is not written against the Transformer Engine that is installed; empty if it is."""
+    found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("transformer-engine"))
     if found is not None and FIRST_TRANSFORMER_ENGINE <= (int(found[1]), int(found[2])) < PAST_TRANSFORMER_ENGINE:
         return ""
     first, past = (".".join(map(str, each)) for each in (FIRST_TRANSFORMER_ENGINE, PAST_TRANSFORMER_ENGINE))

@@ -167,7 +167,7 @@ def memory_line(model: ModelConfig, layout: ParallelLayout, lengths: Sequence[in
         name="--layout", layout=layout, ranks=tuple(range(layout.world_size)), ranks_per_node=layout.world_size
     )
     held = WeightHoldings(spec, mesh)
-    weights = max(held_bytes(spec, held, mesh.rank_at(pp=stage)) for stage in range(layout.pp))
+    weights = max(held_bytes(spec, held, mesh.first_of_stage(stage)) for stage in range(layout.pp))
     cache = sum(lengths) * cached_token_bytes(model, layout) + len(lengths) * state_bytes(model, layout)
     most = int(cache_memory) if cache_memory >= 1 else cache
     least = format_bytes(min(cache, most))

@@ -30,7 +30,7 @@ from hybridflow.checkpoint.formats.source import Source, Target, check_shapes
 from hybridflow.checkpoint.manifest import TensorEntry, overlap, versions
 from hybridflow.checkpoint.tensor_file import bytes_of, entry_of
 from hybridflow.data.arrays import attribute, check_storage, reading_hdf5, writing_hdf5
-from hybridflow.data.hdf5 import h5py, is_own, item_in, open_hdf5, try_files
+from hybridflow.data.hdf5 import h5py, is_own, item_in, open_hdf5, try_file
 from hybridflow.errors import CheckpointError
 from hybridflow.families.assets import ASSETS, CODE, identity_of
 from hybridflow.families.model import ModelConfig
@@ -145,7 +145,7 @@ class HDF5Source(Source):
                 raise CheckpointError(
                     f"{path}: missing; restore it from a copy: h5py would read what it holds as zeros"
                 )
-            try_files([path])
+            try_file(path)
             # Nothing writes here, and not every file system can lock.
             file = open_hdf5(path, locking=False, rdcc_nbytes=_CACHE_BYTES)
             found = attribute(file, "format") if "format" in file.attrs else "none"

@@ -34,7 +34,6 @@ class Archive:
         num_data_bytes: Bytes of the one storage that the pickle refers to; None: it refers to none.
 
     Attributes:
-        data_start: Where the values begin.
         num_bytes: Its size.
     """
 
@@ -43,7 +42,6 @@ class Archive:
         self._members = {"archive/data.pkl": pickle, "archive/byteorder": b"little", "archive/version": b"3\n"}
         self._num_data_bytes = num_data_bytes
         head, tail = self.around(0)
-        self.data_start = len(head)
         self.num_bytes = len(head) + (num_data_bytes or 0) + len(tail)
 
     def around(self, data_crc: int) -> tuple[bytes, bytes]:

@@ -284,7 +284,7 @@ def test_hdf5_by_a_relative_path_after_a_change_of_folder(tmp_path, monkeypatch)
         monkeypatch.chdir(tmp_path / name)
         with h5py.File("rows.h5", "w") as file:
             file["prompt"] = [name]
-        hdf5.try_files(["rows.h5"])
+        hdf5.try_file("rows.h5")
         (tmp_path / name / "rows.h5").rename(tmp_path / name / "elsewhere.h5")
 
 

@@ -251,7 +251,7 @@ def test_weights_of_a_rank_are_those_of_its_tensors(model, layout, has_value_hea
     shape, cut = known_models()[model], ParallelLayout.parse(layout)
     mesh = DeviceMesh(name="actor", layout=cut, ranks=tuple(range(cut.world_size)), ranks_per_node=8)
     spec = model_spec(shape, has_value_head=has_value_head)
-    held = held_bytes(spec, weight_holdings(spec, mesh), mesh.rank_at(pp=0))
+    held = held_bytes(spec, weight_holdings(spec, mesh), mesh.first_of_stage(0))
     step = TrainStep(layout=cut, sequence=64, batch=8, micro_batch=1)
     size = model_size(model)
     size = replace(size, columns=1, tied=False) if has_value_head else size

@@ -24,13 +24,15 @@ def loss_mask(batch: Batch) -> Tensor:
     return found
 
 
-def mini_batch(job: Job, batch: Batch, index: int) -> Batch:
-    """Return this rank's samples of a mini-batch: places ``[index * size, (index + 1) * size)`` of the global batch.
+def mini_batch(job: Job, batch: Batch, turn: Mapping[str, int]) -> Batch:
+    """Return this rank's samples of the mini-batch of a turn: an epoch and the index of a mini-batch.
 
-    The response mask of samples that are left out is 0: losses and their denominators follow the mask. Where the node
-    reads which responses were cut, these are left out too.
+    The mini-batch has places ``[index * size, (index + 1) * size)`` of the global batch. The response mask of samples
+    that are left out is 0: losses and their denominators follow the mask. Where the node reads which responses were
+    cut, these are left out too.
     """
-    part = batch.select((batch.dense("order") // job.recipe.trainer.samples_per_update == index).nonzero()[:, 0])
+    number = batch.dense("order") // job.recipe.trainer.samples_per_update
+    part = batch.select((number == turn["index"]).nonzero()[:, 0])
     found = loss_mask(part)
     if TRUNCATED in part.columns:
         found &= ~part.dense(TRUNCATED)

@@ -217,7 +217,7 @@ class Actor(Role):
         is_first = turn["epoch"] == 0
         if is_first and turn["index"] == 0:
             self._compared = torch.zeros(len(SAMPLER_SUMS)).double()
-        part, totals = self._counted(mini_batch(self._job, batch, turn["index"]), is_first=is_first)
+        part, totals = self._counted(mini_batch(self._job, batch, turn), is_first=is_first)
         if totals is None:
             if is_first and LOSS_MASK in part.columns and self._placed.is_output_rank:
                 # All is rejected, and it is the farthest of all: that is to be seen.
@@ -263,7 +263,7 @@ class Actor(Role):
         if turn["index"] == 0:
             self.metrics |= length_metrics(batch, sum_over(self._placed.groups.dp))
             self.sample_stats |= length_stats(self._job, batch)
-        part = mini_batch(self._job, batch, turn["index"])
+        part = mini_batch(self._job, batch, turn)
         totals = self._placed.totals(part)
         if totals is None:
             self._skip()

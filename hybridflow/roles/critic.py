@@ -74,7 +74,7 @@ class Critic(Role):
         """Take one optimizer step on one mini-batch, or none if no token counts. Collective: all ranks of the mesh."""
         assert self.model is not None, "called outside its mesh"
         turn = decided["critic_mini_batch"]
-        part = mini_batch(self._job, batch, turn["index"])
+        part = mini_batch(self._job, batch, turn)
         if self._offload is not None:
             self._offload.restore()
         totals, is_last = self.model.totals(part), is_last_mini_batch(self._job, turn)

@@ -42,7 +42,7 @@ class OfflineActor(Actor):
         turn = decided["actor_mini_batch"]
         if turn["epoch"] == turn["index"] == 0:
             self._rewards = torch.zeros(4, dtype=torch.float64)
-        part, is_followed = mini_batch(self._job, batch, turn["index"]), not is_last_mini_batch(self._job, turn)
+        part, is_followed = mini_batch(self._job, batch, turn), not is_last_mini_batch(self._job, turn)
         match self._job.recipe.algorithm:
             case "sft":
                 self._update_solutions(part, is_followed=is_followed)

@@ -133,7 +133,7 @@ def complete_step(
     keep_last: int,
     keep_every: int = 0,
     best: int | None = None,
-) -> Path:
+) -> None:
     """Make what all ranks wrote the latest checkpoint, and remove the oldest.
 
     For one rank, after every role was completed.
@@ -146,9 +146,6 @@ def complete_step(
         keep_last: How many checkpoints stay, this one included; at least 1.
         keep_every: Those of steps that are a multiple of it stay beside them; 0: none.
         best: Step of the one that ``best`` names from now on; None: as it is. What it names stays too.
-
-    Returns:
-        The checkpoint's directory.
 
     Raises:
         CheckpointError: The run is already at this step or past it.
@@ -197,7 +194,6 @@ def complete_step(
         if old != kept and (keep_every == 0 or old % keep_every):
             # NFS keeps a directory while a file in it is being read: no reason to end a run whose checkpoint is whole.
             _remove(step_path(run_dir, old), may_stay=True)
-    return path
 
 
 def name_best(run_dir: Path, step: int) -> None:

@@ -38,7 +38,7 @@ _console_lock = threading.Lock()
 _has_live_line = False
 
 
-def open_rank_log(run_dir: Path, start_number: int, rank: int) -> Path:
+def open_rank_log(run_dir: Path, start_number: int, rank: int) -> None:
     """Open this rank's log, once per process; the first start of a run is number 1.
 
     Rank 0 keeps the console, and notes events in its log.
@@ -66,7 +66,6 @@ def open_rank_log(run_dir: Path, start_number: int, rank: int) -> Path:
         _console_fds = (os.dup(1), os.dup(2))
         os.dup2(_log_fd, 1)
         os.dup2(_log_fd, 2)
-    return path
 
 
 def own_log() -> Path | None:

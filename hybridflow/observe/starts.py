@@ -130,7 +130,7 @@ def add_end(run_dir: Path, number: int, outcome: str, detail: str = "", save_s: 
     _append(run_dir, row)
 
 
-def keep_recipe(run_dir: Path, number: int, recipe: Mapping[str, Any]) -> Path:
+def keep_recipe(run_dir: Path, number: int, recipe: Mapping[str, Any]) -> None:
     """Write the recipe of a start, every key of it, to ``logs/NUMBER/recipe.yaml`` of the run.
 
     Raises:
@@ -140,7 +140,6 @@ def keep_recipe(run_dir: Path, number: int, recipe: Mapping[str, Any]) -> Path:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, recipe_text(recipe).encode())
-    return path
 
 
 def recipe_text(recipe: Mapping[str, Any]) -> str:

@@ -12,11 +12,8 @@ from hybridflow.observe.files import replace_file, writing
 SUMMARY_FILE, REPORT_FILE = "summary.json", "report.html"
 
 
-def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     """Write ``summary.json`` atomically: an interrupted write leaves the one before.
-
-    Returns:
-        Its path.
 
     Raises:
         ValueError: A value is not finite, which JSON cannot hold.
@@ -26,7 +23,6 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
     path = run_dir / SUMMARY_FILE
     with writing(path):
         replace_file(path, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
-    return path
 
 
 def drop_summary(run_dir: Path) -> None:

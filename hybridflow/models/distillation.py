@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.models.log_probs import Columns
+from hybridflow.models.log_probs import Columns, row_chunks
 from hybridflow.models.shapes import CHUNK_TOKENS
 from hybridflow.parallel.copies import to_device
 
@@ -46,28 +46,15 @@ def top_log_probs(
 
 def _top(columns: Columns, scaled: Tensor, top_k: int, vocab_size: int) -> tuple[Tensor, ...]:
     """Do as ``top_log_probs`` for one chunk of scaled logits. Collective: tp."""
-    largest = columns.max(scaled.amax(-1))
-    normalizer = largest + columns.sum((scaled - largest[:, None]).exp().sum(-1)).log()
+    normalizer = columns.logsumexp(scaled)
     if top_k == 0:
-        return ((_gather(columns, scaled)[:, :vocab_size] - normalizer[:, None]).cpu(),)
+        return ((columns.gather(scaled)[:, :vocab_size] - normalizer[:, None]).cpu(),)
     own, places = scaled.topk(min(top_k, scaled.shape[1]))
-    candidates, ids = _gather(columns, own), _gather(columns, places + columns.first)
+    candidates, ids = columns.gather(own), columns.gather(places + columns.first)
     likeliest, chosen = candidates.topk(top_k)
     ids = ids.gather(1, chosen)
-    rest = _without(columns, scaled, ids)
-    largest = columns.max(rest.amax(-1))
-    others = largest + columns.sum((rest - largest[:, None]).exp().sum(-1)).log()
+    others = columns.logsumexp(_without(columns, scaled, ids))
     return torch.cat([likeliest, others[:, None]], dim=1) - normalizer[:, None], ids
-
-
-def _gather(columns: Columns, local: Tensor) -> Tensor:
-    """Gather the columns of all ranks of the group side by side, ``[tokens, some * tp]``. Collective: tp."""
-    size = dist.get_world_size(columns.group)
-    if size == 1:
-        return local
-    parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(size)]
-    dist.all_gather(parts, local.contiguous(), group=columns.group)
-    return torch.cat(parts, dim=1)
 
 
 def _without(columns: Columns, scaled: Tensor, ids: Tensor) -> Tensor:
@@ -126,7 +113,7 @@ class _ReverseKL(torch.autograd.Function):
         columns = Columns(logits.shape[-1], group, vocab_size)
         empty = logits.new_empty(0, dtype=torch.float32)
         kls, normalizers, excesses = [empty], [empty], []
-        for part, rows in _chunks(logits):
+        for part, rows in row_chunks(logits):
             scaled = columns.scaled(rows, temperature)
             if ids is None:
                 kl, normalizer = _of_tokens(columns, scaled, _own(columns, teacher[part], logits))
@@ -147,7 +134,7 @@ class _ReverseKL(torch.autograd.Function):
     def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:
         logits, normalizer, kl, kept, ids = ctx.saved_tensors
         columns, grad = ctx.columns, torch.empty_like(logits)
-        for part, rows in _chunks(logits):
+        for part, rows in row_chunks(logits):
             log_p = columns.scaled(rows, ctx.temperature) - normalizer[part, None]
             if ids is None:
                 excess = torch.zeros_like(log_p)
@@ -160,12 +147,6 @@ class _ReverseKL(torch.autograd.Function):
             piece = log_p.exp() * (excess - kl[part, None]) * grad_kl[part, None]
             grad[part] = (piece / ctx.temperature).to(grad.dtype)
         return grad, None, None, None, None, None
-
-
-def _chunks(logits: Tensor) -> list[tuple[slice, Tensor]]:
-    """Return the rows that are computed together, and their places."""
-    starts = range(0, len(logits), CHUNK_TOKENS)
-    return [(slice(start, start + CHUNK_TOKENS), logits[start : start + CHUNK_TOKENS]) for start in starts]
 
 
 def _own(columns: Columns, teacher: Tensor, logits: Tensor) -> Tensor:

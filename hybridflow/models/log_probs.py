@@ -55,14 +55,14 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             ctx.save_for_backward(logits, targets, normalizer, entropy)
             return log_prob, entropy
         log_probs, entropies, normalizers = [], [], []
-        for rows, wanted in zip(logits.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
+        for part, rows in row_chunks(logits):
             scaled = columns.scaled(rows, temperature)
             largest = columns.max(scaled.amax(-1))
             exp = (scaled - largest[:, None]).exp()
             # Padding columns are -inf: their product with probability zero must count as zero.
             weighted = (exp * scaled.clamp(min=torch.finfo(scaled.dtype).min)).sum(-1)
             total, weighted, target = columns.sum(
-                torch.stack([exp.sum(-1), weighted, columns.pick(scaled, wanted)])
+                torch.stack([exp.sum(-1), weighted, columns.pick(scaled, targets[part])])
             ).unbind()
             normalizer = largest + total.log()
             log_probs.append(target - normalizer)
@@ -86,10 +86,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
                 None,
             ) * 4
         grad = torch.empty_like(logits)
-        start = 0
-        for rows in logits.split(CHUNK_TOKENS):
-            part = slice(start, start + len(rows))
-            start += len(rows)
+        for part, rows in row_chunks(logits):
             scaled = ctx.columns.scaled(rows, ctx.temperature)
             log_p = scaled - normalizer[part, None]
             p = log_p.exp()
@@ -99,6 +96,12 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             ctx.columns.add_at(piece, targets[part], grad_log_prob[part])
             grad[part] = (piece / ctx.temperature).to(grad.dtype)
         return grad, None, None, None, None
+
+
+def row_chunks(logits: Tensor) -> list[tuple[slice, Tensor]]:
+    """Return the rows that are computed together, and their places."""
+    starts = range(0, len(logits), CHUNK_TOKENS)
+    return [(slice(start, start + CHUNK_TOKENS), logits[start : start + CHUNK_TOKENS]) for start in starts]
 
 
 def _from_kernels(
@@ -143,6 +146,20 @@ class Columns:
         if dist.get_world_size(self.group) > 1:
             dist.all_reduce(value, group=self.group)
         return value
+
+    def logsumexp(self, scaled: Tensor) -> Tensor:
+        """Return the logarithm of the sum of exponentials over the group, ``[tokens]``. Collective: tp."""
+        largest = self.max(scaled.amax(-1))
+        return largest + self.sum((scaled - largest[:, None]).exp().sum(-1)).log()
+
+    def gather(self, local: Tensor) -> Tensor:
+        """Gather the columns of all ranks side by side, ``[tokens, some * tp]``. Collective: tp."""
+        size = dist.get_world_size(self.group)
+        if size == 1:
+            return local
+        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(size)]
+        dist.all_gather(parts, local.contiguous(), group=self.group)
+        return torch.cat(parts, dim=1)
 
     def pick(self, scaled: Tensor, targets: Tensor) -> Tensor:
         """Return the targets' logits where this rank holds them, else 0; targets ``[tokens]`` or ``[tokens, some]``."""

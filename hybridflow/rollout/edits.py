@@ -202,7 +202,7 @@ def _top_k_edge(scaled: Tensor, top_k: Tensor, columns: Columns) -> Tensor:
     """Return the k-th largest logit, ``[rows]``; the smallest if there are fewer."""
     most = int(top_k.max())
     local = scaled.topk(min(most, scaled.shape[1]), dim=-1).values
-    every = torch.cat(list(gather_over(columns.group, local)), dim=-1)
+    every = columns.gather(local)
     ordered = every.topk(min(most, every.shape[1]), dim=-1).values
     return ordered.gather(1, (top_k - 1).clamp(max=ordered.shape[1] - 1)[:, None])[:, 0]
 

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.models.log_probs import Columns
-from hybridflow.models.shapes import CHUNK_TOKENS
+from hybridflow.models.log_probs import Columns, row_chunks
 from hybridflow.rollout.edits import gather_over
 from hybridflow.rollout.request import TopLogProbs
 
@@ -40,11 +39,8 @@ def likeliest(
     """
     columns = Columns(logits.shape[-1], group, vocab_size)
     found: list[TopLogProbs] = []
-    for first in range(0, len(logits), CHUNK_TOKENS):
-        part = slice(first, first + CHUNK_TOKENS)
-        ids, values = _chunk(
-            logits[part], temperatures[part], chosen[part], log_probs[part], min(count, vocab_size), columns
-        )
+    for part, chunk in row_chunks(logits):
+        ids, values = _chunk(chunk, temperatures[part], chosen[part], log_probs[part], min(count, vocab_size), columns)
         rows = zip(ids.tolist(), values.isfinite().tolist(), values.tolist(), strict=True)
         found += [[(token, value) for token, is_finite, value in zip(*row, strict=True) if is_finite] for row in rows]
     return found

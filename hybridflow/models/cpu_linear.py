@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 _LEAST_ROWS = 1024
@@ -31,7 +32,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, group: dist.ProcessGroup | None, is_split: bool) -> Tensor:
         ctx.save_for_backward(inputs if ctx.needs_input_grad[1] else None, weight)
         ctx.group, ctx.is_split = group, is_split
-        return _product(_gathered(inputs, group) if is_split else inputs, weight)
+        return _product(gather_from_sequence_parallel_region(inputs, group=group) if is_split else inputs, weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -46,19 +47,11 @@ class _Linear(torch.autograd.Function):
             elif ctx.group is not None:
                 work = dist.all_reduce(of_inputs, group=ctx.group, async_op=True)
         if ctx.needs_input_grad[1]:
-            whole = _gathered(inputs, ctx.group) if ctx.is_split else inputs
+            whole = gather_from_sequence_parallel_region(inputs, group=ctx.group) if ctx.is_split else inputs
             of_weight = gradient.flatten(0, -2).t() @ whole.flatten(0, -2)
         if work is not None:
             work.wait()
         return of_inputs, of_weight, None, None
-
-
-def _gathered(slice_: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Join the slices of all ranks along the first dim. Collective: tp."""
-    assert group is not None, "slices are those of a group"
-    whole = slice_.new_empty(len(slice_) * group.size(), *slice_.shape[1:])
-    dist.all_gather_into_tensor(whole, slice_.contiguous(), group=group)
-    return whole
 
 
 def _product(inputs: Tensor, weight: Tensor) -> Tensor:

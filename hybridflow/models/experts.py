@@ -172,7 +172,7 @@ class ExpertLayer(BaseMoELayer):
         room = 0, 0, 0, int(most) - len(hidden)
         rows = gather_from_sequence_parallel_region(pad(hidden, room), group=self._group)
         shares = gather_from_sequence_parallel_region(pad(weights, room), group=self._group)
-        experts = _gathered(pad(chosen, room, value=-1), self._group)
+        experts = gather_from_sequence_parallel_region(pad(chosen, room, value=-1), group=self._group)
         expert, order = (experts - self.local_expert_indices[0]).flatten().sort(stable=True)
         edges = torch.tensor([0, self.num_local_experts], device=expert.device)
         begin, end = torch.searchsorted(expert, edges).tolist()
@@ -264,17 +264,11 @@ def _own_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     return rows[group.rank() * width : (group.rank() + 1) * width]
 
 
-def _gathered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the rows of all ranks of a group, which have equally many."""
-    found = rows.new_empty(group.size() * len(rows), *rows.shape[1:])
-    dist.all_gather_into_tensor(found, rows.contiguous(), group=group)
-    return found
-
-
 def _joined(rows: Tensor, num_rows: int, group: dist.ProcessGroup) -> Tensor:
     """Return the rows that ``_own_rows`` has sliced."""
     width = -(-num_rows // group.size())
-    return _gathered(pad(rows, (0, 0, 0, width - len(rows))), group)[:num_rows]
+    whole: Tensor = gather_from_sequence_parallel_region(pad(rows, (0, 0, 0, width - len(rows))), group=group)
+    return whole[:num_rows]
 
 
 class _Slice(torch.autograd.Function):

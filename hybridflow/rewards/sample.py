@@ -42,12 +42,16 @@ class Unscored(Exception):
 
     Attributes:
         is_final: Trying again would change nothing.
+        is_form: What a function returned has the wrong type or length: its form is wrong.
         after_s: Who was asked wants to be left alone for so long; None: it did not say.
     """
 
-    def __init__(self, reason: str, *, is_final: bool = False, after_s: float | None = None) -> None:
+    def __init__(
+        self, reason: str, *, is_final: bool = False, is_form: bool = False, after_s: float | None = None
+    ) -> None:
         super().__init__(reason)
         self.is_final = is_final
+        self.is_form = is_form
         self.after_s = after_s
 
 
@@ -58,12 +62,13 @@ Outcome = float | Unscored
 def as_score(value: Any) -> Outcome:
     """Return a number as a score, or the reason why a value is none."""
     try:
-        score = math.nan if isinstance(value, (str, bytes, bytearray)) else float(value)
+        score = None if isinstance(value, (str, bytes, bytearray)) else float(value)
     # What a user's function gave may do anything when it is asked for its number.
     except Exception:
-        score = math.nan
-    if math.isnan(score) or abs(score) > LARGEST:
-        return Unscored(f"returned {_shown(value)}; expected a finite number of at most {LARGEST:g}")
+        score = None
+    if score is None or math.isnan(score) or abs(score) > LARGEST:
+        expected = f"expected a finite number of at most {LARGEST:g}"
+        return Unscored(f"returned {_shown(value)}; {expected}", is_form=score is None)
     return score
 
 
@@ -75,13 +80,15 @@ def as_scores(value: Any, count: int) -> list[Outcome]:
     """
     is_list = isinstance(value, Iterable) and isinstance(value, Sized)
     if not is_list or isinstance(value, (str, bytes, bytearray, Mapping)):
-        raise Unscored(f"returned {_shown(value)}; expected a list of {count} scores, one for each sample")
+        raise Unscored(
+            f"returned {_shown(value)}; expected a list of {count} scores, one for each sample", is_form=True
+        )
     try:
         if len(value) != count:
-            raise Unscored(f"returned {len(value)} scores for {count} samples; expected one for each")
+            raise Unscored(f"returned {len(value)} scores for {count} samples; expected one for each", is_form=True)
         return [as_score(each) for each in value]
     except TypeError as error:  # of an array without dimensions
-        raise Unscored(f"returned {_shown(value)}: {error}; expected a list of {count} scores") from None
+        raise Unscored(f"returned {_shown(value)}: {error}; expected a list of {count} scores", is_form=True) from None
 
 
 def _shown(value: Any) -> str:

@@ -184,7 +184,7 @@ class Scorer:
         )
         if self.settings.on_failure == "error":
             # What the function's own lines raise is not about its form, unless a text was taken for something else.
-            is_form = outcome.__cause__ is None or isinstance(outcome.__cause__, TypeError)
+            is_form = outcome.is_form or isinstance(outcome.__cause__, TypeError)
             forms = f"; a reward function is one of {SIGNATURES}" if self.kind.source and is_form else ""
             log = "" if outcome.__cause__ is None or own_log() is None else f"; traceback in {own_log()}"
             raise RewardError(

@@ -62,7 +62,7 @@ def measure(job: Job, judges: Coordinator, ids: Tensor, scores: Tensor) -> dict[
     shares = judges.gather(share, "validation")
     num_scored = sum(count for _, count, _, _ in shares)
     if num_scored == 0:
-        raise RewardError("no response to a held-out problem has a score; mend what scores, or set on_failure=error")
+        raise RewardError("no response to a held-out problem has a score; mend what scores")
     score = sum(total for total, _, _, _ in shares) / num_scored
     found = {"validation/score": score}
     if all(is_binary for _, _, is_binary, _ in shares):

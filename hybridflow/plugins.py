@@ -49,7 +49,9 @@ def find_plugin(name: str, built_in: Mapping[str, Any], *, key: str, kind: str) 
             f"give '{os.path.basename(name.partition(':')[0]).removesuffix('.py')}:{attribute or kind}'"
         )
     if not attribute:
-        raise ConfigError(f"{key}={name!r}: names no {kind} of the module; {expected}")
+        before, _, last = name.rpartition(".")
+        hint = f"did you mean {before}:{last}? " if before and last != "py" else did_you_mean(name, built_in)
+        raise ConfigError(f"{key}={name!r}: names no {kind} of a module; {hint}{expected}")
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -316,7 +316,7 @@ def _defined(path: Path) -> set[str]:
 
 def _recipe_text(path: Path, values: Mapping[str, Any], recipe: Recipe, nodes: int | None) -> str:
     """Return the recipe: its keys with a word on each, and the defaults that users change first."""
-    plan = shlex.join(["hybridflow", "plan", "job", str(path)])
+    plan = shlex.join(["hybridflow", "plan", "job", str(path), *([] if nodes is None else ["--nodes", str(nodes)])])
     lines = [f"# Run it: {_command(path, nodes)}", f"# What it leaves out has defaults: {plan}"]
     comments = _comments(values)
     for key, value in values.items():
@@ -324,7 +324,8 @@ def _recipe_text(path: Path, values: Mapping[str, Any], recipe: Recipe, nodes: i
         lines.append(one_line(key, value) + (f"  # {comment}" if comment else ""))
     shown: dict[str, Any] = {}
     for key in _SHOWN:
-        if key in recipe.defaults:
+        # One token: nothing is sampled.
+        if key in recipe.defaults and recipe.defaults[key] != 1:
             put_under(shown, key, recipe.defaults[key])
     lines += ["# Defaults that you may want to change:"] if shown else []
     lines += [f"# {one_line(key, value)}" for key, value in shown.items()]
@@ -342,22 +343,14 @@ def _command(path: Path, nodes: int | None) -> str:
 
 def _comments(values: Mapping[str, Any]) -> dict[str, str]:
     """Return a word on the keys of a recipe."""
-    traits = ALGORITHMS[values["algorithm"]].traits
-    rows = "prompt, answer"
-    if traits.has_preferences:
-        rows = "prompt, chosen, rejected" if traits.is_paired else "prompt, completion, wanted"
-    elif traits.imitates:
-        rows = "prompt, solution"
     module, name = split_name(values.get("reward", ""))
     # A file that is there may ask for something else.
     is_there = name and (Path(*module.split(".")).with_suffix(".py").is_file() or _is_installed(module))
     form = name if is_there else f"{name}(prompt, response, answer)"
-    data = values["data"] if isinstance(values["data"], dict) else {}
-    rows = ", ".join(data.get(f"{field}_field", field) for field in rows.split(", "))
-    is_chat = data.get("prompt_as_message")
+    is_chat = isinstance(values["data"], dict) and "prompt_as_message" in values["data"]
     return {
         "model": "a directory" if os.path.exists(values["model"]) else "in Hugging Face's cache",
-        "data": f"rows with {rows}" + ("; prompts go through the model's chat template" if is_chat else ""),
+        "data": "prompts go through the model's chat template" if is_chat else "",
         "reward": f"{form}, larger is better" if name else "",
         "cost": "smaller is better; lagrange.limit is the mean that is allowed",
         "teacher": "its distribution is learned",

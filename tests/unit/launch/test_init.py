@@ -143,6 +143,18 @@ def test_ranks_nodes_and_rewards_of_hybridflow(folder, capsys):
     recipe = load_recipe("recipe.yaml")
     assert (recipe.cluster.ranks, recipe.cluster.ranks_per_node, recipe.critic.layout.dp) == (16, 8, 16)
     assert recipe.reward.function == "exact_match" and not (folder / "rewards.py").exists()
+    assert "# What it leaves out has defaults: hybridflow plan job recipe.yaml --nodes 2\n" in recipe_text(folder)
+
+
+def test_no_comment_speaks_of_what_the_run_does_not_read(folder):
+    (folder / "train.jsonl").write_text('{"prompt": "1+2=", "completion": "3"}\n')
+    assert cli.main(["init", "--algorithm", "sft", "--model", "model", "--data", "train.jsonl"]) == 0
+    text = recipe_text(folder)
+    assert "\ndata: train.jsonl\n" in text and "solution" not in text and "max_new_tokens" not in text
+
+
+def recipe_text(folder):
+    return (folder / "recipe.yaml").read_text()
 
 
 def test_a_function_that_is_installed_is_not_written(folder, capsys):

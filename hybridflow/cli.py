@@ -72,6 +72,7 @@ _EXAMPLES = f"""examples:
   torchrun --nproc-per-node 4 -m hybridflow train quickstart
   srun --ntasks 4 hybridflow train quickstart
   hybridflow train quickstart --resume
+  hybridflow train quickstart model=models/sums warm_start=null trainer.steps=0 run_dir=runs/eval    # evaluates
   hybridflow status runs/quickstart
   hybridflow rollouts runs/grpo --worst
   hybridflow report runs/quickstart
@@ -161,6 +162,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 _OPTIONS_ELSEWHERE = {
+    "--config": "give the recipe alone, without an option",
     "--resume": "a job of `hybridflow launch slurm` always resumes",
     "--nodes": "`hybridflow launch slurm` and `hybridflow plan job` take it",
 }
@@ -172,6 +174,8 @@ def _answer_with_key(parser: argparse.ArgumentParser, option: str, words: Sequen
     if name in _OPTIONS_ELSEWHERE:
         parser.error(f"{name}: not an option here; {_OPTIONS_ELSEWHERE[name]}")
     key = key_of_option(option)
+    if key is None and words[:2] == ["launch", "slurm"]:
+        parser.error(f"{name}: not an option here; options of sbatch go into the site settings (docs/slurm.md)")
     if key is None:
         return
     following = words[words.index(option) + 1 :]

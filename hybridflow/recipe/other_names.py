@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from hybridflow.config.recipe import Recipe
 from hybridflow.errors import ConfigError
-from hybridflow.sections import resume_rules, shorten
+from hybridflow.sections import parse_yaml, resume_rules, shorten
 
 _SAMPLES = "counts samples: prompts × rollout.group_size"
 _STEPS = "counts steps, not epochs"
@@ -468,11 +468,21 @@ def refuse_other_names(values: Mapping[Any, Any], overrides: Sequence[str], sour
     Raises:
         ConfigError: One is there; names our key.
     """
-    given = [(f"override {shorten(each)!r}", each.partition("=")[0]) for each in overrides]
+    given = [(where, key) for each in overrides for where, key in _keys_of_override(each)]
     for where, key in (*((source, key) for key in _dotted(values, "")), *given):
         found = find_other_name(key)
         if found is not None:
             raise ConfigError(f"{where}: {key}: not a key of a recipe; {found}")
+
+
+def _keys_of_override(override: str) -> Iterator[tuple[str, str]]:
+    """Yield what messages call an override, with its key and the keys of the section that it gives."""
+    key, _, text = override.partition("=")
+    where = f"override {shorten(override)!r}"
+    yield where, key
+    section = parse_yaml(text, where) if text.lstrip().startswith("{") else None
+    if isinstance(section, Mapping):
+        yield from ((where, inner) for inner in _dotted(section, f"{key}."))
 
 
 def _dotted(values: Mapping[Any, Any], prefix: str) -> Iterator[str]:

@@ -71,6 +71,10 @@ def test_a_bound_that_is_counted_from_another_number_is_told_of():
         ("+trainer.total_epochs=3", "verl's trainer.total_epochs is trainer.steps here"),
         ("trainer.epochs=3", "trainer.epochs is trainer.steps here (trainer.steps counts steps, not epochs)"),
         ("cluster.nodes=2", "cluster.nodes is cluster.ranks here (cluster.ranks counts the ranks of all nodes"),
+        (
+            "actor.update={tensor_model_parallel_size: 2}",
+            "Megatron's tensor_model_parallel_size is actor.update.tp here",
+        ),
         # Names of verl with another section, or none.
         ("save_freq=10", "verl's trainer.save_freq is trainer.save_every here"),
         ("actor.enable_gradient_checkpointing=true", "enable_gradient_checkpointing is actor.recompute here"),
@@ -120,9 +124,18 @@ def test_a_name_that_others_chose_is_let_alone():
         (["--output_dir"], "--output_dir: not an option; write run_dir=VALUE"),
         (["--nodes", "2"], "--nodes: not an option here; `hybridflow launch slurm` and `hybridflow plan job` take it"),
         (["--nothing"], "unrecognized arguments: --nothing"),
+        (["--config"], "--config: not an option here; give the recipe alone, without an option"),
     ],
 )
 def test_options_of_others_are_answered_with_keys(words, says, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", "quickstart", *words])
+    assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--account=nlp", "--gpus"])
+def test_options_of_sbatch_are_answered_with_their_place(option, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["launch", "slurm", "quickstart", option])
+    says = f"{option.partition('=')[0]}: not an option here; options of sbatch go into the site settings"
     assert ended.value.code == 2 and says in capsys.readouterr().err

@@ -130,15 +130,13 @@ class Mover:
         coordinator = self.world.coordinator(ranks)
         report = self._report(move, source, destination)
         reports = dict(zip(ranks, coordinator.gather(report, describe(move)), strict=True))
-        shares = [reports[source_mesh.output_ranks(dp)[0]]["source"] for dp in range(source_mesh.layout.dp)]
+        shares = [reports[rank]["source"] for rank in source_mesh.speakers]
         table = [_array(share["ids"]) for share in shares]
         everything, _ = _by_id(table)
         if bool((everything[1:] == everything[:-1]).any()):
             raise DataError(f"{describe(move)}: a sample id is in two replicas of {move.source}; ids must be distinct")
         common = _common(move, shares)
-        known = [
-            reports[destination_mesh.output_ranks(dp)[0]]["destination"] for dp in range(destination_mesh.layout.dp)
-        ]
+        known = [reports[rank]["destination"] for rank in destination_mesh.speakers]
         wanted = self._assign(everything, known, shares)
         transfers = plan_transfers(table, wanted, source_mesh, destination_mesh)
 

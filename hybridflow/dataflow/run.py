@@ -151,7 +151,7 @@ class Executor:
         if call.source:
             # New samples hide those of before, wherever this rank held them.
             scope.clear()
-        if self.world.rank not in mesh.output_ranks(mesh.coordinate(self.world.rank).dp):
+        if not mesh.has_outputs(self.world.rank):
             return
         written = () if result is None else tuple(result.columns)
         if set(written) != set(call.writes):

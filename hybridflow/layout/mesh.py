@@ -130,13 +130,26 @@ class DeviceMesh:
         """Return all ranks of one data-parallel replica of the model, in mesh order."""
         return tuple(rank for rank in self.ranks if self._coordinates[rank].dp == dp)
 
+    def replica_of(self, rank: int) -> tuple[int, ...]:
+        """Return all ranks of the replica that a global rank has a part of, in mesh order."""
+        return self.replica(self.coordinate(rank).dp)
+
     def output_ranks(self, dp: int) -> tuple[int, ...]:
         """Return the ranks of a replica that own the model's outputs: those of the last pipeline stage."""
         last = self.layout.pp - 1
         return tuple(rank for rank in self.replica(dp) if self._coordinates[rank].pp == last)
 
+    def has_outputs(self, rank: int) -> bool:
+        """Return whether a global rank of the mesh owns its replica's outputs."""
+        return self.coordinate(rank).pp == self.layout.pp - 1
+
+    @property
+    def speakers(self) -> tuple[int, ...]:
+        """Return the first of the ranks that own each replica's outputs."""
+        return tuple(self.output_ranks(dp)[0] for dp in range(self.layout.dp))
+
     def speaks(self, rank: int) -> bool:
-        """Return whether a global rank is the first of those that own its replica's outputs."""
+        """Return whether a global rank is one of the ``speakers``."""
         return rank in self and self.output_ranks(self.coordinate(rank).dp)[0] == rank
 
     def node(self, rank: int) -> int:

@@ -23,7 +23,7 @@ class Claims:
         everyone = world.coordinator(mesh.ranks)
         # The store may be older than this start of the job.
         token = everyone.decide("the name of a counter", secrets.token_hex(8) if everyone.is_lead else None)
-        self._replica = world.coordinator(mesh.replica(mesh.coordinate(world.rank).dp))
+        self._replica = world.coordinator(mesh.replica_of(world.rank))
         self._store = world.new_store(f"dealing/{token}") if self._replica.is_lead else None
         self._number = 0
 

@@ -35,8 +35,7 @@ def measure_conversations(job: Job, found: Sequence[Conversation], num_learned: 
     share = [num_learned, len(found), sum(each.num_turns for each in found), len(errors), errors[:1]]
     # Each replica has its own samples, and its first rank tells of them.
     shares = job.world.coordinator(mesh.ranks).gather(share, "conversations")
-    firsts = [mesh.group_of(each, "tp", "pp")[0] for each in mesh.group_of(job.world.rank, "dp")]
-    sample_stats: list[list[Any]] = [shares[mesh.ranks.index(each)] for each in firsts]
+    sample_stats: list[list[Any]] = [shares[mesh.ranks.index(mesh.replica(dp)[0])] for dp in range(mesh.layout.dp)]
     *counts, failures = zip(*sample_stats, strict=True)
     num_learned, num_samples, num_turns, num_failed = (sum(each) for each in counts)
     if num_failed and num_failed == num_learned:

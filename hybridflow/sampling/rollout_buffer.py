@@ -36,8 +36,8 @@ class RolloutBuffer(Role):
 
     def put(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Keep the samples of a step that is still to come."""
-        is_output_rank = self._job.world.rank in self._mesh.output_ranks(self._mesh.coordinate(self._job.world.rank).dp)
-        self._buffer.put(_Waiting(asked(decided)["step"], batch if is_output_rank else None))
+        has_outputs = self._mesh.has_outputs(self._job.world.rank)
+        self._buffer.put(_Waiting(asked(decided)["step"], batch if has_outputs else None))
 
     def take(self, batch: Batch, decided: Mapping[str, Any]) -> Batch | None:
         """Return the samples of this step. A source of all columns that ``put`` was given.
@@ -70,7 +70,7 @@ def measure_staleness(job: Job, behind: list[int]) -> dict[str, float]:
     shares = job.world.coordinator(mesh.ranks).gather(behind, "versions of the weights")
     # A replica may have several holders, with the same samples each.
     by_rank = dict(zip(mesh.ranks, shares, strict=True))
-    told = [number for dp in range(mesh.layout.dp) for number in by_rank[mesh.output_ranks(dp)[0]]]
+    told = [number for rank in mesh.speakers for number in by_rank[rank]]
     if not told:
         return {}
     return {"rollout/staleness_mean": sum(told) / len(told), "rollout/staleness_max": float(max(told))}

@@ -110,7 +110,7 @@ class RolloutLog:
         if not names or not requests:
             return {}
         mesh = self._job.meshes["actor.rollout"]
-        replica = self._job.world.coordinator(mesh.group_of(self._rank, "tp", "pp"))
+        replica = self._job.world.coordinator(mesh.replica_of(self._rank))
         found = None
         if replica.is_lead:
             packed = map(pack_response, self._read(names, self._header(step, _sha256(prompts)), requests))

@@ -90,7 +90,7 @@ class Rollouts:
         self._replay = None if replayed is None else Replay(Path(replayed))
         self._conversations: Environments | None = None
         if job.recipe.rollout.environment is not None:
-            replica = job.world.coordinator(self._mesh.group_of(job.world.rank, "tp", "pp"))
+            replica = job.world.coordinator(self._mesh.replica_of(job.world.rank))
             self._conversations = Environments(job.recipe.rollout.environment, job.tokenizer, replica)
 
     def sample(

@@ -134,7 +134,7 @@ def place_model(arguments: argparse.Namespace, world: World) -> Placed:
         mesh=mesh,
         engine=engine,
         tokenizer=tokenizer,
-        replica=world.coordinator(mesh.group_of(world.rank, "tp", "pp")),
+        replica=world.coordinator(mesh.replica_of(world.rank)),
         everyone=everyone,
         is_reporter=mesh.speaks(world.rank),
     )

@@ -202,7 +202,7 @@ class Trainer(Role):
         self._rollouts = RolloutLog(job, start.token, start.fingerprint, self._start)
         rollouts, rollout = self.roles.actor.rollouts, plan.meshes["actor.rollout"]
         if rollouts is not None:
-            replica = job.world.coordinator(rollout.replica(rollout.coordinate(job.world.rank).dp))
+            replica = job.world.coordinator(rollout.replica_of(job.world.rank))
             rollouts.log, rollouts.is_stopping = self._rollouts, lambda: stopping.agree(replica)
 
     def run(self) -> bool:

@@ -78,7 +78,8 @@ GSM8K = {"question": "How much is 24 + 48?", "answer": "24+48 = <<24+48=72>>72 i
 
 def write_models(folder: Path) -> None:
     """Put the directories of these models, and data of a few rows, where shipped recipes and the docs look for them."""
-    for name, config in (*CONFIGS.items(), ("llama", CONFIGS["Llama-3.1-8B-Instruct"])):
+    others = {"llama": CONFIGS["Llama-3.1-8B-Instruct"], "sums": CONFIGS["Qwen2.5-0.5B-Instruct"]}
+    for name, config in {**CONFIGS, **others}.items():
         write_config(folder / "models" / name, config)
     (folder / "data").mkdir()
     for name in ("train", "held_out"):

@@ -74,9 +74,9 @@ def find_environment(name: str) -> Callable[[], Environment]:
     found: Callable[[], Environment] = find_plugin(name, BUILT_IN, key="rollout.environment.name", kind="Class")
     missing = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
     if not callable(found) or missing:
+        lacks = f"has no {' and no '.join(missing)}" if missing else "is no class"
         raise ConfigError(
-            f"rollout.environment.name={name!r}: found {type(found).__name__} {found!r:.60}; give a class with "
-            "reset(prompt, answer) and step(response)"
+            f"rollout.environment.name={name!r}: {lacks}; give a class with reset(prompt, answer) and step(response)"
         )
     return found
 

@@ -185,6 +185,10 @@ FAILS = {
         ["rollout.environment.name={module}:Odd"],
         "environment '{module}:Odd' ({module}.py:10) on train.jsonl:1: TypeError: Odd.reset() takes 2 positional",
     ),
+    "an environment without a method": (
+        ["rollout.environment.name={module}:Half"],
+        "rollout.environment.name='{module}:Half': has no step; give a class with reset(prompt, answer) and step(resp",
+    ),
     "no callback": (["metrics.callbacks=['gone:f']"], "metrics.callbacks='gone:f': ModuleNotFoundError"),
     "its parameters": (["reward.function={module}:two"], "{module}.py:3 two(level) does not ask for the response"),
     "what it returns": (["reward.function={module}:text"], "{module}.py:5) on train.jsonl:1"),
@@ -205,6 +209,8 @@ WRONG = """
     def reset(self, prompt): return None
     def step(self, response): return "", int(response), True
 \nclass Even(Odd):
+    def reset(self, prompt, answer): return None
+\nclass Half:
     def reset(self, prompt, answer): return None
 \ndef silent(response, answer): return 1.0 if response else None
 """

@@ -166,7 +166,7 @@ def _filling_nodes(recipe: Recipe, site: Site, arguments: argparse.Namespace) ->
     return replace(filled, cluster=replace(filled.cluster, ranks_per_node=per_node), defaults=settled)
 
 
-def try_job(recipe: Recipe, folder: Path, site: Site) -> list[str]:
+def try_job(recipe: Recipe, folder: Path, site: Site) -> tuple[list[str], list[str]]:
     """Try what a job needs beside its nodes, on this machine: container image, files, first rows, rewards.
 
     Args:
@@ -175,7 +175,8 @@ def try_job(recipe: Recipe, folder: Path, site: Site) -> list[str]:
         site: The cluster.
 
     Returns:
-        Warnings of what is not here and may be in the job: in its container, or after its modules and setup.
+        What was found, as of ``try_inputs``, and warnings of what is not here and may be in the job: in its container,
+        or after its modules and setup.
 
     Raises:
         HybridflowError: The job would fail; says why.
@@ -183,12 +184,11 @@ def try_job(recipe: Recipe, folder: Path, site: Site) -> list[str]:
     check_image(site)
     try:
         check_inputs(recipe, folder)
-        try_inputs(recipe, is_node=False)
+        return try_inputs(recipe, is_node=False), []
     except HybridflowError as error:
         if not _may_be_there(error, site):
             raise
-        return [f"not checked, since the job's environment is another one: {error}"]
-    return []
+        return [], [f"not checked, since the job's environment is another one: {error}"]
 
 
 def missing_files(recipe: Recipe, folder: Path, site: Site) -> list[str]:

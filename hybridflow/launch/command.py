@@ -167,13 +167,16 @@ def _slurm(arguments: argparse.Namespace) -> int:
     job = as_kept(job, folder, with_code=not arguments.installed)
     text = render_batch(job)
     beside = find_recipe(arguments.recipe).parent
+    found: list[str] = []
     if arguments.dry_run:
         _see_modules()
-        _warn(try_job(recipe, beside, site))
+        found, warnings = try_job(recipe, beside, site)
     else:
-        _warn(missing_files(recipe, beside, site))
+        warnings = missing_files(recipe, beside, site)
+    _warn(warnings)
     if arguments.prints or arguments.dry_run:
         print(text, end="")
+        _print_found(found)
         return DONE
     write_snapshot(
         folder,
@@ -215,6 +218,12 @@ def try_here(recipe: Recipe, *, resume: bool) -> list[str]:
     try_run_dir(recipe, resume=resume)
     _see_modules()
     return try_inputs(recipe)
+
+
+def _print_found(found: Sequence[str]) -> None:
+    """Print what a dry run found, as comments behind the shell's lines."""
+    for line in found:
+        print(f"# {line}")
 
 
 def _see_modules() -> None:
@@ -264,14 +273,14 @@ def _local(arguments: argparse.Namespace) -> int:
         return train_here(recipe, arguments)
     recipe, arguments.overrides = settle_layouts(recipe, arguments)
     plan_job(recipe)
-    if arguments.dry_run:
-        try_here(recipe, resume=arguments.resume)
+    found = try_here(recipe, resume=arguments.resume) if arguments.dry_run else []
     ranks, threads = recipe.cluster.ranks, recipe.cluster.threads_per_rank
     for rank in range(ranks):
         # A free port is found when they start.
         variables = local_environment(rank, ranks, threads, port=29500)
         words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
         print(" ".join(words), shlex.join([sys.executable, "-m", "hybridflow", *_train_words(arguments)]))
+    _print_found(found)
     return DONE
 
 
@@ -282,10 +291,10 @@ def _mpi(arguments: argparse.Namespace) -> int:
     if not arguments.prints:
         check_inputs(recipe, find_recipe(arguments.recipe).parent)
     command = mpi_command(_train_words(arguments), recipe.cluster.ranks, arguments.hostfile)
-    if arguments.dry_run:
-        try_here(recipe, resume=arguments.resume)
+    found = try_here(recipe, resume=arguments.resume) if arguments.dry_run else []
     if arguments.prints or arguments.dry_run:
         print(shlex.join(command))
+        _print_found(found)
         return DONE
     if shutil.which("mpirun") is None:
         raise ConfigError("no mpirun on this machine; install MPI, or use `hybridflow launch local`")

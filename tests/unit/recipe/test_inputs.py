@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import socket
 import sys
 from pathlib import Path
@@ -373,4 +374,8 @@ def test_packages_of_the_container_are_not_asked_for_here(folders, capsys):
     for where in ("local", "mpi"):
         assert cli.main(["launch", where, str(there / "own.yaml"), f"reward.function={name}:score", "--dry-run"]) == 2
         assert cli.main(["launch", where, str(there / "own.yaml"), "--dry-run"]) == 0
-        assert "-m hybridflow train" in capsys.readouterr().out
+        assert re.search(
+            r"-m hybridflow train .*\n# data\.train: .*train\.jsonl:1 can be read\n", capsys.readouterr().out
+        )
+    assert cli.main(["launch", "slurm", str(there / "own.yaml"), "--dry-run", "--site", "plain.yaml"]) == 0
+    assert re.search(r"\n# data\.train: .*train\.jsonl:1 can be read\n", capsys.readouterr().out)

@@ -155,12 +155,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         strangers = rest
     if strangers and arguments.recipe is not None:
         _answer_with_key(parser, strangers[0], arguments.words)
+    name = strangers[0].partition("=")[0] if strangers else ""
+    if name in _AXES and "layout" in arguments:
+        parser.error(f"{name}: not an option here; give --layout, such as --layout tp2")
     if strangers:
         parser.error(f"unrecognized arguments: {' '.join(strangers)}")
     arguments.overrides = [*arguments.overrides, *rest]
     return arguments
 
 
+_AXES = {f"--{name}" for axis in ("tensor", "pipeline", "data") for name in (f"{axis[0]}p", f"{axis}-parallel-size")}
 _OPTIONS_ELSEWHERE = {
     "--config": "give the recipe alone, without an option",
     "--resume": "a job of `hybridflow launch slurm` always resumes",

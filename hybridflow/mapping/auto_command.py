@@ -32,7 +32,7 @@ def add_auto(plans: Any, flow_of: Callable[[Recipe], Flow]) -> None:
         epilog=_EXAMPLES,
     )
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file, or the name of a shipped recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="overrides of the recipe")
     number = parser.add_mutually_exclusive_group()
     number.add_argument(
         "--nodes", type=count, metavar="N", help="nodes, of 8 GPUs unless cluster.ranks_per_node says otherwise"

@@ -418,7 +418,7 @@ def find_other_name(key: str) -> OtherName | None:
     return _found("verl", (alike or ends)[0]) if ends else None
 
 
-_FIRST = ("trainer.", "actor.", "rollout.")
+_FIRST = ("cluster.", "trainer.", "actor.", "rollout.")
 """Where a key lies that several sections have and that a person gave without its section."""
 
 

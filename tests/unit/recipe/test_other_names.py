@@ -121,6 +121,7 @@ def test_a_name_that_others_chose_is_let_alone():
         (["--learning-rate", "3"], "--learning-rate: not an option; write actor.optimizer.lr=3"),
         (["--num_generations=4"], "--num_generations: not an option; write rollout.group_size=4"),
         (["--trainer.steps", "3"], "--trainer.steps: not an option; write trainer.steps=3"),
+        (["--ranks", "8"], "--ranks: not an option; write cluster.ranks=8"),
         (["--output_dir"], "--output_dir: not an option; write run_dir=VALUE"),
         (["--nodes", "2"], "--nodes: not an option here; `hybridflow launch slurm` and `hybridflow plan job` take it"),
         (["--nothing"], "unrecognized arguments: --nothing"),
@@ -131,6 +132,22 @@ def test_options_of_others_are_answered_with_keys(words, says, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", "quickstart", *words])
     assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--tp=2", "--tensor-parallel-size=2", "--pp=2"])
+def test_axes_are_answered_with_the_layout(option, capsys):
+    for words in (["serve", "--model", "m"], ["convert", "m", "out", "--to", "megatron"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*words, option])
+        says = f"{option.partition('=')[0]}: not an option here; give --layout, such as --layout tp2"
+        assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["train"], ["plan", "job"], ["plan", "auto"]])
+def test_no_command_requires_overrides(words, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(words)
+    assert "required: recipe\n" in capsys.readouterr().err.lower()
 
 
 @pytest.mark.parametrize("option", ["--account=nlp", "--gpus"])

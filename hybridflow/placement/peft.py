@@ -16,7 +16,7 @@ from hybridflow.families.assets import to_json
 from hybridflow.families.config_json import Described, describe
 from hybridflow.families.hub_cache import hub_name
 from hybridflow.families.vision import has_vision
-from hybridflow.models.adapters import factor_spec
+from hybridflow.models.adapters import MODULES, factor_spec
 from hybridflow.placement.job import Job
 from hybridflow.placement.placed_model import PlacedModel
 from hybridflow.placement.user_objects import has_weights, in_memory_assets, runs_in_transformers
@@ -49,12 +49,14 @@ def check_targets(job: Job) -> None:
     if lora is None or not has_weights(job, "actor") or runs_in_transformers(job, "actor"):
         return
     found = described(job)
-    known = dict.fromkeys(module.hf.rpartition(".")[2] for module in adapters.linear_modules(found))
+    names = dict.fromkeys(module.hf.rpartition(".")[2] for module in adapters.linear_modules(found))
+    known = [name for name in names if name in MODULES]
     strangers = [target for target in lora.targets if target not in known]
     if strangers:
         raise ConfigError(
-            f"actor.lora.targets: {', '.join(strangers)}: no layers of {found.family.name}, which has "
-            f"{', '.join(known)}; name some of these"
+            f"actor.lora.targets: {', '.join(strangers)}: no layers of {found.family.name} that have adapters here, "
+            f"which are {', '.join(known)}; name some of these, or set model.implementation to transformers, where any "
+            "linear layer has one"
         )
 
 

@@ -175,7 +175,7 @@ def test_adapters_of_another_shape_scale_or_family_are_refused(whole: Path, fold
         (dict(path=path, alpha=8.0), ConfigError, ["set actor.lora.alpha to 6"]),
         (dict(path=path, targets=["q_proj"]), CheckpointError, ["expected no such tensor", "targets=q_proj"]),
         (dict(path=str(folder / "causal")), ConfigError, ["expected a LoRA adapter, found a model"]),
-        (dict(targets=["qkv_proj"]), ConfigError, ["no layers of qwen2", "q_proj, k_proj"]),
+        (dict(targets=["qkv_proj"]), ConfigError, ["no layers of qwen2", "down_proj; name some", "implementation"]),
     ]
 
     def refused(world: Any) -> None:

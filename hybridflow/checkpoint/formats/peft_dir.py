@@ -106,7 +106,8 @@ class PeftSource(Source):
                 raise CheckpointError(
                     f"{path / WEIGHTS}: {key} goes with no linear module of the base, a {base.family.name} of "
                     f"{base.model.num_layers} layers; expected keys like {next(iter(by_key))}: give the base that the "
-                    "adapter was trained on, or save the adapter with save_embedding_layers=False"
+                    "adapter was trained on, save the adapter with save_embedding_layers=False, or, where the base has "
+                    "such a layer, merge the adapter with PEFT first"
                 )
             self._where[by_key[key].name] = key, by_key[key]
         entries = {name: self._entry(key, factor) for name, (key, factor) in self._where.items()}

@@ -31,6 +31,11 @@ CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "all": ("llama", DENSE, {}),
     "some": ("llama", {"q_proj": 4, "down_proj": 4, "lm_head": 4}, {"use_rslora": True}),
     "fused": ("phi3", PHI3, {"lora_alpha": 3}),
+    "linear attention": (
+        "qwen3_5_text",
+        dict.fromkeys(["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "k_proj"], 4),
+        {},
+    ),
     "normalised": ("qwen3", {"v_proj": 4, "up_proj": 4}, {}),
     "head": ("reward", {"q_proj": 4, "score": 4}, {}),
     "whole head": ("reward", {"q_proj": 4}, {"modules_to_save": ["classifier", "score"]}),
@@ -297,6 +302,16 @@ def test_factors_that_do_not_fit_are_named(change, words, tmp_path):
         with pytest.raises(CheckpointError) as caught:
             read()
         assert words in str(caught.value) and "adapter_model.safetensors" in str(caught.value)
+
+
+@pytest.mark.parametrize(("family", "layer"), [("qwen3_next", "in_proj_qkvz"), ("gemma", "lm_head")])
+def test_adapters_on_layers_that_have_none_here_are_refused_with_a_way_out(family, layer, tmp_path):
+    """Of fused projections of linear attention, and of an output layer that is the embedding."""
+    model = make_model(family)
+    model.save_pretrained(tmp_path / "base")
+    make_adapter(tmp_path / "adapter", model, {layer: 4}, {"base_model_name_or_path": str(tmp_path / "base")})
+    with pytest.raises(CheckpointError, match=f"{layer}.lora_A.*no linear module of the base.*merge .* with PEFT"):
+        open_source(tmp_path / "adapter")
 
 
 def test_adapter_of_another_base_is_refused(tmp_path):

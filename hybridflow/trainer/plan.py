@@ -155,7 +155,8 @@ def placement_warnings(meshes: Mapping[str, DeviceMesh], hosts: Sequence[str] = 
 def transformers_note(recipe: Recipe) -> tuple[str, ...]:
     """Describe in words which models run in ``transformers``, if any do."""
     names = ", ".join(transformers_meshes(recipe))
-    return (f"{names}: run in transformers, whole on each rank; memory is estimated from config.json",) if names else ()
+    told = "run in transformers, whole on each rank; memory beyond the weights in their files is estimated"
+    return (f"{names}: {told}",) if names else ()
 
 
 def plan_job(recipe: Recipe, step: Step | None = None) -> JobPlan:

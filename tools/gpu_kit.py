@@ -271,15 +271,18 @@ class Running:
         out, log = ((self._folder / name).read_text(encoding="utf-8", errors="replace") for name in ("out", "log"))
         shutil.rmtree(self._folder, ignore_errors=True)
         told = [line for line in log.splitlines() if line.strip()] or ["nothing was printed"]
-        if status is None:
-            return "out of time", f"after {self._deadline_s:.0f} s: {told[-1]}", seconds, {}, log
-        if status:
-            return "failed", f"exit status {status}: {told[-1]}", seconds, {}, log
         try:
             found = json.loads(out.splitlines()[-1])
-            return "passed" if found["passed"] else "failed", found["result"], seconds, found["figures"], log
+            text, figures, missing = found["result"], found["figures"], None
         except (ValueError, IndexError, KeyError) as error:
-            return "failed", f"printed no result as its last line: {error}", seconds, {}, log
+            text, figures, missing = told[-1], {}, error
+        if status is None:
+            return "out of time", f"after {self._deadline_s:.0f} s: {text}", seconds, figures, log
+        if status:
+            return "failed", f"exit status {status}: {told[-1]}", seconds, figures, log
+        if missing is not None:
+            return "failed", f"printed no result as its last line: {missing}", seconds, {}, log
+        return "passed" if found["passed"] else "failed", text, seconds, figures, log
 
     def end(self) -> None:
         """End it, and what it has started."""

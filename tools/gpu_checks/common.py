@@ -69,7 +69,7 @@ def score(prompt: str, response: str, answer: str) -> float:
 
 
 def run(main: Callable[[str, bool], dict[str, Any]]) -> None:
-    """Run a check in this process, and print its result as the last line.
+    """Run a check in this process, and tell its result.
 
     Args:
         main: Takes the check's argument, and whether it is to use toy sizes; returns what ``result`` makes.
@@ -80,6 +80,11 @@ def run(main: Callable[[str, bool], dict[str, Any]]) -> None:
         found = main(*words or [""], len(words) < len(sys.argv) - 1)
     except CheckError as error:
         sys.exit(f"error: {error}")
+    tell(found)
+
+
+def tell(found: Mapping[str, Any]) -> None:
+    """Print a result as a line, the result so far also: the last line counts, whenever the check is ended."""
     print(json.dumps(found), flush=True)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from gpu_checks.common import CheckError, build, make_world, result, run
+from gpu_checks.common import CheckError, build, make_world, result, run, tell
 
 _SHAPE = {
     "vocab_size": 61,
@@ -33,6 +36,24 @@ _GATED_EXPERTS = {
 }
 SPECIAL: dict[str, dict[str, Any]] = {
     "llama": {},
+    "qwen3_5_text": _LINEAR,
+    "qwen2_moe": _GATED_EXPERTS,
+    "glm4_moe_lite": {
+        **{"kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14},
+        **{"n_routed_experts": 8, "num_experts_per_tok": 3, "num_key_value_heads": 4, "moe_intermediate_size": 24},
+    },
+    "seed_oss": {"head_dim": 32},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "rotary_dim": 16},
+    "smollm3": {"no_rope_layer_interval": 2, "tie_word_embeddings": True},
+    "olmo3": {"head_dim": 32, "sliding_window": 8},
+    "glm4_moe": {
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},
+        **{"attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 1},
+    },
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "ernie4_5": {"head_dim": 32, "tie_word_embeddings": True},
+    "qwen3_next": {**_LINEAR, **_GATED_EXPERTS},
+    "qwen3_5_moe_text": {**_LINEAR, **_GATED_EXPERTS},
     "qwen2": {"tie_word_embeddings": True},
     "gemma2": {
         "head_dim": 32,
@@ -43,10 +64,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
-    "seed_oss": {"head_dim": 32},
-    "qwen2_moe": _GATED_EXPERTS,
     "qwen3": {"head_dim": 32},
-    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "rotary_dim": 16},
     "mistral": {"sliding_window": 8},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "phi3": {"pad_token_id": 0, "sliding_window": 12},
@@ -59,96 +77,127 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "glm": {"head_dim": 32},
     "glm4": {"head_dim": 32},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8},
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "olmo2": {"head_dim": 32},
-    "olmo3": {"head_dim": 32, "sliding_window": 8},
-    "qwen3_5_text": _LINEAR,
-    "qwen3_5_moe_text": {**_LINEAR, **_GATED_EXPERTS},
-    "qwen3_next": {**_LINEAR, **_GATED_EXPERTS},
-    "smollm3": {"no_rope_layer_interval": 2, "tie_word_embeddings": True},
-    "glm4_moe": {
-        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},
-        **{"attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 1},
-    },
     "deepseek_v3": {
         **{"kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14},
         **{"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "n_shared_experts": 1},
         **{"num_key_value_heads": 4, "moe_intermediate_size": 24, "first_k_dense_replace": 1},
     },
-    "ernie4_5": {"head_dim": 32, "tie_word_embeddings": True},
-    "glm4_moe_lite": {
-        **{"kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14},
-        **{"n_routed_experts": 8, "num_experts_per_tok": 3, "num_key_value_heads": 4, "moe_intermediate_size": 24},
-    },
     "gemma": {"head_dim": 32, "tie_word_embeddings": True},
 }
-"""Keys of ``config.json`` in which a family differs, those first that differ most."""
+"""Keys of ``config.json`` in which a family differs, those first that ran last on a GPU, or never."""
 
 _BOUNDS = {"log-probabilities": 1e-4, "gradients": 1e-3, "weights": 1e-4, "text log-probabilities": 1e-4, "texts": 0}
 
 
 def main(argument: str, is_dry: bool) -> dict[str, Any]:
-    """Compute everything here and, at the same time, in a process that sees no GPU; compare."""
-    from safetensors.torch import load_file
-
+    """Compute everything here and, at the same time, in a process that sees no GPU; compare family by family."""
     if argument:
-        _compute_all(argument)
+        for family, found in _compute_all():
+            _save(found, Path(argument, family))
         return {}
-    command = [sys.executable, "-m", "gpu_checks.families", "cpu.safetensors"]
+    Path("cpu").mkdir()
+    command = [sys.executable, "-m", "gpu_checks.families", "cpu"]
+    apart: dict[str, dict[str, float]] = {}
     with subprocess.Popen(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, stdout=sys.stderr) as reference:
-        _compute_all("gpu.safetensors")
-    if reference.returncode:
-        raise CheckError("the CPU's process failed; the log says why")
-    ours, theirs = load_file("gpu.safetensors"), load_file("cpu.safetensors")
-    apart = {family: dict.fromkeys(_BOUNDS, 0.0) for family in SPECIAL}
-    failed = {family for family in SPECIAL if not _names(ours, family) == _names(theirs, family) != set()}
-    for name, value in ours.items():
-        family, kind, _ = name.split("|")
-        if family in failed:
-            continue
-        if kind == "texts":
-            apart[family][kind] += float(value.tolist() != theirs[name].tolist())
-        else:
-            gap = (value - theirs[name]).abs().max()
-            gap = gap / theirs[name].abs().max().clamp(min=1e-6) if kind == "gradients" else gap
-            # A difference that is not a number is the largest.
-            apart[family][kind] = max(apart[family][kind], float(gap.nan_to_num(float("inf"))))
+        for family, found in _compute_all():
+            apart[family] = _differences(found, _load(Path("cpu", family), reference))
+            # What is known if time runs out.
+            tell(_result(apart))
+    return _result(apart)
+
+
+def _result(apart: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """Return the result of some families, from their differences by kind; a family without any has failed."""
+    failed, left = [family for family in apart if not apart[family]], [each for each in SPECIAL if each not in apart]
     bounds = {
-        f"{family}: difference of {kind}": (apart[family][kind], "<=", bound)
-        for family in SPECIAL
+        f"{family}: difference of {kind}": (found[kind], "<=", bound)
+        for family, found in apart.items()
         for kind, bound in _BOUNDS.items()
+        if found
     }
     bounds["families that failed"] = (len(failed), "<=", 0)
-    worst = {kind: max(each[kind] for each in apart.values()) for kind in _BOUNDS}
+    bounds["families"] = (len(apart), ">=", len(SPECIAL))
+    worst = {kind: max((found[kind] for found in apart.values() if found), default=math.inf) for kind in _BOUNDS}
     text = ", ".join(f"{kind} {value:.2g}" for kind, value in worst.items())
-    text = f"largest differences over {len(SPECIAL) - len(failed)} families: {text}"
-    return result("; ".join([text, *(f"{family} failed: see the log" for family in failed)]), bounds, apart)
+    text = f"largest differences over {len(apart) - len(failed)} families: {text}"
+    reasons = [f"{family} failed: see the log" for family in failed]
+    reasons += [f"not reached: {', '.join(left)}"] * bool(left)
+    return result("; ".join([text, *reasons]), bounds, apart)
 
 
-def _names(found: Mapping[str, Any], family: str) -> set[str]:
-    return {name for name in found if name.startswith(f"{family}|")}
+def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the largest difference of each kind; nothing if one of the two has failed."""
+    if not ours or ours.keys() != theirs.keys():
+        return {}
+    apart = dict.fromkeys(_BOUNDS, 0.0)
+    for name, value in ours.items():
+        kind = name.split("|")[0]
+        if kind == "texts":
+            apart[kind] += float(value.tolist() != theirs[name].tolist())
+            continue
+        if value.shape != theirs[name].shape:
+            # Of texts of unequal lengths.
+            apart[kind] = math.inf
+            continue
+        gap = (value - theirs[name]).abs().max()
+        gap = gap / theirs[name].abs().max().clamp(min=1e-6) if kind == "gradients" else gap
+        # A difference that is not a number is the largest.
+        apart[kind] = max(apart[kind], float(gap.nan_to_num(float("inf"))))
+    return apart
 
 
-def _compute_all(path: str) -> None:
-    import torch
+def _save(found: Mapping[str, Any], path: Path) -> None:
     from safetensors.torch import save_file
 
+    unfinished = path.with_name(f"{path.name}.tmp")
+    save_file(dict(found), unfinished)
+    unfinished.replace(path)
+
+
+def _load(path: Path, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """Return what a process computed, as soon as it has."""
+    from safetensors.torch import load_file
+
+    is_over = False
+    while not path.is_file():
+        if is_over:
+            raise CheckError("the CPU's process failed; the log says why")
+        # It may write this last of all.
+        is_over = process.poll() is not None
+        time.sleep(0.02)
+    found: dict[str, Any] = load_file(path)
+    return found
+
+
+def model_of(family: str) -> Any:
+    """Return the small model of a family."""
     from hybridflow.families.config_json import read_config
+    from hybridflow.families.tables import FAMILIES
+
+    values = {"model_type": family, "architectures": [FAMILIES[family].causal], **_SHAPE, **SPECIAL[family]}
+    return read_config(values, where=family).model
+
+
+def _compute_all() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each family, and by kind and name what is to be equal; nothing of one that fails."""
+    import torch
+
     from hybridflow.families.tables import FAMILIES
 
     if SPECIAL.keys() != FAMILIES.keys():
         raise CheckError(f"families without settings here: {sorted(FAMILIES.keys() ^ SPECIAL.keys())}")
     torch.set_num_threads(1)
-    world, found = make_world(), {}
-    for family, special in SPECIAL.items():
-        values = {"model_type": family, "architectures": [FAMILIES[family].causal], **_SHAPE, **special}
+    world = make_world()
+    for family in SPECIAL:
         print(f"{family} on {world.device}", file=sys.stderr, flush=True)
+        found: dict[str, Any] = {}
         try:
-            values = _compute(world, read_config(values, where=family).model)
-            found |= {f"{family}|{name}": value.detach().cpu().contiguous() for name, value in values.items()}
+            values = _compute(world, model_of(family))
+            found = {name: value.detach().cpu().contiguous() for name, value in values.items()}
         except Exception:  # the other families tell more
             traceback.print_exc()
-    save_file(found, path)
+        yield family, found
 
 
 def _compute(world: Any, model: Any) -> dict[str, Any]:

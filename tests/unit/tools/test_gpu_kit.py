@@ -100,6 +100,16 @@ def test_results_are_there_after_each_check(tmp_path, monkeypatch):
     assert list(json.loads(results(tmp_path)["bad"]["result"])) == ["good"]
 
 
+def test_a_check_out_of_time_has_told_what_it_knew(tmp_path):
+    so_far = (
+        'import json; print(json.dumps({"passed": False, "result": "two of nine", "figures": {"x": 2}}), flush=True)'
+    )
+    (tmp_path / "check_hanging.py").write_text(f"{so_far}\n{PROGRAMS['hanging']}")
+    assert run(tmp_path, "--only", "hanging") == 1
+    row = results(tmp_path)["hanging"]
+    assert (row["status"], row["result"], row["figures"]) == ("out of time", "after 3 s: two of nine", {"x": 2})
+
+
 def test_no_check_is_started_when_time_is_nearly_used(tmp_path):
     assert run(tmp_path, "--deadline", "5") == 1
     assert {row["status"] for row in results(tmp_path).values()} == {"not run"}

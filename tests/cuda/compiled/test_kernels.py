@@ -25,6 +25,8 @@ GEMMA2_9B = dict(head=256, groups=8, sharers=2, hidden=3584, ffn=14336)
 PHI3_MINI = dict(head=96, groups=32, sharers=1, hidden=3072, ffn=8192)
 QWEN3_235B = dict(head=128, groups=4, sharers=16, hidden=4096, ffn=1536)
 LLAMA3_70B = dict(head=128, groups=8, sharers=8, hidden=8192, ffn=28672)
+SEED_OSS = dict(head=128, groups=8, sharers=10, hidden=5120, ffn=27648)
+GPT_OSS = dict(head=64, groups=8, sharers=8, hidden=2880, ffn=2880)
 LLAMA3_1B = dict(head=64, groups=8, sharers=4, hidden=2048, ffn=8192)
 
 
@@ -152,6 +154,9 @@ MORE = {
     "Phi 3, a prefill": lambda: attend_in_cache(BF16, PHI3_MINI, has_tiles=True),
     "Qwen 3 235B, a step": lambda: attend_in_cache(BF16, QWEN3_235B, has_tiles=False),
     "Qwen 3 235B, a prefill": lambda: attend_in_cache(BF16, QWEN3_235B, has_tiles=True),
+    "Seed-OSS, a step": lambda: attend_in_cache(BF16, SEED_OSS, has_tiles=False, is_special=False),
+    "Seed-OSS, a prefill": lambda: attend_in_cache(BF16, SEED_OSS, has_tiles=True, is_special=False),
+    "GPT-OSS, training": lambda: train(BF16, GPT_OSS),
     "1B, a prefill": lambda: attend_in_cache(BF16, LLAMA3_1B, has_tiles=True),
     "7B in fp32, a prefill": lambda: attend_in_cache(FP32, QWEN2_7B, has_tiles=True),
     "Gemma 2 in fp32, a step": lambda: attend_in_cache(FP32, GEMMA2_9B, has_tiles=False),

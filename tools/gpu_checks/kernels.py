@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import traceback
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from gpu_checks.common import find_device, make_world, relative_gap, result, run, runs_kernels
+from gpu_checks.common import find_device, make_world, relative_gap, result, run, runs_kernels, tell
 
 _BF16, _FP32 = 2.0**-6, 1e-4
 """Largest difference over the largest value: of what is rounded to bf16 a few times, and of sums in fp32."""
@@ -35,6 +36,13 @@ def main(argument: str, is_dry: bool) -> dict[str, Any]:
         except Exception:  # the others tell more
             traceback.print_exc()
             apart[f"{check.__name__}, which failed"] = (math.inf, 0.0)
+        # What is known if time runs out.
+        tell(_result(apart))
+    return _result(apart)
+
+
+def _result(apart: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
+    """Return the result of some kernels, from the difference of each and its bound."""
     bounds = {f"difference of {name}": (gap, "<=", bound) for name, (gap, bound) in apart.items()}
     text = ", ".join(f"{name} {gap:.2g}" for name, (gap, _) in apart.items())
     return result(f"largest relative differences: {text}", bounds, {name: gap for name, (gap, _) in apart.items()})

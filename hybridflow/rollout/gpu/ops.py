@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridflow.models import layer_kernels
 from hybridflow.rollout.blocks import BLOCK_TOKENS
-from hybridflow.rollout.gpu import edit_kernels, expert_kernels, kernels, sampling_kernels
+from hybridflow.rollout.gpu import delta_kernels, edit_kernels, expert_kernels, kernels, sampling_kernels
 
 PART_COLUMNS = 4096
 """Columns of the logits that a program reads."""
@@ -138,6 +138,40 @@ def combine(context: Tensor, partial: Tensor, sums: Tensor) -> None:
         PARTS=_power(len(partial)),
         WIDTH=_power(head),
         num_warps=2,
+    )
+
+
+@_operator(mutates=("context",))
+def delta_step(
+    context: Tensor,
+    mixed: Tensor,
+    conv: Tensor,
+    bias: Tensor,
+    log: Tensor,
+    norm: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    layer: int,
+    key_size: int,
+    eps: float,
+) -> None:
+    rows, key_heads, sharers, value = context.shape
+    keys, taps = _power(key_size), conv.shape[1]
+    delta_kernels.delta_step[(rows, key_heads)](
+        *(context, mixed, conv, bias, log, norm, states, slots, positions, layer, eps),
+        KEY_HEADS=key_heads,
+        SHARERS=sharers,
+        KEY=key_size,
+        VALUE=value,
+        TAPS=taps,
+        KEYS=keys,
+        # A thread has 32 elements of a block, and reads as many ahead.
+        BLOCK=min(_power(value), max(4096 // keys, 1)),
+        WINDOW=_power(taps),
+        HEADS=_power(sharers),
+        VALUES=_power(value),
+        num_warps=4,
     )
 
 

@@ -75,6 +75,16 @@ def around_attention(dtype, shape, vocabulary):
     )
 
 
+def linear_attention(dtype, key_heads, sharers, key, value):
+    """Launch the step of linear attention."""
+    rows, of_rows = 4, longs(4)
+    channels = key_heads * (2 * key + sharers * value)
+    mixed = torch.zeros(rows, channels + key_heads * sharers * (value + 2), dtype=dtype)
+    context, conv = (torch.zeros(shape, dtype=dtype) for shape in ((rows, key_heads, sharers, value), (channels, 4)))
+    heads, norm = torch.zeros(key_heads * sharers, dtype=dtype), torch.zeros(value, dtype=dtype)
+    ops.delta_step(context, mixed, conv, heads, heads, norm, longs(2, 2), of_rows, of_rows, 0, key, 1e-6)
+
+
 def experts(dtype, tokens, *, is_gelu=False):
     """Launch the kernels of 128 experts, of which each token has 8."""
     pairs = 8 * tokens
@@ -144,6 +154,7 @@ CASES = {
     "Gemma 2, a prefill": lambda: attend_in_cache(BF16, GEMMA2_9B, has_tiles=True),
     "Gemma 2, around attention": lambda: around_attention(BF16, GEMMA2_9B, 256000),
     "Gemma 2, edited logits": lambda: edited(BF16, 256000),
+    "Qwen 3.5, a step of linear attention": lambda: linear_attention(BF16, 16, 2, 128, 128),
     "experts, a step": lambda: experts(BF16, 64),
     "experts, a prefill": lambda: experts(BF16, 2048),
     "log-probabilities": lambda: log_probs(BF16, 152064),
@@ -160,6 +171,8 @@ MORE = {
     "1B, a prefill": lambda: attend_in_cache(BF16, LLAMA3_1B, has_tiles=True),
     "7B in fp32, a prefill": lambda: attend_in_cache(FP32, QWEN2_7B, has_tiles=True),
     "Gemma 2 in fp32, a step": lambda: attend_in_cache(FP32, GEMMA2_9B, has_tiles=False),
+    "four value heads for a key head, a step of linear attention": lambda: linear_attention(BF16, 2, 4, 128, 128),
+    "linear attention in fp32, a step": lambda: linear_attention(FP32, 16, 2, 128, 128),
     "experts with GELU, a small prefill": lambda: experts(BF16, 512, is_gelu=True),
     "experts in fp32, a prefill": lambda: experts(FP32, 2048),
     "70B in fp32, between the products of training": lambda: between_products(FP32, LLAMA3_70B),

@@ -10,8 +10,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, rms_norm, silu, softplus
+from triton.runtime.interpreter import InterpreterBuilder
 
+from hybridflow.models.delta_rule import Recurrence, State, recur
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.gpu import ops
 from hybridflow.rollout.gpu.cache import tiles_of
@@ -248,6 +250,126 @@ def test_rows_are_cut_into_tiles_of_one_sequence():
     first, counts = tiles_of(np.array([4, 4, 4, 4, 4, 7, 2, 2]), 2).tolist()
     assert (first, counts) == ([0, 2, 4, 5, 6], [2, 2, 1, 1, 2])
     assert tiles_of(np.array([], np.int64), 2).shape == (2, 0)
+
+
+@dataclass
+class Linear:
+    """Linear attention of two layers whose states held NaN, in seven slots, with random weights."""
+
+    key_heads: int
+    sharers: int
+    key: int
+    value: int
+    taps: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        values = self.sharers * self.value
+        self.parts = [self.key, self.key, values, values, self.sharers, self.sharers]
+        self.channels = self.key_heads * (2 * self.key + values)
+        self.heads = self.key_heads * self.sharers
+        self.inputs = torch.full((2, 7, self.taps - 1, self.channels), torch.nan)
+        self.matrices = torch.full((2, 7, self.heads, self.key, self.value), torch.nan)
+        both = zip(self.inputs, self.matrices, strict=True)
+        self.addresses = torch.tensor([[each.data_ptr() for each in layer] for layer in both])
+        self.conv, self.norm = self.random(self.channels, self.taps), self.random(self.value)
+        self.bias, self.log = self.random(self.heads), self.random(self.heads)
+
+    def random(self, *shape: int) -> Tensor:
+        return random(*shape, dtype=self.dtype, seed=sum(shape))
+
+    def rows(self, count: int, seed: int) -> Tensor:
+        return random(count, self.key_heads * sum(self.parts), dtype=self.dtype, seed=seed)
+
+    def step(self, mixed: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """Return what the kernel gives with the states of layer 1, ``[rows, value_heads, value]``."""
+        context = torch.full((len(mixed), self.key_heads, self.sharers, self.value), torch.nan, dtype=self.dtype)
+        weights = self.conv, self.bias, self.log, self.norm
+        ops.delta_step(context, mixed, *weights, self.addresses, slots, positions, 1, self.key, 1e-3)
+        return context.flatten(1, 2)
+
+    def expected(self, mixed: Tensor, before: State) -> tuple[Tensor, State]:
+        """Return what a token of each of some sequences gives, by operators of torch."""
+        grouped = mixed.unflatten(1, (self.key_heads, -1)).split(self.parts, dim=2)
+        gate, beta, decay = (each.flatten(1) for each in grouped[3:])
+        channels = torch.cat([each.flatten(1) for each in grouped[:3]], dim=1)
+        conv = torch.cat([each.flatten(0, 1) for each in self.conv.unflatten(0, (self.key_heads, -1)).split(
+            self.parts[:3], dim=1)])  # fmt: skip
+        decay = -self.log.float().exp() * softplus(decay.float() + self.bias.float())
+        recurrence = Recurrence(conv, self.key_heads, self.heads, self.key, self.value)
+        given = (each[:, None] for each in (channels, decay, beta.sigmoid()))
+        found, after = recur(*given, recurrence, before)
+        normed = rms_norm(found[:, 0].float(), (self.value,), eps=1e-3).to(self.dtype)
+        return self.norm * normed * silu(gate.float()).view(normed.shape), after
+
+
+LINEAR_SHAPES = [
+    pytest.param(2, 3, 5, 7, 4, id="odd widths"),
+    pytest.param(1, 1, 16, 16, 2, id="one head"),
+    pytest.param(3, 2, 4, 5, 4, id="a rank's three heads"),
+    pytest.param(1, 2, 128, 80, 3, id="several blocks of columns"),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("key_heads", "sharers", "key", "value", "taps"), LINEAR_SHAPES)
+def test_a_step_of_linear_attention_takes_the_state_of_its_slot_on(key_heads, sharers, key, value, taps, dtype):
+    linear = Linear(key_heads, sharers, key, value, taps, dtype)
+    inputs, matrices = linear.inputs[1], linear.matrices[1]
+    begun = 4
+    inputs[begun], matrices[begun] = random(*inputs.shape[1:]), random(*matrices.shape[1:], seed=2)
+    # One has begun, one begins where another has left NaN; rows of padding name slots that are live, and one
+    # that is not.
+    slots, first = torch.tensor([begun, 2, begun, 2, 5]), torch.tensor([9, 0, -1, -1, -1])
+    state = State(inputs[[begun, 2]].clone(), matrices[[begun, 2]].clone())
+    for each in state:
+        each[1] = 0
+    for step in range(3):
+        mixed = linear.rows(5, seed=step)
+        found = linear.step(mixed, slots, torch.where(first < 0, first, first + step))
+        wanted, state = linear.expected(mixed[:2], state)
+        close(found[:2], wanted, dtype, steps=16)
+        assert not found[2:].any()
+        for kept, expected in ((inputs, state.inputs), (matrices, state.matrix)):
+            # The interpreter cuts what is rounded to bf16.
+            close(kept[[begun, 2]], expected, dtype, steps=8)
+    # A single row.
+    wanted, _ = linear.expected(mixed[:1], State(*(each[:1] for each in state)))
+    close(linear.step(mixed[:1], slots[:1], torch.tensor([20])), wanted, dtype, steps=16)
+    assert all(each[1, [0, 1, 3, 5, 6]].isnan().all() for each in (linear.inputs, linear.matrices))
+    assert linear.inputs[0].isnan().all() and linear.matrices[0].isnan().all()
+
+
+def test_a_step_of_linear_attention_reads_and_writes_each_number_of_its_states_once(monkeypatch):
+    linear = Linear(2, 2, 128, 70, 4, FP32)
+    memory = linear.inputs, linear.matrices
+    for each in memory:
+        each.zero_()
+    counts = {kind: [torch.zeros(each.shape, dtype=torch.int32) for each in memory] for kind in ("load", "store")}
+
+    def note(kind: str, places: np.ndarray, is_there: np.ndarray) -> None:
+        for states, count in zip(memory, counts[kind], strict=True):
+            at = (places[is_there.astype(bool)].astype(np.int64) - states.data_ptr()) // 4
+            at = torch.from_numpy(at[(at >= 0) & (at < states.numel())])
+            count.view(-1).index_add_(0, at, torch.ones_like(at, dtype=torch.int32))
+
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def noted_load(self, places, mask, *rest):
+        note("load", places.data, mask.data)
+        return load(self, places, mask, *rest)
+
+    def noted_store(self, places, value, mask, *rest):
+        note("store", places.data, mask.data)
+        return store(self, places, value, mask, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", noted_load)
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", noted_store)
+    linear.step(linear.rows(3, seed=1), torch.tensor([3, 6, 0]), torch.tensor([1, 0, -1]))
+    for kind, slots in (("load", {3}), ("store", {3, 6})):
+        for count in counts[kind]:
+            assert [int(count[1, slot].min()) for slot in range(7)] == [int(slot in slots) for slot in range(7)]
+            assert int(count.max()) == 1 and not count[0].any()
 
 
 def sampled(logits: Tensor, keys: Tensor, lengths: Tensor | None, temperatures: Tensor, quiet: Tensor, num_real: int):

@@ -7,12 +7,14 @@ import re
 from pathlib import Path
 
 from hybridflow.families.assets import CONFIG
+from hybridflow.shipped import shipped
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _REVISION = re.compile(r"[0-9a-f]{40}")
 _LOCAL = ("checkpoints", "models", "out", "runs")
 """Directories of models: what stands below them is a path, not a name of the hub."""
 
+_FETCHES = re.compile(r"^#   (hf download \S+ .*--local-dir (\S+))$", re.MULTILINE)
 _FOLDER, _SNAPSHOTS = "models--", "snapshots"
 
 
@@ -51,14 +53,24 @@ def cache_folder() -> Path:
 
 def download_hint(path: str) -> str:
     """Return how to get a model that is not there, if the path may be a name of the hub; else empty."""
-    return f"; `hf download {path}` puts a model of that name into the cache" if _may_be_name(path) else ""
+    hint = f"; `hf download {path}` puts a model of that name into the cache"
+    return hint if _may_be_name(path) else _shipped_hint(path)
 
 
 def data_set_hint(path: str) -> str:
     """Return how to get a data set that is not there, if the path may be a name of the hub; else empty."""
     if not _may_be_name(path) or os.path.splitext(path)[1]:
-        return ""
+        return _shipped_hint(path)
     return f"; `hf download {path} --repo-type dataset --local-dir {path}` fetches a data set of that name"
+
+
+def _shipped_hint(path: str) -> str:
+    """Return the command of a shipped recipe's first lines that fetches what it names; empty: none does."""
+    for recipe in sorted(shipped("launch/recipes").glob("*.yaml")):
+        for command, folder in _FETCHES.findall(recipe.read_text(encoding="utf-8")):
+            if path == folder or path.startswith(f"{folder}/"):
+                return f"; `{command}` fetches it"
+    return ""
 
 
 def _may_be_name(path: str) -> bool:

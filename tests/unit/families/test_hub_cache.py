@@ -8,7 +8,7 @@ from hybridflow import cli
 from hybridflow.api.roles import split_model
 from hybridflow.checkpoint.formats.peft_dir import base_of
 from hybridflow.errors import ConfigError, MissingFileError
-from hybridflow.families.hub_cache import download_hint, find_model, hub_name, model_name
+from hybridflow.families.hub_cache import data_set_hint, download_hint, find_model, hub_name, model_name
 from hybridflow.recipe.load import load_recipe
 from tests.support.recipes import write_config
 
@@ -69,6 +69,11 @@ def test_a_path_of_this_machine_is_not_to_be_downloaded(snapshot, tmp_path):
     assert "hf download Org/Other" in download_hint("Org/Other")
     (tmp_path / "here/Org").mkdir()
     assert download_hint("Org/Other") == download_hint("models/llama") == ""
+    # What a shipped recipe names is fetched by the command at its head.
+    model, data = "models/Qwen2.5-0.5B-Instruct", "data/gsm8k/main/train-*.parquet"
+    assert download_hint(model) == f"; `hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir {model}` fetches it"
+    says = "; `hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k` fetches it"
+    assert data_set_hint(data) == says and data_set_hint("data/train.jsonl") == ""
 
 
 def test_a_recipe_takes_the_name(snapshot):

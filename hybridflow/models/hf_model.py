@@ -20,6 +20,7 @@ from hybridflow.families.assets import CONFIG, read_json, to_json
 from hybridflow.families.family import ROUTER_BIASES
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.vision import language_model, vision_model
+from hybridflow.families.weight_files import read_shapes
 from hybridflow.models.adapters import is_factor
 from hybridflow.models.user_model import ActorModel, CriticModel
 from hybridflow.reshard.views import DTYPE_NAMES, TORCH_DTYPES
@@ -392,8 +393,12 @@ def _say_what_is_tied(config: Any, folder: Path) -> None:
     that reads none would have another model.
     """
     values = read_json(folder / CONFIG)
-    if "tie_word_embeddings" not in values and vision_model(values) is not None:
-        config.tie_word_embeddings = language_model(values)["tie_word_embeddings"]
+    if "tie_word_embeddings" in values or vision_model(values) is None:
+        return
+    with contextlib.suppress(CheckpointError):
+        if not any(name.endswith("lm_head.weight") for name in read_shapes(folder)):
+            return
+    config.tie_word_embeddings = language_model(values)["tie_word_embeddings"]
 
 
 def _check_tied(module: Any, folder: Path) -> None:

@@ -122,10 +122,16 @@ def _fill(module: nn.Module, path: Path) -> None:
     """Read a module's tensors from a model directory of ours; a new value head stays as it is.
 
     Raises:
-        CheckpointError: A tensor is missing or has another shape.
+        CheckpointError: A tensor is missing or has another shape, or the module has no place for one.
     """
-    source = open_model(path)
-    for name, tensor in Uncut(module).tensors():
+    source, held = open_model(path), dict(Uncut(module).tensors())
+    strangers = [name for name in source.tensors if name not in held]
+    if strangers and isinstance(module, TransformersActor):
+        raise CheckpointError(
+            f"{path}: {strangers[0]}: the {type(module.inner).__name__} of its config.json has no such tensor; is "
+            "tie_word_embeddings what it was in training?"
+        )
+    for name, tensor in held.items():
         entry = source.tensors.get(name)
         if entry is None and name == VALUE_HEAD:
             continue

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hybridflow import cli
 from hybridflow.api.hybrid_actor import HybridActor
+from hybridflow.checkpoint.formats.in_memory import library_assets
 from hybridflow.checkpoint.model_dir import ModelDir
 from hybridflow.errors import CheckpointError, ConfigError, LayoutError
 from hybridflow.families.model import ModelConfig
@@ -26,6 +27,7 @@ from hybridflow.models.hf_model import copy_model, make_actor, make_critic
 from hybridflow.models.layers import transformer_layers
 from hybridflow.models.microbatch import pack
 from hybridflow.parallel.world import World
+from hybridflow.placement.library_models import _fill
 from hybridflow.recipe.load import recipe_from_dict
 from hybridflow.recipe.meshes import role_meshes
 from hybridflow.rollout.engines.hf_engine import HFEngine
@@ -442,6 +444,11 @@ def check_export(folder: Path, capsys: Any) -> None:
         ["a stablelm that runs in transformers", "write hf"],
         ConfigError,
     )
+    # A config.json that ties what was two is not believed.
+    write_model(folder / "tied", "StableLm", **{**FAMILIES["StableLm"], "tie_word_embeddings": True})
+    other = make_actor(folder / "tied", settings(folder / "tied"), filling="later")
+    says = ["lm_head.weight: the StableLmForCausalLM", "has no such tensor", "tie_word_embeddings"]
+    complains(lambda: _fill(other, folder / "whole/checkpoints/step_000002/actor"), says, CheckpointError)
     # The next run begins where this one ended, from the checkpoint as from the export.
     from_ours = recipe(folder, "grpo", "next", "whole/checkpoints/step_000002/actor")
     (found,) = run_ranks(begins_with, 1, from_ours)
@@ -777,6 +784,18 @@ def test_every_rank_has_the_same_parameters_whoever_reads_the_weights(tmp_path):
     found = [make_actor(tmp_path / "mistral", model, filling=filling) for filling in ("read", "later", "never")]
     names = [[name for name, _ in each.named_parameters()] for each in found]
     assert names[0] == names[1] == names[2] and "lm_head.weight" in names[0]
+    # In memory, too, its config says that they are tied, and its weights that they are not.
+    given = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "mistral")
+    assert given.config.tie_word_embeddings
+    assert json.loads(library_assets(given)[1]["config.json"])["tie_word_embeddings"] is False
+    # Where the files have no output layer, they are.
+    given.lm_head.weight = given.get_input_embeddings().weight
+    given.save_pretrained(tmp_path / "tied")
+    assert json.loads(library_assets(given)[1]["config.json"])["tie_word_embeddings"] is True
+    edit_json(tmp_path / "tied/config.json", tie_word_embeddings=None)
+    for filling in ("read", "later"):
+        made = make_actor(tmp_path / "tied", model, filling=filling)
+        assert "lm_head.weight" not in dict(made.named_parameters())
     write_model(tmp_path / "StableLm", "StableLm")
     edit_json(tmp_path / "StableLm/config.json", tie_word_embeddings=True)
     complains(

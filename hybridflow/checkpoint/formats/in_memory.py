@@ -174,6 +174,10 @@ def _config(model: Any) -> dict[str, Any]:
             f"{name}: overrides forward of {kind.__name__}, which is what would be computed here; give the "
             f"{kind.__name__} itself, or wrap yours in a class of your own (docs/extend.md)"
         )
+    head = model.get_output_embeddings() if values.get("tie_word_embeddings") else None
+    if head is not None and head.weight is not model.get_input_embeddings().weight:
+        # As of Mistral Small 3.1: transformers takes them to be tied, and finds in the files that they are not.
+        values["tie_word_embeddings"] = False
     dtype = next(parameter.dtype for parameter in model.parameters())
     values = {key: value for key, value in values.items() if key not in ("dtype", "torch_dtype")}
     architecture = name if has_code else kind.__name__

@@ -37,6 +37,11 @@ _GATED_EXPERTS = {
 SPECIAL: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3_5_text": _LINEAR,
+    "gemma4_text": {
+        **{"head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        **{"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0},
+        **{"sliding_window": 8, "final_logit_softcapping": 4.0, "tie_word_embeddings": True},
+    },
     "qwen2_moe": _GATED_EXPERTS,
     "glm4_moe_lite": {
         **{"kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14},
@@ -69,11 +74,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "phi3": {"pad_token_id": 0, "sliding_window": 12},
     "gemma3_text": {"head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 2, "tie_word_embeddings": True},
-    "gemma4_text": {
-        **{"head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
-        **{"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0},
-        **{"sliding_window": 8, "final_logit_softcapping": 4.0, "tie_word_embeddings": True},
-    },
     "glm": {"head_dim": 32},
     "glm4": {"head_dim": 32},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8},

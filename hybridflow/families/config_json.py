@@ -137,6 +137,12 @@ def _mixture(family: Family, given: Mapping[str, Any], model: dict[str, Any], wh
         found["num_dense_layers"] = model["num_dense_layers"]
     if given.get("n_shared_experts"):
         found["shared_ffn_hidden_size"] = given["n_shared_experts"] * model["ffn_hidden_size"]
+    if "enable_moe_block" in family.defaults:
+        if given.get("enable_moe_block"):
+            found |= {"ffn_hidden_size": given["moe_intermediate_size"], "expert_norms": True}
+            found["shared_ffn_hidden_size"] = model["ffn_hidden_size"]
+        else:
+            found |= {"num_experts": None, "experts_per_token": 2}
     if model.get("num_dense_layers") == 0:
         found["dense_ffn_hidden_size"] = None
     if model.get("router_groups") == 1:
@@ -668,6 +674,15 @@ def _written_mixture(family: Family, model: ModelConfig) -> dict[str, Any]:
     if "mlp_layer_types" in family.defaults:
         sparse = model.num_layers - model.num_dense_layers
         config["mlp_layer_types"] = ["dense"] * model.num_dense_layers + ["sparse"] * sparse
+    if "enable_moe_block" in family.defaults:
+        config["enable_moe_block"] = model.num_experts is not None
+        if model.num_experts is None:
+            config["top_k_experts"] = None
+        else:
+            config |= {
+                "intermediate_size": model.shared_ffn_hidden_size,
+                "moe_intermediate_size": model.ffn_hidden_size,
+            }
     if "n_group" in family.keys and model.router_groups is None:
         config |= {"n_group": 1, "topk_group": 1}
     if family.further_layers is not None:

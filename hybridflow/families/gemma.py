@@ -97,6 +97,29 @@ GEMMA3_TEXT = Family(
     rules=(*_SANDWICHED, *QK_NORM),
 )
 
+_MLP, _HF_MLP, _HF_NORM = f"{_LAYER}.mlp", f"{_HF_LAYER}.mlp", "feedforward_layernorm"
+_EXPERTS = (
+    Rule(logical=f"{_MLP}.router.weight", hf=(f"{_HF_LAYER}.router.proj.weight",)),
+    Rule(logical=f"{_MLP}.router.scale", hf=(f"{_HF_LAYER}.router.scale",)),
+    Rule(logical=f"{_MLP}.router.expert_scale", hf=(f"{_HF_LAYER}.router.per_expert_scale",)),
+    Rule(
+        logical=f"{_MLP}.experts.{{expert}}.linear_fc1.weight",
+        hf=(f"{_HF_LAYER}.experts.gate_up_proj",),
+        form="halves",
+    ),
+    Rule(logical=f"{_MLP}.experts.{{expert}}.linear_fc2.weight", hf=(f"{_HF_LAYER}.experts.down_proj",)),
+    Rule(
+        logical=f"{_MLP}.shared_experts.linear_fc1.weight",
+        hf=(f"{_HF_MLP}.gate_proj.weight", f"{_HF_MLP}.up_proj.weight"),
+        form="stack",
+    ),
+    Rule(logical=f"{_MLP}.shared_experts.linear_fc2.weight", hf=(f"{_HF_MLP}.down_proj.weight",)),
+    Rule(logical=f"{_MLP}.shared_input_layernorm.weight", hf=(f"{_HF_LAYER}.pre_{_HF_NORM}.weight",)),
+    Rule(logical=f"{_MLP}.shared_output_layernorm.weight", hf=(f"{_HF_LAYER}.post_{_HF_NORM}_1.weight",)),
+    Rule(logical=f"{_MLP}.routed_input_layernorm.weight", hf=(f"{_HF_LAYER}.pre_{_HF_NORM}_2.weight",)),
+    Rule(logical=f"{_MLP}.routed_output_layernorm.weight", hf=(f"{_HF_LAYER}.post_{_HF_NORM}_2.weight",)),
+)
+
 GEMMA4_TEXT = Family(
     name="gemma4_text",
     causal="Gemma4ForCausalLM",
@@ -107,6 +130,8 @@ GEMMA4_TEXT = Family(
         "global_head_dim": "global_head_dim",
         "num_global_key_value_heads": "global_query_groups",
         "attention_k_eq_v": "keys_as_values",
+        "num_experts": "num_experts",
+        "top_k_experts": "experts_per_token",
     },
     defaults={
         **_DEFAULTS,
@@ -118,6 +143,7 @@ GEMMA4_TEXT = Family(
         "num_global_key_value_heads": None,
         "attention_k_eq_v": False,
         "hidden_size_per_layer_input": 256,
+        "enable_moe_block": False,
         "rope_theta": 1e6,
         "rope_local_base_freq": 10000.0,
         "rope_parameters": {
@@ -135,13 +161,13 @@ GEMMA4_TEXT = Family(
         "use_bidirectional_attention": (None, "vision"),
         "hidden_size_per_layer_input": (0, None),
         "num_kv_shared_layers": (0,),
-        "enable_moe_block": (False,),
     },
     window="most_but_last",
     scalings=("proportional",),
     rules=(
         *_SANDWICHED,
         *QK_NORM,
+        *_EXPERTS,
         Rule(logical=f"{_LAYER}.layer_scalar", hf=(f"{_HF_LAYER}.layer_scalar",)),
     ),
 )

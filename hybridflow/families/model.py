@@ -125,6 +125,9 @@ class ModelConfig:
             shared expert.
         shared_expert_gate: Whether the shared expert's output is multiplied by the sigmoid of a learned product with
             its input, one number for each token.
+        expert_norms: Whether the routed experts and the shared expert each have norms before and behind them. Then the
+            router sees their input, normalized without a weight and multiplied by learned scales. A learned scale of
+            each expert multiplies its weight. It needs a shared expert and ``post_norms``.
         num_dense_layers: Layers from the first with a dense feed-forward block instead of experts.
         dense_ffn_hidden_size: Width inside the feed-forward block of these layers.
         router_groups: Equal groups of experts. A token goes to experts of its best ``router_groups_per_token`` groups,
@@ -200,6 +203,7 @@ class ModelConfig:
     router_bias: bool = False
     shared_ffn_hidden_size: Count | None = None
     shared_expert_gate: bool = False
+    expert_norms: bool = False
     num_dense_layers: Annotated[int, Bounds(low=0)] = 0
     dense_ffn_hidden_size: Count | None = None
     router_groups: Count | None = None
@@ -529,6 +533,7 @@ def _check_no_rope(model: ModelConfig, owner: str) -> None:
 
 _EXPERT_KEYS = {
     **{"router_score": "softmax", "router_bias": False, "shared_ffn_hidden_size": None, "shared_expert_gate": False},
+    "expert_norms": False,
     **{"num_dense_layers": 0, "dense_ffn_hidden_size": None, "routed_scaling": 1.0},
     **{"router_groups": None, "router_groups_per_token": None},
 }
@@ -550,6 +555,22 @@ def _check_experts(model: ModelConfig, owner: str) -> None:
             f"{owner}.{key}={getattr(model, key)} with {owner}.router_score='softmax' is not computed; only with "
             "'sigmoid' is: set router_score to sigmoid, or remove the key"
         )
+    if model.expert_norms:
+        needed = {
+            **{"router_score": "softmax", "normalized_experts": True, "shared_expert_gate": False, "pre_norms": True},
+            **{"post_norms": True, "num_dense_layers": 0, "linear_bias": False},
+        }
+        for key, value in needed.items():
+            if getattr(model, key) != value:
+                raise ConfigError(
+                    f"{owner}.expert_norms=true with {owner}.{key}={getattr(model, key)!r} is not computed; only "
+                    f"{value!r} is: change one"
+                )
+        if model.shared_ffn_hidden_size is None:
+            raise ConfigError(
+                f"{owner}.expert_norms=true without {owner}.shared_ffn_hidden_size is not computed; give the width of "
+                "the shared expert, or remove the first"
+            )
     if model.router_bias and model.router_score != "sigmoid":
         raise ConfigError(
             f"{owner}.router_bias=true with {owner}.router_score={model.router_score!r}: the bias is added to scores "

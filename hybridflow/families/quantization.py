@@ -72,7 +72,7 @@ def read_quantization(values: Mapping[str, Any], family: Family, *, where: str) 
             expected = ", ".join(repr(each) for each in allowed if each is not None)
             raise ConfigError(f"{where}: {_KEY}.{key}={value!r} is not read; expected {expected}: {_REMEDY}")
     if kind == "mxfp4":
-        if not any(rule.has_all_experts for rule in family.rules):
+        if not any(rule.form == "interleaved" for rule in family.rules):
             raise ConfigError(
                 f"{where}: {_KEY}.quant_method='mxfp4' is not read for {family.name}, only for gpt_oss: {_REMEDY}"
             )

@@ -268,12 +268,14 @@ def _norm_columns(model: ModelConfig) -> int:
     """Return what a layer's norms keep of a token, in elements, where a kernel fuses them as on a GPU.
 
     Inputs of the two blocks and of the norms before the blocks and behind them, ``2 h`` each. Norms around 1 compute in
-    fp32: each keeps its input so, and the blocks their inputs.
+    fp32: each keeps its input so, and the blocks their inputs. A router with scales keeps its input in fp32, and
+    scaled.
     """
-    before, behind = 2 * model.pre_norms, 2 * model.post_norms
+    before, behind = 2 * model.pre_norms + model.expert_norms, 2 * model.post_norms + 2 * model.expert_norms
+    router = 3 * model.expert_norms
     if model.zero_centered_norms and model.dtype != "fp32":
         return (2 * (before + behind) + before) * model.hidden_size
-    return (2 + before + behind) * model.hidden_size
+    return (2 + before + behind + router) * model.hidden_size
 
 
 def _head_norm_columns(model: ModelConfig, queries: int, keys: int) -> int:

@@ -33,8 +33,10 @@ from torch.nn.functional import pad
 
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.grouped import grouped_experts, is_grouped
+from hybridflow.models.norm import RmsNorm
 from hybridflow.models.pairs import collect, in_order, spread
 from hybridflow.models.router import ExpertRouter
+from hybridflow.models.shapes import EXPERT_NORMS
 from hybridflow.parallel.accelerators import adds_weight_gradients
 
 if not hasattr(moe_utils, "te_general_gemm"):
@@ -133,8 +135,13 @@ class ExpertLayer(BaseMoELayer):
 
     def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, None]:
         """Map ``[tokens, 1, hidden]`` to the same shape. Collective: tp, ep; ranks of ep may differ in tokens."""
+        first = self.attn_tp_group.rank() * len(hidden) if self.sequence_parallel else 0
+        output = self._routed(hidden, *self.router(hidden, first))
+        return output if self.shared_experts is None else output + self.shared_experts(hidden), None
+
+    def _routed(self, hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Return the outputs of each token's experts, weighted and summed, ``[tokens, 1, hidden]``."""
         flat, tp = hidden[:, 0], self.attn_tp_group
-        weights, chosen = self.router(hidden, tp.rank() * len(flat) if self.sequence_parallel else 0)
         if self._shares_tokens:
             # Each tensor-parallel rank has a part of these gradients and of the output.
             flat = copy_to_tensor_model_parallel_region(flat, group=tp)
@@ -145,8 +152,8 @@ class ExpertLayer(BaseMoELayer):
             output = _Join.apply(output, len(flat), tp)
         else:
             output = self._mix(flat, weights, chosen)
-        output = output[:, None]
-        return output if self.shared_experts is None else output + self.shared_experts(hidden), None
+        mixed: Tensor = output[:, None]
+        return mixed
 
     def _mix(self, hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Return the weighted sum of the experts' outputs, ``[tokens, hidden]``; with ``etp = tp`` this rank's part.
@@ -229,6 +236,23 @@ class ExpertLayer(BaseMoELayer):
             )
         pairs = in_order(order, weights.shape)
         return collect(self.experts(spread(hidden, pairs), counts, weights.flatten()[order])[0], pairs)
+
+
+class NormedExpertLayer(ExpertLayer):
+    """Experts and a shared expert with norms of their own, on an input that is not normalized; arguments as above."""
+
+    def __init__(self, config: TransformerConfig, *args: Any) -> None:
+        super().__init__(config, *args)
+        for name in EXPERT_NORMS:
+            self.add_module(name, RmsNorm(config, config.hidden_size, config.layernorm_epsilon))
+
+    def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, None]:
+        """Map as ``ExpertLayer.forward`` does."""
+        first = self.attn_tp_group.rank() * len(hidden) if self.sequence_parallel else 0
+        weights, chosen = self.router(hidden, first)
+        routed = self._routed(self.routed_input_layernorm(hidden), weights, chosen)
+        shared = self.shared_experts(self.shared_input_layernorm(hidden))
+        return self.shared_output_layernorm(shared) + self.routed_output_layernorm(routed), None
 
 
 def mixtures(transformer: nn.Module) -> list[ExpertLayer]:

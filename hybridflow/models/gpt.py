@@ -36,7 +36,7 @@ from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.attention import AttentionPlan, GroupedSelfAttention, PackedAttention, SdpaCoreAttention
 from hybridflow.models.cpu_linear import use_onednn
-from hybridflow.models.experts import ExpertLayer, RoutedLayer, mixtures
+from hybridflow.models.experts import ExpertLayer, NormedExpertLayer, RoutedLayer, mixtures
 from hybridflow.models.flops import ModelFlops, model_flops
 from hybridflow.models.fp8 import ALIGNED_TOKENS, check_device
 from hybridflow.models.gated import GatedMLP, gelu_tanh
@@ -398,7 +398,7 @@ def _is_common(model: ModelConfig) -> bool:
     is_other_gate = model.activation == "quick_gelu" or model.glu_clamp is not None or model.glu_offset != 0
     is_other = is_other_rotation or is_other_gate or model.linear_bias or model.attention_sinks
     is_other = is_other or model.kv_lora_rank is not None or model.attention_output_gate or bool(model.linear_layers)
-    is_other = is_other or model.has_global_heads or model.value_norm or model.layer_scalars
+    is_other = is_other or model.has_global_heads or model.value_norm or model.layer_scalars or model.expert_norms
     return model.pre_norms and not has_wide_norms and not is_other
 
 
@@ -450,6 +450,8 @@ def _block_spec(
         parts.input_layernorm = parts.pre_mlp_layernorm = norm if model.pre_norms else IdentityOp
         if has_head_norms:
             parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = norm
+    if model.expert_norms:
+        parts.pre_mlp_layernorm = IdentityOp
     specs = [_layer_spec(layer, model, index) for index in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm), experts
 
@@ -499,7 +501,8 @@ def _finish_layer(
         dense.ffn_hidden_size = width
         layer.mlp = GatedMLP(dense, _DENSE, ffn_hidden_size=width, tp_group=groups.tp)
     elif experts is not None:
-        layer.mlp = ExpertLayer(layer.config, experts, layer.layer_number, groups, model, device)
+        kind = NormedExpertLayer if model.expert_norms else ExpertLayer
+        layer.mlp = kind(layer.config, experts, layer.layer_number, groups, model, device)
     else:
         # megatron-core's layer builds its own class without a warning, and has no other place for ours.
         assert type(layer.mlp) is MLP, f"{type(layer.mlp)}: expected megatron-core's MLP"

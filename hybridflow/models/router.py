@@ -6,7 +6,8 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
 
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.routing import Routing
@@ -43,6 +44,9 @@ class ExpertRouter(TopKRouter):
         self.layer = layer
         self.routing = None
         self._model = model
+        if model.expert_norms:
+            self.scale = nn.Parameter(torch.empty(config.hidden_size, device=device))
+            self.expert_scale = nn.Parameter(torch.empty(config.num_moe_experts, device=device))
         if model.router_bias:
             # megatron-core registers it as None, or on the GPU wherever the model is.
             del self.expert_bias
@@ -63,13 +67,21 @@ class ExpertRouter(TopKRouter):
         Returns:
             Weights of the chosen experts, and their numbers in ascending order, ``[tokens, experts_per_token]`` each.
         """
-        logits = self.gating(hidden)[:, 0]
+        logits = self.gating(self._scaled(hidden))[:, 0]
         chosen = self.choose(self._scores(logits))
         if self.routing is None:
             return self._weights(logits, chosen), chosen
         chosen = self.routing.settle(self.layer, chosen, first)
         weights = self._weights(logits, chosen)
         return self.routing.observe(self.layer, logits, self._shares(logits), chosen, weights, first), chosen
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        """Return what the logits are a product of, ``[tokens, 1, hidden]``."""
+        if not self._model.expert_norms:
+            return hidden
+        normed = rms_norm(hidden.float(), hidden.shape[-1:], eps=self._model.norm_eps).to(hidden.dtype)
+        scaled: Tensor = normed * self.scale * hidden.shape[-1] ** -0.5
+        return scaled
 
     def _shares(self, logits: Tensor) -> Tensor:
         """Return scores of the experts that add up to 1, ``[tokens, experts]`` fp32."""
@@ -112,4 +124,6 @@ class ExpertRouter(TopKRouter):
             weights = logits.float().sigmoid().gather(1, chosen)
             if model.normalized_experts:
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        if model.expert_norms:
+            weights = weights * self.expert_scale[chosen]
         return (weights * model.routed_scaling).type_as(logits)

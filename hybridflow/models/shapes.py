@@ -26,6 +26,12 @@ DELTA_TOKENS = 4096
 LAYER_SCALAR, EXPERT_BIAS = "layer_scalar", "expert_bias"
 """Ends of the names of what belongs to the weights and is no parameter."""
 
+EXPERT_NORMS = (
+    *("shared_input_layernorm", "shared_output_layernorm"),
+    *("routed_input_layernorm", "routed_output_layernorm"),
+)
+"""Norms of the shared expert and of the routed ones, where they have their own."""
+
 ALIGNED_ROWS = 8
 """The rows of each expert begin at a multiple of it; see ``models.grouped``."""
 
@@ -176,7 +182,7 @@ def _linear_attention(prefix: str, model: ModelConfig, layer: int) -> Iterator[T
 
 def _feed_forward(model: ModelConfig, layer: int) -> Iterator[TensorSpec]:
     prefix, hidden, dtype = f"decoder.layers.{layer}.mlp", model.hidden_size, model.dtype
-    if model.pre_norms:
+    if model.pre_norms and not model.expert_norms:
         yield _whole(f"decoder.layers.{layer}.pre_mlp_layernorm.weight", (hidden,), dtype, layer)
     width = model.ffn_size(layer)
     if width is None:
@@ -194,6 +200,9 @@ def _mixture(prefix: str, model: ModelConfig, layer: int) -> Iterator[TensorSpec
     yield _whole(f"{prefix}.router.weight", (model.num_experts, hidden), dtype, layer)
     if model.linear_bias:
         yield _whole(f"{prefix}.router.bias", (model.num_experts,), dtype, layer)
+    if model.expert_norms:
+        yield _whole(f"{prefix}.router.scale", (hidden,), dtype, layer)
+        yield _whole(f"{prefix}.router.expert_scale", (model.num_experts,), dtype, layer)
     for index in range(model.num_experts):
         expert = index, model.num_experts
         yield from _gated(f"{prefix}.experts.{index}", model, model.ffn_hidden_size, layer, expert)
@@ -201,6 +210,8 @@ def _mixture(prefix: str, model: ModelConfig, layer: int) -> Iterator[TensorSpec
         yield _whole(f"{prefix}.shared_experts.gate_weight", (1, hidden), dtype, layer)
     if model.shared_ffn_hidden_size is not None:
         yield from _gated(f"{prefix}.shared_experts", model, model.shared_ffn_hidden_size, layer)
+    for name in EXPERT_NORMS if model.expert_norms else ():
+        yield _whole(f"{prefix}.{name}.weight", (hidden,), dtype, layer)
 
 
 def _gated(
@@ -314,6 +325,15 @@ _MODELS = {
         *(_GEMMA4, 60, 5376, 21504, 32, 16),
         global_query_groups=4,
         window_layers=tuple(layer for layer in range(60) if layer % 6 != 5),
+    ),
+    "gemma4-26b-a4b": _known(
+        *(_GEMMA4, 30, 2816, 704, 16, 8),
+        global_query_groups=2,
+        window_layers=tuple(layer for layer in range(30) if layer % 6 != 5),
+        num_experts=128,
+        experts_per_token=8,
+        shared_ffn_hidden_size=2112,
+        expert_norms=True,
     ),
     "olmo2-7b": _known(_OLMO2, 32, 4096, 11008, 32, 32),
     "olmo2-13b": _known(_OLMO2, 40, 5120, 13824, 40, 40),

@@ -228,7 +228,7 @@ def test_parameters_of_bf16_have_one_number_format_and_a_routers_bias_stays_exac
     [
         *(("Gemma3", "transformers"), ("Qwen3_5", "transformers"), ("Gemma3", "tp2"), ("Qwen3VL", "pp2")),
         *(pytest.param(name, "tp2", marks=pytest.mark.slow) for name in ("Qwen3_5", "Gemma4")),
-        pytest.param("Qwen3_5Moe", "ep2", marks=pytest.mark.slow),
+        *(pytest.param(name, "ep2", marks=pytest.mark.slow) for name in ("Qwen3_5Moe", "Gemma4")),
         pytest.param("Qwen2_5_VL", "cp2", marks=pytest.mark.slow),
         pytest.param("Mistral3", "pp2", marks=pytest.mark.slow),
         pytest.param("Glm4v", "tp2", marks=pytest.mark.slow),
@@ -238,7 +238,8 @@ def test_parameters_of_bf16_have_one_number_format_and_a_routers_bias_stays_exac
 )
 def test_a_model_that_sees_learns_from_text_and_is_exported_whole(tmp_path, name, how):
     """In ``transformers`` and by a table: the first log-probabilities are theirs, and what sees stays as it is."""
-    given = write_vision_model(tmp_path / name, name)
+    experts = dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=24)
+    given = write_vision_model(tmp_path / name, name, **(experts if (name, how) == ("Gemma4", "ep2") else {}))
     write_tokenizer(tmp_path / name)
     is_theirs = how == "transformers"
     ranks, layout = (1, {"dp": 1}) if is_theirs else (2, {"dp": 2, "ep": 2} if how == "ep2" else {how[:2]: 2})

@@ -74,7 +74,8 @@ class Case:
 
     @property
     def is_mixture(self) -> bool:
-        return any(word in self.config for word in ("Mixtral", "Moe", "Next", "GptOss", "Deepseek", "MiniMax", "Olmoe"))
+        words = ("Mixtral", "Moe", "Next", "GptOss", "Deepseek", "MiniMax", "Olmoe")
+        return any(word in self.config for word in words) or "enable_moe_block" in self.given
 
 
 def rope(kind: str, **other: Any) -> dict[str, Any]:
@@ -226,6 +227,11 @@ CASES = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
             },
         },
+        is_fast=False,
+    ),
+    "gemma4, experts": Case(
+        config="Gemma4Text",
+        given={**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
         is_fast=False,
     ),
     "glm": Case(
@@ -442,6 +448,7 @@ def their_answers(case: Case, folder: Path) -> Theirs:
 def by_our_names(described: Described, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Hugging Face's tensors as our logical ones, by the family's table; all of them."""
     model, ours, used = described.model, {}, set()
+    held = {tensor.name for tensor in model_spec(model).tensors}
     for layer in range(model.num_layers):
         for expert in range(model.num_experts or 1):
             for rule in described.family.rules:
@@ -452,6 +459,8 @@ def by_our_names(described: Described, tensors: dict[str, Tensor]) -> dict[str, 
                 if all(name in tensors for name in names):
                     used.update(names)
                     logical = rule.logical.format(layer=layer, expert=expert)
+                    if logical not in held:
+                        continue  # of the family's models without experts, or with them
                     parts = [tensors[name][expert] if rule.has_all_experts else tensors[name] for name in names]
                     ours[logical] = to_logical(rule.form, parts, own)
     assert used == set(tensors), f"not in the table: {sorted(set(tensors) - used)}"

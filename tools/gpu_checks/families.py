@@ -41,6 +41,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         **{"head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
         **{"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0},
         **{"sliding_window": 8, "final_logit_softcapping": 4.0, "tie_word_embeddings": True},
+        **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
     },
     "qwen2_moe": _GATED_EXPERTS,
     "glm4_moe_lite": {

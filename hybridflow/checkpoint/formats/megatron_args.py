@@ -239,7 +239,7 @@ def _check_written(model: ModelConfig) -> None:
         *("pre_norms", "post_norms", "qk_norm_over", "activation", "scaled_embeddings", "linear_bias", "glu_clamp"),
         *("glu_offset", "attention_sinks", "rotary_dim", "rotary_interleaved", "local_rotary_base", "attention_scale"),
         *("attention_softcap", "logit_softcap", "window_layers", "no_rope_layers"),
-        *("linear_layers", "attention_output_gate", "value_norm", "layer_scalars"),
+        *("linear_layers", "attention_output_gate", "value_norm", "layer_scalars", "expert_norms"),
         *("global_head_dim", "global_query_groups", "keys_as_values"),
     )
     strange = [name for name in names if getattr(model, name) != getattr(plain, name)]

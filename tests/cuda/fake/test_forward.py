@@ -68,12 +68,17 @@ def test_linear_attention_is_computed_on_the_device(monkeypatch):
     assert sum(count for each, count in launches.names.items() if each in ATTENTION) == 1
 
 
-def test_two_kinds_of_heads_are_computed_on_the_device(monkeypatch):
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_two_kinds_of_heads_are_computed_on_the_device(monkeypatch, has_experts):
     """Of Gemma 4, whose wide heads are half as wide here: torch has no kernel for more where there is no GPU."""
-    model = replace(family_model("gemma4_text"), head_dim=128, global_head_dim=256)
+    experts = dict(num_experts=128, experts_per_token=8, ffn_hidden_size=704, shared_ffn_hidden_size=2112)
+    changes = {**experts, "expert_norms": True} if has_experts else {}
+    model = replace(family_model("gemma4_text"), head_dim=128, global_head_dim=256, **changes)
     launches = log_probs_on_device(monkeypatch, model)
     assert sum(count for each, count in launches.names.items() if each in ATTENTION) == model.num_layers
-    assert sum(launches.names.values()) <= LAUNCHES_OF_TWO_KINDS * model.num_layers + 40, launches.names
+    most = LAUNCHES_OF_BOTH if has_experts else LAUNCHES_OF_TWO_KINDS
+    assert sum(launches.names.values()) <= most * model.num_layers + 40, launches.names
+    assert launches.names["_grouped_mm"] == (2 * model.num_layers if has_experts else 0)
 
 
 @pytest.mark.parametrize("is_replayed", [False, True])

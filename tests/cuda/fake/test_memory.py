@@ -24,6 +24,13 @@ from tests.cuda.fake.shapes import FAMILIES, family_model
         *((name, {}) for name in (*FAMILIES, "gemma4_text") if name != "gpt_oss"),
         # All without the window. Where there is no GPU, torch has no kernel for heads of 512.
         ("gemma4_text", {"window_layers": (), "head_dim": 128, "global_head_dim": 256}),
+        (
+            "gemma4_text",
+            {
+                **{"hidden_size": 2816, "num_attention_heads": 16, "num_query_groups": 8, "ffn_hidden_size": 704},
+                **{"num_experts": 128, "experts_per_token": 8, "shared_ffn_hidden_size": 2112, "expert_norms": True},
+            },
+        ),
     ],
 )
 def test_a_layer_keeps_what_is_planned(monkeypatch, name, changes):

@@ -26,6 +26,8 @@ LLAMA3 |= {"original_max_position_embeddings": 16, "rope_theta": 5e5}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 9.0, 27.0]}
 LONGROPE |= {"rope_theta": 1e4}
 
+GEMMA4_EXPERTS = dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=24)
+
 CASES = {family: (family, {}) for family in FAMILIES} | {
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
     "llama, all heads": ("llama", {"num_key_value_heads": 4, "rope_parameters": LLAMA3}),
@@ -35,6 +37,7 @@ CASES = {family: (family, {}) for family in FAMILIES} | {
         {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     ),
     "gemma, untied": ("gemma", {"tie_word_embeddings": False}),
+    "gemma4, experts": ("gemma4_text", GEMMA4_EXPERTS),
     "phi3, part of a head": (
         "phi3",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
@@ -80,7 +83,7 @@ def test_there_and_back_in_every_layout(case, tmp_path):
     family, other = CASES[case]
     made = make_model(family, **other)
     start = save(made, tmp_path / "start", **({"max_shard_size": "20KB"} if "tied" in case else {}))
-    layouts = LAYOUTS + (["tp2.dp2.ep2", "tp2.pp2.ep2.etp1"] if family in MIXTURES else [])
+    layouts = LAYOUTS + (["tp2.dp2.ep2", "tp2.pp2.ep2.etp1"] if family in MIXTURES or "experts" in case else [])
     before = start
     for layout in layouts:
         # From each layout to the next, so that every one is read as well.

@@ -85,6 +85,7 @@ SIZES = {
     "gemma-3-1b": (26, 1152, 6912, 4, 1, 32768, 262144),
     "gemma-3-27b": (62, 5376, 21504, 32, 16, 131072, 262208),
     "gemma-4-31B": (60, 5376, 21504, 32, 16, 262144, 262144),
+    "gemma-4-26B-A4B": (30, 2816, 2112, 16, 8, 262144, 262144),
     "glm-4-9b": (40, 4096, 13696, 32, 2, 131072, 151552),
     "GLM-4-32B-0414": (61, 6144, 23040, 48, 2, 32768, 151552),
     "OLMo-2-7B": (32, 4096, 11008, 32, 32, 4096, 100352),
@@ -297,6 +298,18 @@ REAL = {
         {
             **{**GEMMA4_MODEL, "global_query_groups": 4, "keys_as_values": True},
             "window_layers": tuple(layer for layer in range(60) if layer % 6 != 5),
+        },
+    ),
+    "gemma-4-26B-A4B": (
+        {
+            **{**GEMMA4, "num_global_key_value_heads": 2, "attention_k_eq_v": True, "enable_moe_block": True},
+            **{"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+        },
+        {
+            **{**GEMMA4_MODEL, "global_query_groups": 2, "keys_as_values": True, "num_experts": 128},
+            **{"experts_per_token": 8, "ffn_hidden_size": 704, "shared_ffn_hidden_size": 2112, "expert_norms": True},
+            "window_layers": tuple(layer for layer in range(30) if layer % 6 != 5),
         },
     ),
     "glm-4-9b": (
@@ -654,6 +667,12 @@ def models(draw, family):
     if "num_experts" in family.keys.values():
         values |= {"num_experts": draw(st.integers(2, 8)), "experts_per_token": 2}
         values.setdefault("normalized_experts", draw(st.booleans()))
+    if "enable_moe_block" in family.defaults:
+        has_experts = draw(st.booleans())
+        values["expert_norms"] = has_experts
+        values["shared_ffn_hidden_size"] = draw(st.integers(1, 99)) if has_experts else None
+        values["num_experts"] = values["num_experts"] if has_experts else None
+        values["normalized_experts"] = True
     if "kv_lora_rank" in family.keys.values():
         values |= {"num_query_groups": None, "head_dim": None, "kv_lora_rank": draw(st.integers(1, 9))}
         values |= {"q_lora_rank": draw(st.none() | st.integers(1, 9)), "v_head_dim": draw(st.integers(1, 9))}

@@ -242,6 +242,7 @@ def test_a_mixture_has_the_parameters_that_its_maker_says(model, total, active):
         ("deepseek-v3", "tp4.pp1.dp8.ep8", False),
         ("qwen3.5-9b", "tp2.pp2.dp2", False),
         ("gemma4-31b", "tp2.pp2.dp2", False),
+        ("gemma4-26b-a4b", "tp2.dp4.ep4", False),
         # Tied: one embedding, of a critic too, whose output is one column.
         ("llama3-1b", "tp2.dp2", False),
         ("llama3-1b", "tp2.dp2", True),

@@ -49,8 +49,9 @@ PUBLISHED = {
     "gemma3-4b": 4_300_079_472 - 416_866_032 - 1152 * 2561,
     "gemma3-12b": 12_187_325_040 - 416_866_032 - 1152 * 3841,
     "gemma3-27b": 27_432_406_640 - 416_866_032 - 1152 * 5377,
-    # Of the language model alone, as transformers counts it, and the 60 numbers on outputs of layers: buffers there.
+    # Of the language model alone, as transformers counts it, and the numbers on outputs of layers: buffers there.
     "gemma4-31b": 30_697_345_280 + 60,
+    "gemma4-26b-a4b": 25_233_141_760 + 30,
     "olmo2-7b": 7_298_617_344,
     "olmo2-13b": 13_716_198_400,
     "olmo2-32b": 32_234_279_936,
@@ -162,6 +163,9 @@ RECIPES = [
     dataclasses.replace(MODEL, **LINEAR, num_experts=4, zero_centered_norms=True, dtype="bf16"),
     dataclasses.replace(MODEL, **WINDOWED, post_norms=True, qk_norm=True, dtype="bf16"),
     dataclasses.replace(MODEL, **{**WINDOWED, "keys_as_values": False}),
+    dataclasses.replace(
+        MODEL, **WINDOWED, num_experts=4, expert_norms=True, shared_ffn_hidden_size=20, post_norms=True, dtype="bf16"
+    ),
     dataclasses.replace(MODEL, **LATENT, post_norms=True),
     dataclasses.replace(MODEL, **LATENT, pre_norms=False, post_norms=True),
     dataclasses.replace(

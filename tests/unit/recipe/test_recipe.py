@@ -147,6 +147,12 @@ LINEAR = [
         (["model.window=4", "model.window_layers=[1, 2]"], "model.window_layers: [2] not among layers 0 to 1"),
         (["model.no_rope_layers=[2]"], "model.no_rope_layers: [2] not among layers 0 to 1"),
         (["model.no_rope_layers=[1]", "model.local_rotary_base=9"], "layers of three kinds are not computed"),
+        (["model.expert_norms=true"], "model.expert_norms=True without model.num_experts"),
+        (["model.num_experts=4", "model.expert_norms=true"], "expert_norms=true with model.post_norms=False is not"),
+        (
+            ["model.num_experts=4", "model.expert_norms=true", "model.post_norms=true"],
+            "model.expert_norms=true without model.shared_ffn_hidden_size is not computed",
+        ),
         (["model.keys_as_values=true"], "model.keys_as_values=True without model.window: layers of two kinds need it"),
         (["model.global_head_dim=16", "model.window=4"], "model.global_head_dim=16 without model.local_rotary_base"),
         ([*GLOBAL, "model.global_head_dim=15"], "model.global_head_dim=15: rotary embeddings need an even size"),

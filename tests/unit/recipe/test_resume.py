@@ -22,7 +22,7 @@ from hybridflow.recipe.resume import check_resume
 from hybridflow.sections import Bounds, put_over, read_section, to_dict
 from tests.support.recipes import POLICY, SCORER, SMALLEST, write_config
 
-NUM_LEAF_KEYS = 853
+NUM_LEAF_KEYS = 859
 
 
 class Key(NamedTuple):
@@ -93,6 +93,7 @@ GIVEN = {
     r"correction\.(level|low|high)": ["correction.kind=icepop"],
     r"kl\.horizon": ["kl.coef=0.1", "kl.target=0.1"],
     r"(.*\bmodel)\.(router_score|router_bias|shared_ffn_hidden_size)": [r"\1.num_experts=4"],
+    r"(.*\bmodel)\.expert_norms": [r"\1.num_experts=4", r"\1.shared_ffn_hidden_size=8", r"\1.post_norms=true"],
     r"(.*\bmodel)\.shared_expert_gate": [r"\1.num_experts=4", r"\1.shared_ffn_hidden_size=8"],
     r"(.*\bmodel)\.router_bias": [r"\1.router_score=sigmoid"],
     r"(.*\bmodel)\.(kv_lora_rank|q_lora_rank|qk_nope_head_dim|qk_rope_head_dim|v_head_dim)": [

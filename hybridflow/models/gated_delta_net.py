@@ -9,6 +9,8 @@ Paper: arXiv 2412.06464 (Gated DeltaNet).
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,6 +65,11 @@ class GatedDeltaNet(MegatronModule):
             model.linear_values, config.hidden_size, input_is_parallel=True, skip_bias_add=True, **cut
         )
 
+    @property
+    def local_sizes(self) -> tuple[int, int, int, int]:
+        """Return this rank's key heads, the value heads of each, and the widths of keys and values."""
+        return self._key_heads, self._value_heads // self._key_heads, self._key_size, self._value_size
+
     def recurrence(self) -> Recurrence:
         """Return the weights of this rank's convolution, queries before keys before values, and its heads."""
         # [kernel, channels], as tokens have them.
@@ -87,16 +94,26 @@ class GatedDeltaNet(MegatronModule):
         """
         rows, num_tokens = self.in_proj(hidden)[0][:, 0], len(attention_bias.positions)
         # What stands behind the tokens is of no sequence.
-        grouped, num_padded = rows[:num_tokens].unflatten(-1, (self._key_heads, -1)), len(rows) - num_tokens
+        recur, num_padded = functools.partial(attention_bias.recur, self.local_layer), len(rows) - num_tokens
+        context = self.context(rows[:num_tokens], recur)
+        output: Tensor = self.out_proj(pad(context, (0, 0, 0, num_padded))[:, None])[0]
+        return output, None
+
+    def context(self, rows: Tensor, recur: Callable[[Tensor, Tensor, Tensor, Recurrence], Tensor]) -> Tensor:
+        """Return what the last projection takes, ``[tokens, values/tp]``.
+
+        Args:
+            rows: Output of the first projection, ``[tokens, rows/tp]``.
+            recur: As ``AttentionPlan.recur`` of this layer.
+        """
+        grouped = rows.unflatten(-1, (self._key_heads, -1))
         channels, *others = grouped.split([*self.grouped_rows()[1].values()], dim=-1)
         gate, beta, decay = (part.flatten(1) for part in others)
         # A rank steps its own heads; A may be so large that 16 bits do not hold it.
         decay = -self.A_log.float().exp() * softplus(decay.float() + self.dt_bias.float())
         mixed = self._ungrouped(channels)
-        found = attention_bias.recur(self.local_layer, mixed, decay, beta.sigmoid(), self.recurrence())
-        context = self._normed(found, gate.unflatten(-1, (-1, self._value_size))).flatten(1)
-        output: Tensor = self.out_proj(pad(context, (0, 0, 0, num_padded))[:, None])[0]
-        return output, None
+        found = recur(mixed, decay, beta.sigmoid(), self.recurrence())
+        return self._normed(found, gate.unflatten(-1, (-1, self._value_size))).flatten(1)
 
     def _ungrouped(self, channels: Tensor) -> Tensor:
         """Lay ``[n, key heads, channels of one]`` out as ``[n, channels]``: queries, then keys, then values."""

@@ -192,7 +192,8 @@ class Transformer(GPTModel):
         logit_softcap: Logits z become cap * tanh(z / cap); None: they do not.
         rotated_pairs: Of each kind of layers that differ in the rotary embedding, the pairs of dims that it turns.
         has_latent_attention: Whether keys and values are compressed.
-        is_common: Whether its layers compute what the kernels for decoding know, and no more.
+        is_common: Whether its layers compute what the kernels for decoding know, and no more. Those for a CPU know no
+            linear attention, and no gates on the output of attention.
         dropout: Dropout on the inputs of its adapters; None: none.
         flops: Operations that the whole model needs; None: they are not counted.
         sequence_switch: Splits activations by tokens over the tensor-parallel ranks; None: they are never split.
@@ -397,7 +398,7 @@ def _is_common(model: ModelConfig) -> bool:
     is_other_rotation = model.rotary_interleaved or _has_two_rotations(model)
     is_other_gate = model.activation == "quick_gelu" or model.glu_clamp is not None or model.glu_offset != 0
     is_other = is_other_rotation or is_other_gate or model.linear_bias or model.attention_sinks
-    is_other = is_other or model.kv_lora_rank is not None or model.attention_output_gate or bool(model.linear_layers)
+    is_other = is_other or model.kv_lora_rank is not None
     is_other = is_other or model.has_global_heads or model.value_norm or model.layer_scalars or model.expert_norms
     return model.pre_norms and not has_wide_norms and not is_other
 

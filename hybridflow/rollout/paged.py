@@ -73,13 +73,13 @@ class PagedCache:
             self.choices = torch.full(shape, unknown_choice(dtype), dtype=dtype, device=device)
         latent = _latent(model)
         self.is_compressed = latent is not None
-        per_layer, shapes = 1 if self.is_compressed else 2, _cache_shapes(model)
+        per_layer, shapes = 1 if self.is_compressed else 2, cache_shapes(model)
         self._places = {layer: place for place, layer in enumerate(shapes)}
         sizes = [
             num_blocks * groups * head * BLOCK_TOKENS for groups, head in shapes.values() for _ in range(per_layer)
         ]
         pool = _empty_pool((sum(sizes),), config.params_dtype, device)
-        self.states = _empty_states(model, num_slots)
+        self.states = empty_states(model, num_slots)
         self.stride, self.num_bytes = sizes[0] if sizes else 0, pool.nbytes + _num_bytes(self.states)
         parts = torch.split(pool, sizes)
         self.keys = [
@@ -133,10 +133,10 @@ def cache_shape(model: Transformer) -> tuple[int, int]:
 
     Both are 0 where no layer of this stage has keys.
     """
-    return next(iter(_cache_shapes(model).values()), (0, 0))
+    return next(iter(cache_shapes(model).values()), (0, 0))
 
 
-def _cache_shapes(model: Transformer) -> dict[int, tuple[int, int]]:
+def cache_shapes(model: Transformer) -> dict[int, tuple[int, int]]:
     """Return of each local layer that has keys the query groups that this rank caches, and the width of a key.
 
     Latent attention has one key, compressed.
@@ -155,15 +155,16 @@ def block_bytes(model: Transformer) -> int:
     """Return the memory of one block in all layers of this stage, in bytes."""
     element = torch.empty(0, dtype=model.config.params_dtype).element_size()
     per_layer = 2 if _latent(model) is None else 1
-    return per_layer * sum(groups * head for groups, head in _cache_shapes(model).values()) * BLOCK_TOKENS * element
+    return per_layer * sum(groups * head for groups, head in cache_shapes(model).values()) * BLOCK_TOKENS * element
 
 
 def state_bytes(model: Transformer) -> int:
     """Return the memory of a sequence's states in all layers of this stage with linear attention, in bytes."""
-    return _num_bytes(_empty_states(model, 1))
+    return _num_bytes(empty_states(model, 1))
 
 
-def _empty_states(model: Transformer, num_slots: int) -> dict[int, State]:
+def empty_states(model: Transformer, num_slots: int) -> dict[int, State]:
+    """Return the states of so many slots in each local layer with linear attention."""
     attentions = [layer.self_attention for layer in model.decoder.layers]
     return {
         layer: delta_rule.empty_state(num_slots, attention.recurrence())

@@ -23,7 +23,7 @@ from hybridflow.models.lora import merged_weight
 from hybridflow.models.rotary import rotary_table
 from hybridflow.rollout.blocks import PANEL
 from hybridflow.rollout.cpu.kernels import Batch, Layer, Shape, Slots, Step, Vocabulary, load_kernels
-from hybridflow.rollout.paged import PagedAttention, PagedCache, cache_shape
+from hybridflow.rollout.paged import PagedAttention, PagedCache, cache_shape, state_bytes
 
 _ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 """``GATED_SILU`` and ``GATED_GELU`` of kernels.c."""
@@ -39,6 +39,8 @@ def runs_on_cpu(model: Transformer) -> bool:
         and config.params_dtype is torch.float32
         and next(model.parameters()).device.type == "cpu"
         and model.is_common
+        and not config.attention_output_gate
+        and not state_bytes(model)
         and head % 16 == 0
         and 2 * len(model.rotary_pos_emb.inv_freq) == head
         and config.num_query_groups >= config.tensor_model_parallel_size

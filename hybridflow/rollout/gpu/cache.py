@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,27 +12,31 @@ from hybridflow.models.gpt import Transformer
 from hybridflow.models.scoring import Scoring
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.gpu import ops
-from hybridflow.rollout.paged import cache_shape
+from hybridflow.rollout.gpu.recurrence import GpuRecurrence
+from hybridflow.rollout.paged import cache_shape, cache_shapes, empty_states
 
 
 class GpuCache:
-    """Keys and values of the layers of this stage, page-major: a block's tokens side by side.
+    """Keys and values of the layers of this stage, page-major: a block's tokens side by side; states by slot.
 
     What was not written by a block's present owner may be anything, and is not read.
 
     Attributes:
-        addresses: Where each layer's keys and values are, ``[layers, 2]`` int64 on the device: kernels read them from
-            there, so that captured graphs go on with another cache.
+        addresses: Where each layer's keys and values are, or its last inputs and matrices, ``[layers, 2]`` int64 on the
+            device: kernels read them from there, so that captured graphs go on with another cache.
+        states: Of each local layer with linear attention, ``[slots, …]`` each.
         num_bytes: Memory of all layers.
     """
 
-    def __init__(self, model: Transformer, num_blocks: int, device: torch.device) -> None:
+    def __init__(self, model: Transformer, num_blocks: int, device: torch.device, num_slots: int = 0) -> None:
         groups, head = cache_shape(model)
-        num_layers = len(model.decoder.layers)
         shape = (2, num_blocks, BLOCK_TOKENS, groups, head)
-        self._layers = [torch.empty(shape, dtype=model.config.params_dtype, device=device) for _ in range(num_layers)]
-        self.num_bytes = sum(each.nbytes for each in self._layers)
-        found = [[each.data_ptr() for each in layer] for layer in self._layers]
+        self.states, dtype = empty_states(model, num_slots), model.config.params_dtype
+        pairs = {layer: torch.empty(shape, dtype=dtype, device=device) for layer in cache_shapes(model)}
+        self._layers = list(pairs.values())
+        both: dict[int, Iterable[Tensor]] = {**pairs, **self.states}
+        self.num_bytes = sum(each.nbytes for pair in both.values() for each in pair)
+        found = [[each.data_ptr() for each in both[layer]] for layer in range(len(both))]
         self.addresses = torch.tensor(found, dtype=torch.int64).to(device)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
@@ -50,6 +56,10 @@ class GpuAttention:
         tiles: First row and number of rows of each tile, ``[2, tiles]`` int32; None: each row by itself.
         rows_per_tile: Most rows of a tile.
         splits: Shares that the keys of a row are split into.
+        recurrence: What layers with linear attention do; None: there are none.
+
+    Attributes:
+        recurrence: See above.
     """
 
     def __init__(
@@ -61,7 +71,9 @@ class GpuAttention:
         tiles: Tensor | None = None,
         rows_per_tile: int = 1,
         splits: int = 1,
+        recurrence: GpuRecurrence | None = None,
     ) -> None:
+        self.recurrence = recurrence
         self.tables = tables
         self.sequences = sequences
         self.positions = positions
@@ -79,23 +91,26 @@ class GpuAttention:
         scoring: Scoring,
         eps: float,
         centre: float,
+        *,
+        is_gated: bool = False,
     ) -> Tensor:
-        """Rotate, cache and attend; 2 launches, or 3 where the keys are split.
+        """Rotate, cache and attend; 2 launches, or 3 where the keys are split, and one more with gates.
 
         Args:
             layer: Local layer index.
             mixed: ``[rows, groups, sharers + 2, head]``, queries, key and value of each query group.
-            rotary: Cosines and sines of each position, ``[context, 2, head / 2]`` fp32.
+            rotary: Cosines and sines of each position, ``[context, 2, turned pairs]`` fp32.
             norms: Weights of the norms of queries and keys, ``[head]`` each; None: they are not normalized.
             scoring: How scores are made.
             eps: Of the norms.
             centre: Of the norms.
+            is_gated: Whether each query has a gate behind it, ``[rows, groups, 2 * sharers + 2, head]``.
 
         Returns:
             ``[rows, groups * sharers * head]``.
         """
         rows, groups, width, head = mixed.shape
-        query = mixed.new_empty(rows, groups, width - 2, head)
+        query = mixed.new_empty(rows, groups, (width - 2) // (1 + is_gated), head)
         where = self._addresses, self.tables, self.sequences, self.positions
         ops.store(query, mixed, *where, rotary, *(norms or (None, None)), layer, eps, centre)
         context, partial, sums = torch.empty_like(query), None, None
@@ -106,6 +121,8 @@ class GpuAttention:
         ops.attend(context, partial, sums, query, *where, *self._tiles, layer, self._rows_per_tile, *scores)
         if partial is not None:
             ops.combine(context, partial, sums)
+        if is_gated:
+            ops.gate_heads(context, mixed)
         return context.flatten(1)
 
 

@@ -21,6 +21,7 @@ from hybridflow.rollout.gpu import ops
 from hybridflow.rollout.gpu.cache import GpuAttention, GpuCache, processors_of, splits_for
 from hybridflow.rollout.gpu.choose import choose
 from hybridflow.rollout.gpu.edits import GpuEdits
+from hybridflow.rollout.gpu.recurrence import GpuRecurrence
 from hybridflow.rollout.gpu.transformer import GpuTransformer
 
 _WHOLE = (
@@ -32,6 +33,7 @@ _WHOLE = (
     "no_stop_before",
     "num_prompt",
     "top_k",
+    "slots",
     "counts",
     "failures",
 )
@@ -147,7 +149,8 @@ class Decoder:
         state = self._state
         where = state.addresses, state.tables[:rows], state.sequences[:rows], state.whole["positions"][:rows]
         groups = self._transformer.num_groups
-        attention = GpuAttention(*where, splits=splits_for(rows, groups, self._processors))
+        recurrence = GpuRecurrence(state.addresses, state.whole["slots"][:rows], where[-1])
+        attention = GpuAttention(*where, splits=splits_for(rows, groups, self._processors), recurrence=recurrence)
         logits = self._transformer(state.whole["tokens"][:rows], attention, None)
         noise = state.whole["keys"][:rows], state.whole["lengths"][:rows]
         settings = state.temperatures[:rows], state.is_quiet[:rows]
@@ -257,6 +260,7 @@ class _State:
         for values in whole.values():
             values[:rows] = 0
         whole["positions"][num:rows] = -1
+        whole["slots"][:num] = chosen
         whole["tokens"][:num] = arrays["tokens"][chosen, lengths - 1]
         whole["lengths"][:num], whole["positions"][:num] = lengths, lengths - 1
         for name in ("keys", "ends", "no_stop_before", "num_prompt", "top_k"):

@@ -56,20 +56,30 @@ def add_norm(hidden, product, post_weight, weight, normed, width, eps, centre, H
     tl.store(normed + row + at, value.to(normed.dtype.element_ty), mask=is_there)
 
 
+@triton.jit
+def _scaled(values, scale, query_weight, key_weight, at, is_query, is_key, centre):
+    """Return the normalized dims ``at`` of queries and of the key, ``[heads, dims]``."""
+    weight = tl.load(query_weight + at, mask=is_query, other=0.0).to(tl.float32)
+    weight += tl.load(key_weight + at, mask=is_key, other=0.0).to(tl.float32)
+    return values * scale * (weight + centre)
+
+
 @triton.jit(do_not_specialize=["layer", "table_width"])
 def store(query, mixed, caches, tables, sequences, positions, rotary, query_weight, key_weight, layer, table_width, eps,
-          centre, GROUPS: tl.constexpr, SHARERS: tl.constexpr, HEAD: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-          HEADS: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr):  # fmt: skip
+          centre, GROUPS: tl.constexpr, SHARERS: tl.constexpr, HEAD: tl.constexpr, TURNED: tl.constexpr,
+          BLOCK_TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+          WIDTH: tl.constexpr, HAS_NORM: tl.constexpr, HAS_GATE: tl.constexpr):  # fmt: skip
     """Rotate queries and keys, and write keys and values to the cache; a program for each row and query group.
 
     Args:
         query: Takes the rotated queries, ``[rows, groups, sharers, head]``.
-        mixed: Output of the fused projection, ``[rows, groups, sharers + 2, head]``: queries, key, value.
+        mixed: Output of the fused projection, ``[rows, groups, sharers + 2, head]``: queries, key, value. With
+            ``HAS_GATE`` each query has its gate behind it.
         caches: Addresses of each layer's keys and values, ``[layers, 2]`` int64.
         tables: Blocks of each sequence, ``[sequences, table_width]`` int32.
         sequences: Sequence of each row, ``[rows]`` int64.
         positions: Position of each row in its sequence, ``[rows]`` int64; -1: padding.
-        rotary: Cosines and sines of each position, ``[context, 2, head / 2]`` fp32.
+        rotary: Cosines and sines of each position, ``[context, 2, TURNED]`` fp32.
         query_weight: Weight of the queries' norm, ``[head]``.
         key_weight: Weight of the keys' norm, ``[head]``.
         layer: Which layer's cache.
@@ -79,52 +89,86 @@ def store(query, mixed, caches, tables, sequences, positions, rotary, query_weig
         GROUPS: Query groups on this rank.
         SHARERS: Queries of a group.
         HEAD: Width of a head.
+        TURNED: Pairs of dims that turn, at most ``HEAD / 2``; the dims behind them stay as they are.
         BLOCK_TOKENS: Tokens of a block.
         HEADS: Power of 2, at least ``SHARERS + 1``.
-        HALF: Power of 2, at least ``HEAD / 2``.
+        HALF: Power of 2, at least ``TURNED``.
+        REST: Power of 2, at least the dims that stay; 0: all turn.
+        WIDTH: Power of 2, at least ``HEAD``.
         HAS_NORM: Whether queries and keys are normalized.
+        HAS_GATE: Whether there are gates.
     """
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + row)
     head, at = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
-    half: tl.constexpr = HEAD // 2
-    is_there = (head <= SHARERS) & (at < half)
-    source = mixed + (row * GROUPS + group) * (SHARERS + 2) * HEAD
-    low = tl.load(source + head * HEAD + at, mask=is_there, other=0.0).to(tl.float32)
-    high = tl.load(source + head * HEAD + half + at, mask=is_there, other=0.0).to(tl.float32)
+    places: tl.constexpr = 2 if HAS_GATE else 1
+    is_there = (head <= SHARERS) & (at < TURNED)
+    is_query, is_key = is_there & (head < SHARERS), is_there & (head == SHARERS)
+    source = mixed + (row * GROUPS + group) * (places * SHARERS + 2) * HEAD
+    from_head, at_low, at_high = source + head * places * HEAD, at + head * 0, TURNED + at + head * 0
+    low = tl.load(from_head + at_low, mask=is_there, other=0.0).to(tl.float32)
+    high = tl.load(from_head + at_high, mask=is_there, other=0.0).to(tl.float32)
+    squares = tl.sum(low * low + high * high, 1)
+    if REST > 0:
+        at_rest = 2 * TURNED + tl.arange(0, REST)[None, :] + head * 0
+        has_rest = (head <= SHARERS) & (at_rest < HEAD)
+        rest_query, rest_key = has_rest & (head < SHARERS), has_rest & (head == SHARERS)
+        rest = tl.load(from_head + at_rest, mask=has_rest, other=0.0).to(tl.float32)
+        squares += tl.sum(rest * rest, 1)
     if HAS_NORM:
-        is_query = is_there & (head < SHARERS)
-        is_key = is_there & (head == SHARERS)
-        scale = tl.rsqrt(tl.sum(low * low + high * high, 1) / HEAD + eps)[:, None]
-        weight = tl.load(query_weight + at + head * 0, mask=is_query, other=0.0).to(tl.float32)
-        weight += tl.load(key_weight + at + head * 0, mask=is_key, other=0.0).to(tl.float32)
-        low = low * scale * (weight + centre)
-        weight = tl.load(query_weight + half + at + head * 0, mask=is_query, other=0.0).to(tl.float32)
-        weight += tl.load(key_weight + half + at + head * 0, mask=is_key, other=0.0).to(tl.float32)
-        high = high * scale * (weight + centre)
-    turn = rotary + tl.maximum(position, 0) * 2 * half + tl.arange(0, HALF)
-    is_turn = tl.arange(0, HALF) < half
+        scale = tl.rsqrt(squares / HEAD + eps)[:, None]
+        low = _scaled(low, scale, query_weight, key_weight, at_low, is_query, is_key, centre)
+        high = _scaled(high, scale, query_weight, key_weight, at_high, is_query, is_key, centre)
+        if REST > 0:
+            rest = _scaled(rest, scale, query_weight, key_weight, at_rest, rest_query, rest_key, centre)
+    turn = rotary + tl.maximum(position, 0) * 2 * TURNED + tl.arange(0, HALF)
+    is_turn = tl.arange(0, HALF) < TURNED
     cosine = tl.load(turn, mask=is_turn, other=0.0)[None, :]
-    sine = tl.load(turn + half, mask=is_turn, other=0.0)[None, :]
-    turned_low, turned_high = low * cosine - high * sine, high * cosine + low * sine
+    sine = tl.load(turn + TURNED, mask=is_turn, other=0.0)[None, :]
     element = query.dtype.element_ty
-    target = query + (row * GROUPS + group) * SHARERS * HEAD + head * HEAD + at
-    is_query = is_there & (head < SHARERS)
-    tl.store(target, turned_low.to(element), mask=is_query)
-    tl.store(target + half, turned_high.to(element), mask=is_query)
+    turned_low, turned_high = (low * cosine - high * sine).to(element), (high * cosine + low * sine).to(element)
+    target = query + (row * GROUPS + group) * SHARERS * HEAD + head * HEAD
+    tl.store(target + at_low, turned_low, mask=is_query)
+    tl.store(target + at_high, turned_high, mask=is_query)
+    if REST > 0:
+        tl.store(target + at_rest, rest.to(element), mask=rest_query)
     if position >= 0:
         sequence = tl.load(sequences + row)
         block = tl.load(tables + sequence * table_width + position // BLOCK_TOKENS).to(tl.int64)
         place = ((block * BLOCK_TOKENS + position % BLOCK_TOKENS) * GROUPS + group) * HEAD
-        keys = found_at(caches + 2 * layer, element)
-        values = found_at(caches + 2 * layer + 1, element)
-        is_key = is_there & (head == SHARERS)
-        tl.store(keys + place + at + head * 0, turned_low.to(element), mask=is_key)
-        tl.store(keys + place + half + at + head * 0, turned_high.to(element), mask=is_key)
-        value = source + (SHARERS + 1) * HEAD + tl.arange(0, HALF)
-        tl.store(values + place + tl.arange(0, HALF), tl.load(value, mask=is_turn, other=0.0), mask=is_turn)
-        value_high = tl.load(value + half, mask=is_turn, other=0.0)
-        tl.store(values + place + half + tl.arange(0, HALF), value_high, mask=is_turn)
+        keys = found_at(caches + 2 * layer, element) + place
+        values = found_at(caches + 2 * layer + 1, element) + place
+        tl.store(keys + at_low, turned_low, mask=is_key)
+        tl.store(keys + at_high, turned_high, mask=is_key)
+        if REST > 0:
+            tl.store(keys + at_rest, rest.to(element), mask=rest_key)
+        at_value = tl.arange(0, WIDTH)
+        value = tl.load(source + (places * SHARERS + 1) * HEAD + at_value, mask=at_value < HEAD, other=0.0)
+        tl.store(values + at_value, value, mask=at_value < HEAD)
+
+
+@triton.jit
+def gate_heads(context, mixed, SHARERS: tl.constexpr, HEAD: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """Multiply the context of each query by the sigmoid of its gate, in place; a program for each row and query group.
+
+    Args:
+        context: ``[rows, groups, sharers, head]``.
+        mixed: As for ``store``, with gates.
+        SHARERS: Queries of a group.
+        HEAD: Width of a head.
+        HEADS: Power of 2, at least ``SHARERS``.
+        WIDTH: Power of 2, at least ``HEAD``.
+    """
+    place = tl.program_id(0).to(tl.int64)
+    head, at = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
+    is_there = (head < SHARERS) & (at < HEAD)
+    gates = mixed + (place * (2 * SHARERS + 2) + 2 * head + 1) * HEAD + at
+    gate = tl.load(gates, mask=is_there, other=0.0).to(tl.float32)
+    target = context + (place * SHARERS + head) * HEAD + at
+    value = tl.load(target, mask=is_there, other=0.0).to(tl.float32)
+    # Warps that have the same numbers all read before any writes.
+    tl.debug_barrier()
+    tl.store(target, (value * tl.sigmoid(gate)).to(context.dtype.element_ty), mask=is_there)
 
 
 @triton.jit(do_not_specialize=["layer", "num_rows", "table_width"])

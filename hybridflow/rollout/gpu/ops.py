@@ -70,6 +70,7 @@ def store(
     centre: float,
 ) -> None:
     rows, groups, sharers, head = query.shape
+    turned = rotary.shape[2]
     kernels.store[(rows, groups)](
         *(query, mixed, caches, tables, sequences, positions, rotary),
         *(query if query_weight is None else query_weight, query if key_weight is None else key_weight),
@@ -77,11 +78,23 @@ def store(
         GROUPS=groups,
         SHARERS=sharers,
         HEAD=head,
+        TURNED=turned,
         BLOCK_TOKENS=BLOCK_TOKENS,
         HEADS=_power(sharers + 1),
-        HALF=_power(head // 2),
+        HALF=_power(turned),
+        REST=_power(head - 2 * turned) if 2 * turned < head else 0,
+        WIDTH=_power(head),
         HAS_NORM=query_weight is not None,
+        HAS_GATE=mixed.shape[2] > sharers + 2,
         num_warps=2,
+    )
+
+
+@_operator(mutates=("context",))
+def gate_heads(context: Tensor, mixed: Tensor) -> None:
+    rows, groups, sharers, head = context.shape
+    kernels.gate_heads[(rows * groups,)](
+        context, mixed, SHARERS=sharers, HEAD=head, HEADS=_power(sharers), WIDTH=_power(head), num_warps=4
     )
 
 

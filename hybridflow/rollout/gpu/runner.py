@@ -12,6 +12,7 @@ from hybridflow.models.gpt import Transformer
 from hybridflow.parallel.copies import to_device
 from hybridflow.rollout.gpu.cache import GpuAttention, GpuCache, processors_of, rows_per_tile, splits_for, tiles_of
 from hybridflow.rollout.gpu.decode import Decoder
+from hybridflow.rollout.gpu.recurrence import plan_recurrence
 from hybridflow.rollout.gpu.transformer import GpuTransformer
 from hybridflow.rollout.paged import cache_shape
 
@@ -19,8 +20,7 @@ from hybridflow.rollout.paged import cache_shape
 def runs_on_gpu(model: Transformer) -> bool:
     """Return whether ``GpuRunner`` can compute this model; others go through the training model's modules."""
     head, config = cache_shape(model)[1], model.config
-    is_turned_whole = 2 * len(model.rotary_pos_emb.inv_freq) == head
-    is_known = model.is_common and is_turned_whole and head <= 256
+    is_known = model.is_common and head <= 256
     return is_known and config.num_query_groups >= config.tensor_model_parallel_size
 
 
@@ -84,22 +84,26 @@ class GpuRunner:
         self._is_stale = True
 
     def make_cache(self, num_blocks: int, num_slots: int) -> GpuCache:
-        """See ``Runner``; the models that it computes have no states in slots."""
-        return GpuCache(self._model, num_blocks, self._device)
+        """See ``Runner``."""
+        return GpuCache(self._model, num_blocks, self._device, num_slots)
 
     def attention(
         self, cache: GpuCache, tables: np.ndarray, sequences: np.ndarray, positions: np.ndarray, first_slot: int
     ) -> GpuAttention:
         """See ``Runner``."""
         places, of, at = (to_device(torch.from_numpy(each), self._device) for each in (tables, sequences, positions))
+        recurrence = None
+        if cache.states:
+            slots = first_slot + sequences
+            recurrence = plan_recurrence(cache.addresses, cache.states, slots, positions, self._device)
         if not (np.diff(sequences) == 0).any():
             # A row of each, as in a captured step. There is a kernel for each number of shares, hence few of these.
             rows = 1 << (len(sequences) - 1).bit_length()
             splits = splits_for(rows, self._transformer.num_groups, self._processors)
-            return GpuAttention(cache.addresses, places, of, at, splits=splits)
+            return GpuAttention(cache.addresses, places, of, at, splits=splits, recurrence=recurrence)
         most = rows_per_tile(self._model.config.params_dtype, self._transformer.sharers)
         tiles = to_device(torch.from_numpy(tiles_of(sequences, most)), self._device)
-        return GpuAttention(cache.addresses, places, of, at, tiles, most)
+        return GpuAttention(cache.addresses, places, of, at, tiles, most, recurrence=recurrence)
 
     def __call__(self, tokens: Tensor, attention: GpuAttention, rows: Tensor) -> Tensor:
         """See ``Runner``."""

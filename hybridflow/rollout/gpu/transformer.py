@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from hybridflow.models.experts import ExpertLayer
+from hybridflow.models.gated_delta_net import GatedDeltaNet
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.lora import Adapter, adapter_of
 from hybridflow.models.rotary import rotary_table
@@ -24,7 +25,7 @@ from hybridflow.models.scoring import Scoring
 from hybridflow.rollout.gpu import ops
 from hybridflow.rollout.gpu.cache import GpuAttention
 from hybridflow.rollout.gpu.experts import GpuExperts
-from hybridflow.rollout.paged import cache_shape
+from hybridflow.rollout.paged import cache_shape, cache_shapes
 
 
 @dataclass(frozen=True)
@@ -34,24 +35,26 @@ class _Layer:
     Attributes:
         qkv: Module of the fused projection.
         projection: Module of the projection after attention.
+        delta: Module of linear attention; None: the layer has attention.
         mlp: Module of the feed-forward block, or its experts.
         input_norm: Weight of the norm before attention.
         mlp_norm: Weight of the norm before the feed-forward block.
         head_norms: Weights of the norms of queries and keys; None: there are none.
         attention_norm: Weight of the norm of attention's output; None: there is none.
         output_norm: Weight of the norm of the feed-forward block's output; None: there is none.
-        scoring: How scores are made.
+        scoring: How scores are made; None: the layer has linear attention.
     """
 
     qkv: nn.Module
     projection: nn.Module
+    delta: GatedDeltaNet | None
     mlp: Any
     input_norm: Tensor
     mlp_norm: Tensor
     head_norms: tuple[Tensor, Tensor] | None
     attention_norm: Tensor | None
     output_norm: Tensor | None
-    scoring: Scoring
+    scoring: Scoring | None
 
 
 class GpuTransformer:
@@ -81,7 +84,7 @@ class GpuTransformer:
         self._eps = config.layernorm_epsilon
         self._centre = 1.0 if config.layernorm_zero_centered_gamma else 0.0
         self._is_gelu = config.activation_func.__name__ == "gelu_tanh"
-        self._rotary = rotary_table(model.rotary_pos_emb.inv_freq, model.max_sequence_length)
+        self._rotary = _rotary(model)
         self.layers = [_layer(each, self._is_gelu) for each in model.decoder.layers]
         adapters = [each for each in model.modules() if isinstance(each, Adapter)]
         # Of factors a captured graph reads copies, wherever an update leaves the factors themselves.
@@ -150,14 +153,21 @@ class GpuTransformer:
         normed = torch.empty_like(hidden)
         for index, layer in enumerate(self.layers):
             ops.add_norm(hidden, normed, product, post, layer.input_norm, self._eps, self._centre)
-            mixed = self._linear(layer.qkv, normed).view(-1, self.num_groups, self.sharers + 2, self._head)
-            context = attention.attend_mixed(
-                index, mixed, self._rotary, layer.head_norms, layer.scoring, self._eps, self._centre
-            )
+            context = self._attend(index, layer, self._linear(layer.qkv, normed), attention)
             product = self._over_group(self._linear(layer.projection, context))
             ops.add_norm(hidden, normed, product, layer.attention_norm, layer.mlp_norm, self._eps, self._centre)
             product, post = self._feed_forward(layer, normed), layer.output_norm
         return product, post
+
+    def _attend(self, index: int, layer: _Layer, mixed: Tensor, attention: GpuAttention) -> Tensor:
+        if layer.delta is not None:
+            assert attention.recurrence is not None, "made with a cache that has states"
+            return attention.recurrence.context(index, mixed, layer.delta)
+        assert layer.scoring is not None, "attention scores"
+        is_gated: bool = self._model.config.attention_output_gate
+        mixed = mixed.view(len(mixed), self.num_groups, -1, self._head)
+        settings = layer.head_norms, layer.scoring, self._eps, self._centre
+        return attention.attend_mixed(index, mixed, self._rotary, *settings, is_gated=is_gated)
 
     def _feed_forward(self, layer: _Layer, normed: Tensor) -> Tensor:
         if isinstance(layer.mlp, GpuExperts):
@@ -215,24 +225,37 @@ class GpuTransformer:
         return found
 
 
+def _rotary(model: Transformer) -> Tensor:
+    """Return cosines and sines of each position, with the factor of stretched frequencies where it is on them alone."""
+    table = rotary_table(model.rotary_pos_emb.inv_freq, model.max_sequence_length)
+    attentions = [model.decoder.layers[index].self_attention for index in cache_shapes(model)]
+    scaled = attentions[0].scaled_part if attentions else None
+    return table if scaled is None else table * scaled[1]
+
+
 def _layer(layer: TransformerLayer, is_gelu: bool) -> _Layer:
     attention, mlp = layer.self_attention, layer.mlp
     first = None if isinstance(mlp, ExpertLayer) else mlp.linear_fc1
-    query_norm, key_norm = _norm(attention.q_layernorm), _norm(attention.k_layernorm)
-    input_norm = _norm(layer.input_layernorm, attention.linear_qkv)
+    delta = attention if isinstance(attention, GatedDeltaNet) else None
+    qkv, projection = (
+        (attention.linear_qkv, attention.linear_proj) if delta is None else (delta.in_proj, delta.out_proj)
+    )
+    query_norm, key_norm = (_norm(getattr(attention, f"{part}_layernorm", None)) for part in "qk")
+    input_norm = _norm(layer.input_layernorm, qkv)
     mlp_norm = _norm(layer.pre_mlp_layernorm, first)
     assert input_norm is not None and mlp_norm is not None, "every layer normalizes its input twice"
     is_quick = isinstance(mlp, ExpertLayer) and GpuExperts.can_compute(mlp)
     return _Layer(
-        qkv=attention.linear_qkv,
-        projection=attention.linear_proj,
+        qkv=qkv,
+        projection=projection,
+        delta=delta,
         mlp=GpuExperts(mlp, is_gelu=is_gelu) if is_quick else mlp,
         input_norm=input_norm,
         mlp_norm=mlp_norm,
         head_norms=None if query_norm is None or key_norm is None else (query_norm, key_norm),
         attention_norm=_norm(getattr(attention, "post_layernorm", None)),
         output_norm=_norm(getattr(mlp, "post_layernorm", None)),
-        scoring=attention.core_attention.scoring,
+        scoring=attention.core_attention.scoring if delta is None else None,
     )
 
 

@@ -144,13 +144,11 @@ BY_MODULES = (
     "gemma4_text",
     "glm",
     "glm4",
-    "glm4_moe",
     "gpt_oss",
     "minimax_m2",
     "olmo2",
     "olmo3",
     "olmoe",
-    "qwen3_5_text",
     "smollm3",
 )
 """Families that the kernels for decoding do not know, so that they generate with the modules of training."""

@@ -59,6 +59,27 @@ LLAMA3_70B = ModelConfig(
     rotary_base=5e5,
     dtype="bf16",
 )
+QWEN3_5_9B = ModelConfig(
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=12288,
+    num_attention_heads=16,
+    num_query_groups=4,
+    head_dim=256,
+    rotary_dim=64,
+    max_context=4096,
+    vocab_size=248320,
+    qk_norm=True,
+    zero_centered_norms=True,
+    attention_output_gate=True,
+    linear_layers=tuple(layer for layer in range(32) if layer % 4 != 3),
+    linear_key_heads=16,
+    linear_value_heads=32,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    linear_conv_kernel=4,
+    dtype="bf16",
+)
 
 LORA = LoRAConfig(rank=16, alpha=32.0)
 
@@ -78,6 +99,8 @@ def on_the_device(self, *shape, dtype):
         pytest.param(LLAMA3_70B, 8, 64, 20, False, LORA, id="70B, one rank of tp8, adapters"),
         pytest.param(QWEN3_30B, 1, 64, 14, False, None, id="30B of 128 experts"),
         pytest.param(QWEN3_30B, 2, 8, 16, True, None, id="30B of 128 experts, one rank of tp2, edited logits"),
+        pytest.param(QWEN3_5_9B, 1, 64, 9, False, None, id="9B with linear attention"),
+        pytest.param(QWEN3_5_9B, 4, 8, 16, True, LORA, id="9B with linear attention, one rank of tp4, adapters"),
     ],
 )
 def test_a_step_asks_nothing_of_the_host_and_starts_few_kernels(
@@ -104,9 +127,11 @@ def test_a_step_asks_nothing_of_the_host_and_starts_few_kernels(
     # Beside the layers: the embedding, the output layer and sampling.
     assert sum(launches.names.values()) <= launches_per_layer * model.num_layers + 20, launches.names
     # The cache is read by address, and not counted: a program for each query group reads each key and value once. Nor
-    # are experts: a program for each expert and some columns reads these once.
+    # are states, which a program for each key head reads and writes once, and experts: a program for each expert and
+    # some columns reads these once.
     weights = sum(each.nbytes for name, each in built.named_parameters() if ".experts." not in name)
     assert launches.num_bytes <= 1.15 * weights, launches.num_bytes / weights
+    assert launches.names["delta_step"] == len(model.linear_layers)
     assert launches.names["sample_part"] == 1 and launches.names["settle"] == 1
     # With cuts: find the edges, for which several ranks gather the logits, and lay them row by row (a view here).
     assert cutting.names["find_floors"] == 1 and launches.names["find_floors"] == (tp == 1)

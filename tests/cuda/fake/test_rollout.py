@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.gpt import build_transformer
 from hybridflow.rollout.blocks import BLOCK_TOKENS
-from hybridflow.rollout.gpu import decode
+from hybridflow.rollout.gpu import decode, recurrence
 from hybridflow.rollout.gpu.cache import GpuAttention, rows_per_tile
 from hybridflow.rollout.gpu.runner import runs_on_gpu
 from hybridflow.rollout.gpu.transformer import GpuTransformer
+from hybridflow.rollout.paged import empty_states
 from tests.cuda.fake.machine import DEVICE, Launches, fake_cuda, place
 from tests.cuda.fake.shapes import BY_MODULES, FAMILIES, family_model
 
@@ -51,15 +53,45 @@ def prefilled(world, model):
     return groups, transformer, prefill
 
 
-def test_shared_experts_are_left_to_the_modules(monkeypatch):
+def test_a_prefill_of_linear_attention_asks_nothing_of_the_device(monkeypatch):
+    """Beside rows of sequences that go on, which the kernel computes."""
+    model, lengths = family_model("qwen3_5_text"), [7, 1, 300, 7, 1]
+    with fake_cuda(monkeypatch) as world, torch.inference_mode():
+        groups = place(world, ParallelLayout())[1]
+        built = build_transformer(model, ParallelLayout(), groups, DEVICE, vocab_size=model.vocab_size)
+        assert runs_on_gpu(built)
+        transformer = GpuTransformer(built, groups.tp, model.vocab_size)
+        attention = prefill_attention(sum(lengths), torch.bfloat16, transformer.sharers, model.max_context)
+        slots = np.repeat(np.arange(5), lengths)
+        positions = np.concatenate([np.arange(each) if each > 1 else [40] for each in lengths])
+        addresses = torch.empty(2, 2, dtype=torch.int64, device=DEVICE)
+        # Real tensors cannot be copied to a device that is not there.
+        monkeypatch.setattr(
+            recurrence, "to_device", lambda each, at: torch.empty(each.shape, dtype=each.dtype, device=at)
+        )
+        attention.recurrence = recurrence.plan_recurrence(addresses, empty_states(built, 8), slots, positions, DEVICE)
+        with Launches() as launches:
+            tokens = torch.empty(sum(lengths), dtype=torch.int64, device=DEVICE)
+            logits = transformer(tokens, attention, torch.empty(5, dtype=torch.int64, device=DEVICE))
+    assert logits.device == DEVICE and launches.names["delta_step"] == 1
+    # The two of 7 tokens are computed together.
+    assert launches.names["linalg_solve_triangular"] == 2, launches.names
+
+
+WITH_OTHER_EXPERTS = "glm4_moe", "qwen2_moe"
+"""Those whose experts the kernels do not know."""
+
+
+@pytest.mark.parametrize("name", WITH_OTHER_EXPERTS)
+def test_other_experts_are_left_to_the_modules(monkeypatch, name):
     """Beside attention by the kernels: a prefill computes, and no graph holds a step."""
-    model = family_model("qwen2_moe")
+    model = family_model(name)
     with fake_cuda(monkeypatch) as world, torch.inference_mode():
         _, transformer, prefill = prefilled(world, model)
     assert prefill.names["attend"] == model.num_layers and not transformer.is_capturable
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in (*BY_MODULES, "qwen2_moe")])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in (*BY_MODULES, *WITH_OTHER_EXPERTS)])
 def test_prefill_and_a_step_ask_nothing_of_the_device(monkeypatch, name):
     model = family_model(name)
     monkeypatch.setattr(

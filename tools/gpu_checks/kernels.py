@@ -28,7 +28,7 @@ def main(argument: str, is_dry: bool) -> dict[str, Any]:
     apart: dict[str, tuple[float, float]] = {}
     checks = (
         *(_check_layer, _check_between_products, _check_weights, _check_experts, _check_grouped),
-        *(_check_attention, _check_log_probs),
+        *(_check_attention, _check_linear_attention, _check_log_probs),
     )
     for check in checks:
         try:
@@ -304,6 +304,46 @@ def _turn(values: Any, rotary: Any) -> Any:
     low, high = values.chunk(2, dim=-1)
     cosine, sine = rotary[:, None].unbind(2)
     return torch.cat([low * cosine - high * sine, high * cosine + low * sine], dim=-1)
+
+
+def _check_linear_attention(sizes: Any) -> dict[str, tuple[float, float]]:
+    """A step of linear attention, of which every other row begins; two value heads share a key."""
+    import torch
+    from torch.nn.functional import rms_norm, silu, softplus
+
+    from hybridflow.models.delta_rule import Recurrence, State, recur
+    from hybridflow.rollout.gpu import ops
+
+    rows, heads, size, device = sizes.rows, sizes.groups, sizes.head, find_device()
+    parts = [size, size, 2 * size, 2 * size, 2, 2]
+    conv, norm = _random(sizes, heads, 4 * size, 4) / 2, _random(sizes, size)
+    bias, log = _random(sizes, 2 * heads), _random(sizes, 2 * heads).flip(0)
+    mixed = _random(sizes, rows, heads, sum(parts))
+    inputs, matrix = (
+        _random(sizes, rows, 3, heads * 4 * size).float(),
+        _random(sizes, rows, 2 * heads, size, size).float(),
+    )
+    slots, positions = torch.arange(rows, device=device).flip(0), torch.arange(rows, device=device) % 2
+    is_first = (positions == 0)[:, None, None]
+    before = State(inputs[slots].masked_fill(is_first, 0), matrix[slots].masked_fill(is_first[..., None], 0))
+    context = mixed.new_empty(rows, heads, 2, size)
+    states = torch.tensor([[inputs.data_ptr(), matrix.data_ptr()]], device=device)
+    ops.delta_step(context, mixed, conv.flatten(0, 1), bias, log, norm, states, slots, positions, 0, size, 1e-6)
+    *channels, gate, beta, decay = mixed.split(parts, dim=2)
+    laid_out = torch.cat([each.flatten(0, 1) for each in conv.split(parts[:3], dim=1)])
+    decay = -log.float().exp() * softplus(decay.flatten(1).float() + bias.float())
+    given = torch.cat([each.flatten(1) for each in channels], dim=1), decay, beta.flatten(1).sigmoid()
+    recurrence = Recurrence(laid_out, heads, 2 * heads, size, size)
+    found, after = recur(*(each[:, None] for each in given), recurrence, before)
+    normed = rms_norm(found[:, 0].float(), (size,), eps=1e-6) * norm.float()
+    return {
+        "linear attention": (
+            relative_gap(context.flatten(1, 2), normed * silu(gate.float()).view(normed.shape)),
+            _BF16,
+        ),
+        "its states": (relative_gap(matrix[slots], after.matrix), _BF16),
+        "its last inputs": (relative_gap(inputs[slots], after.inputs), 0.0),
+    }
 
 
 def _check_log_probs(sizes: Any) -> dict[str, tuple[float, float]]:

@@ -34,6 +34,7 @@ _GATED_EXPERTS = {
     **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "shared_expert_intermediate_size": 48,
 }
+_LONGROPE = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
 SPECIAL: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3_5_text": _LINEAR,
@@ -73,7 +74,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 32},
     "mistral": {"sliding_window": 8},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "phi3": {"pad_token_id": 0, "sliding_window": 12},
+    "phi3": {
+        **{"pad_token_id": 0, "sliding_window": 12, "partial_rotary_factor": 0.75},
+        **{"original_max_position_embeddings": 16, "rope_scaling": {"type": "longrope", **_LONGROPE}},
+    },
     "gemma3_text": {"head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 2, "tie_word_embeddings": True},
     "glm": {"head_dim": 32},
     "glm4": {"head_dim": 32},

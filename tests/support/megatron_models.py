@@ -18,6 +18,7 @@ from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.attention import GroupedSelfAttention, SdpaCoreAttention
 from hybridflow.models.gpt import Transformer
+from hybridflow.models.rotary import rotated_pairs
 from hybridflow.reshard.views import TORCH_DTYPES
 
 PLAIN = ModelConfig(
@@ -185,6 +186,7 @@ def make_chunks(
                 pg_collection=groups,
                 vp_stage=chunk if layout.vpp > 1 else None,
             )
+        model.rotated_pairs = rotated_pairs(shape)
         # Norms come in fp32; Float16Module casts them in megatron-core's own training. Buffers stay.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(TORCH_DTYPES[shape.dtype])

@@ -301,7 +301,8 @@ def check_lora(recipe: Recipe) -> None:
             f"actor.lora: algorithm={recipe.algorithm} trains a scorer, whose head would be frozen; remove the section"
         )
     found = list(lora.targets)
-    groups = min(recipe.model.query_groups, recipe.model.global_query_groups or recipe.model.query_groups)
+    counts = {"num_query_groups": recipe.model.query_groups, "global_query_groups": recipe.model.global_query_groups}
+    groups, setting = min((count, name) for name, count in counts.items() if count is not None)
     is_ours = recipe.model.implementation == "megatron"
     if not found or len(set(found)) < len(found):
         raise ConfigError(f"{key}={found}: expected at least one layer, and each once")
@@ -331,8 +332,8 @@ def check_lora(recipe: Recipe) -> None:
     for name, layout in (("update", recipe.actor.update), ("rollout", recipe.actor.rollout)):
         if layout is not None and layout.tp > groups and {"q_proj", "k_proj", "v_proj"} & set(found):
             raise LayoutError(
-                f"actor.{name}: tp={layout.tp} is above the {groups} key/value heads of a layer, and q_proj, k_proj, "
-                f"v_proj have no adapters where ranks share a group; lower tp, or take them out of {key}"
+                f"actor.{name}: tp={layout.tp} is above model.{setting}={groups}, and q_proj, k_proj, v_proj have no "
+                f"adapters where ranks share a group; lower tp, or take them out of {key}"
             )
     if recipe.has_reference and recipe.reference.offload and reference_is_base(recipe, meshes_in_recipe_order(recipe)):
         raise ConfigError(

@@ -61,7 +61,7 @@ class Arguments:
         for each in self.parameters:
             if not self._is_known(each.name, samples):
                 if each.default is inspect.Parameter.empty:
-                    raise Unscored(self._missing(each.name, samples[0]), is_final=True)
+                    raise Unscored(self._missing(each.name, samples[0]), is_final=True, is_form=True)
                 continue
             value = self._value(each.name, samples)
             # One that follows a parameter with a default which was left out is given by its name.

@@ -42,7 +42,7 @@ class Unscored(Exception):
 
     Attributes:
         is_final: Trying again would change nothing.
-        is_form: What a function returned has the wrong type or length: its form is wrong.
+        is_form: The function asks for what no row has, or returned a wrong type or length: its form is wrong.
         after_s: Who was asked wants to be left alone for so long; None: it did not say.
     """
 

@@ -135,9 +135,14 @@ class ExpertLayer(BaseMoELayer):
 
     def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, None]:
         """Map ``[tokens, 1, hidden]`` to the same shape. Collective: tp, ep; ranks of ep may differ in tokens."""
-        first = self.attn_tp_group.rank() * len(hidden) if self.sequence_parallel else 0
-        output = self._routed(hidden, *self.router(hidden, first))
+        output = self._routed(hidden, *self._route(hidden))
         return output if self.shared_experts is None else output + self.shared_experts(hidden), None
+
+    def _route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights and numbers of each token's experts, ``[tokens, experts_per_token]`` each."""
+        first = self.attn_tp_group.rank() * len(hidden) if self.sequence_parallel else 0
+        found: tuple[Tensor, Tensor] = self.router(hidden, first)
+        return found
 
     def _routed(self, hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Return the outputs of each token's experts, weighted and summed, ``[tokens, 1, hidden]``."""
@@ -248,9 +253,8 @@ class NormedExpertLayer(ExpertLayer):
 
     def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, None]:
         """Map as ``ExpertLayer.forward`` does."""
-        first = self.attn_tp_group.rank() * len(hidden) if self.sequence_parallel else 0
-        weights, chosen = self.router(hidden, first)
-        routed = self._routed(self.routed_input_layernorm(hidden), weights, chosen)
+        # The router sees what is not normalized yet.
+        routed = self._routed(self.routed_input_layernorm(hidden), *self._route(hidden))
         shared = self.shared_experts(self.shared_input_layernorm(hidden))
         return self.shared_output_layernorm(shared) + self.routed_output_layernorm(routed), None
 

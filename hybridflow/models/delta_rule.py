@@ -79,23 +79,66 @@ def recur(
     """
     state = empty_state(len(mixed), recurrence) if state is None else state
     whole = torch.cat([state.inputs, mixed.float()], dim=1)
-    conv, (tokens, left) = recurrence.conv.float(), (mixed.shape[1], state.inputs.shape[1])
-    summed = whole[:, :tokens] * conv[:, 0]
-    for shift in range(1, left + 1):
-        summed = summed + whole[:, shift : shift + tokens] * conv[:, shift]
-    keys = recurrence.key_heads * recurrence.key_size
-    query, key, value = silu(summed).to(mixed.dtype).float().split([keys, keys, summed.shape[2] - 2 * keys], dim=-1)
     # [samples, key heads, value heads of each, tokens, size]: value heads share a query and a key.
-    query, key = (
-        _unit(each.unflatten(-1, (-1, recurrence.key_size))).movedim(1, 2)[:, :, None] for each in (query, key)
-    )
+    query, key, value = _convolved(whole, recurrence, mixed.dtype)
+    query, key = (each.movedim(1, 2)[:, :, None] for each in (query, key))
     split = recurrence.key_heads, -1
-    value = value.unflatten(-1, (*split, recurrence.value_size)).movedim(1, 3)
+    value = value.unflatten(2, split).movedim(1, 3)
     decay, beta = (each.float().unflatten(-1, split).movedim(1, 3) for each in (decay, beta))
-    query = query * recurrence.key_size**-0.5
     found, matrix = _through_chunks(query, key, value, decay, beta, state.matrix.unflatten(1, split))
     found = found.movedim(3, 1).flatten(2, 3).to(mixed.dtype)
-    return found, State(whole[:, tokens:], matrix.flatten(1, 2))
+    return found, State(whole[:, mixed.shape[1] :], matrix.flatten(1, 2))
+
+
+def step(mixed: Tensor, decay: Tensor, beta: Tensor, recurrence: Recurrence, state: State, slots: Tensor) -> Tensor:
+    """Take a token of each of some sequences into its state, where that is.
+
+    Args:
+        mixed: As for ``recur``, ``[samples, channels]``.
+        decay: As for ``recur``, ``[samples, value_heads]``.
+        beta: As for ``recur``, ``[samples, value_heads]``.
+        recurrence: Weights and sizes.
+        state: States of all slots.
+        slots: Slot of each sequence, ``[samples]`` int64.
+
+    Returns:
+        ``[samples, value_heads, value_size]``.
+    """
+    whole = torch.cat([state.inputs[slots], mixed[:, None].float()], dim=1)
+    state.inputs[slots] = whole[:, 1:]
+    query, key, value = (each[:, 0] for each in _convolved(whole, recurrence, mixed.dtype))
+    sharers = recurrence.value_heads // recurrence.key_heads
+    both = torch.stack([key, query], dim=2).repeat_interleave(sharers, dim=1)
+    keys, overlap = both[:, :, 0, :, None], (query * key).sum(-1, keepdim=True).repeat_interleave(sharers, dim=1)
+    kept, beta = decay.float().exp()[..., None, None], beta.float()[..., None]
+    found = torch.empty_like(value)
+    # A sequence's matrices stay in the processor's cache from the first of these to the last.
+    for row, slot in enumerate(slots.tolist()):
+        matrix = state.matrix[slot].mul_(kept[row])
+        old, seen = (both[row] @ matrix).unbind(1)
+        written = beta[row] * (value[row] - old)
+        matrix.baddbmm_(keys[row], written[:, None])
+        found[row] = torch.addcmul(seen, overlap[row], written)
+    return found.to(mixed.dtype)
+
+
+def _convolved(whole: Tensor, recurrence: Recurrence, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values of the tokens behind the first inputs, ``[samples, tokens, heads, size]`` fp32.
+
+    Args:
+        whole: Inputs of the convolution, ``[samples, kernel - 1 + tokens, channels]`` fp32.
+        recurrence: Weights and sizes.
+        dtype: Format that the convolution is rounded to.
+    """
+    conv = recurrence.conv.float()
+    tokens = whole.shape[1] - conv.shape[1] + 1
+    summed = whole[:, :tokens] * conv[:, 0]
+    for shift in range(1, conv.shape[1]):
+        summed = summed + whole[:, shift : shift + tokens] * conv[:, shift]
+    keys = recurrence.key_heads * recurrence.key_size
+    query, key, value = silu(summed).to(dtype).float().split([keys, keys, summed.shape[2] - 2 * keys], dim=-1)
+    query, key = (_unit(each.unflatten(-1, (-1, recurrence.key_size))) for each in (query, key))
+    return query * recurrence.key_size**-0.5, key, value.unflatten(-1, (-1, recurrence.value_size))
 
 
 def _unit(heads: Tensor) -> Tensor:

@@ -231,14 +231,16 @@ class PagedAttention:
         found = mixed.new_empty(len(mixed), recurrence.value_heads, recurrence.value_size)
         for part in self._parts:
             slots, shape = self._first_slot + part.sequences, part.positions.shape
-            before = State(*(each[slots] for each in states))
             if part.begin is not None:
                 # Another sequence has left its state there, or nobody has.
-                before = State(*(each.masked_fill_(part.begin.view(-1, *[1] * (each.dim() - 1)), 0) for each in before))
-            channels, decays, betas = (
-                each[part.rows].unflatten(0, shape)  # type: ignore[no-untyped-call]
-                for each in (mixed, decay, beta)
-            )
+                for each in states:
+                    each[slots[part.begin]] = 0
+            given = mixed[part.rows], decay[part.rows], beta[part.rows]
+            if shape[1] == 1 and mixed.device.type == "cpu":
+                found[part.rows] = delta_rule.step(*given, recurrence, states, slots)
+                continue
+            channels, decays, betas = (each.unflatten(0, shape) for each in given)  # type: ignore[no-untyped-call]
+            before = State(*(each[slots] for each in states))
             output, after = delta_rule.recur(channels, decays, betas, recurrence, before)
             found[part.rows] = output.flatten(0, 1)
             for kept, new in zip(states, after, strict=True):

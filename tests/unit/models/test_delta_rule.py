@@ -11,7 +11,7 @@ from torch.nn.functional import conv1d, pad, silu
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
 from hybridflow.models.attention import PackedAttention
-from hybridflow.models.delta_rule import Recurrence, recur
+from hybridflow.models.delta_rule import Recurrence, empty_state, recur, step
 from hybridflow.models.gated_delta_net import GatedDeltaNet
 from hybridflow.rollout.paged import PagedAttention, PagedCache, block_bytes, state_bytes
 from tests.cuda.fake.machine import Launches
@@ -77,6 +77,19 @@ def test_a_state_goes_on_where_it_was_left():
     torch.testing.assert_close(torch.cat(found, 1), whole, atol=2e-6, rtol=1e-5)
     for ours, expected in zip(state, end, strict=True):
         torch.testing.assert_close(ours, expected, atol=2e-6, rtol=1e-5)
+
+
+def test_a_token_is_taken_into_states_where_they_are():
+    sizes = dict(key_heads=2, value_heads=6, key_size=64, value_size=64)
+    recurrence = Recurrence(
+        torch.randn(2 * 2 * 64 + 6 * 64, KERNEL, generator=torch.Generator().manual_seed(3)), **sizes
+    )
+    state, slots = empty_state(9, recurrence), torch.tensor([7, 0, 3, 8])
+    mixed, decay, beta = torch.randn(4, len(recurrence.conv)), -torch.rand(4, 6), torch.rand(4, 6)
+    with Launches() as launches:
+        step(mixed, decay, beta, recurrence, state, slots)
+    assert launches.made_bytes < state.matrix[slots].nbytes
+    assert not state.matrix[[1, 2, 4, 5, 6]].any() and state.matrix[slots].flatten(1).any(1).all()
 
 
 def test_packed_sequences_share_the_tokens_of_a_prompt():

@@ -34,7 +34,7 @@ from hybridflow.reshard.holdings import Holdings, WeightHoldings, tensors_alike
 from hybridflow.reshard.optimizer import OptimizerHoldings, bucket_elements
 from hybridflow.reshard.plan import aliases, held_bytes, shares_storage
 from hybridflow.reshard.spec import ITEM_BYTES, ModelSpec, TensorSpec
-from hybridflow.rollout.blocks import BLOCK_TOKENS, PANEL
+from hybridflow.rollout.blocks import BLOCK_TOKENS, PANEL, kept_states
 
 USABLE = 0.9
 """Share of a GPU's memory that a job may need by our estimate, which leaves out contexts, buffers and fragmentation."""
@@ -473,7 +473,7 @@ def cache_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh) -> int:
 
     They are no more than the cache's budget.
     """
-    need = recipe.rollout.max_concurrent * _sequence_bytes(model, mesh)
+    need = recipe.rollout.max_concurrent * _keys_bytes(model, mesh) + _states_bytes(recipe, model, mesh)
     budget = recipe.rollout.cache_memory
     return need if budget < 1 else min(need, int(budget))
 
@@ -522,18 +522,20 @@ def _spare_bytes(recipe: Recipe, mesh: DeviceMesh) -> int:
     """Return the bytes of the cache that are not taken where they are not free."""
     model = recipe.model_of("actor.rollout")
     is_share = recipe.rollout.cache_memory < 1
-    return cache_bytes(recipe, model, mesh) - _sequence_bytes(model, mesh) if is_share else 0
+    one = _keys_bytes(model, mesh) + state_bytes(model, mesh.layout)
+    return cache_bytes(recipe, model, mesh) - one if is_share else 0
 
 
-def _sequence_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:
-    """Return keys and values of a sequence as long as the context, in whole blocks, and its states."""
-    keys = -(-model.max_context // BLOCK_TOKENS) * BLOCK_TOKENS * cached_token_bytes(model, mesh.layout)
-    return keys + state_bytes(model, mesh.layout)
+def _keys_bytes(model: ModelConfig, mesh: DeviceMesh) -> int:
+    """Return keys and values of a sequence as long as the context, in whole blocks."""
+    return -(-model.max_context // BLOCK_TOKENS) * BLOCK_TOKENS * cached_token_bytes(model, mesh.layout)
 
 
 def _states_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh) -> int:
-    """Return the states of ``rollout.max_concurrent`` sequences, which do not grow with their tokens."""
-    return recipe.rollout.max_concurrent * state_bytes(model, mesh.layout)
+    """Return the states of ``rollout.max_concurrent`` sequences, and those kept, which do not grow with tokens."""
+    lanes = mesh.layout.pp
+    each = -(-recipe.rollout.max_concurrent // lanes)
+    return lanes * (each + kept_states(each)) * state_bytes(model, mesh.layout)
 
 
 def usable_bytes(recipe: Recipe, gpu_bytes: float | None) -> float | None:

@@ -295,8 +295,7 @@ def generation_seconds(
         concurrent: Slots of a replica.
     """
     waiting = _shuffled(texts.responses[::-num_replicas])
-    # With linear attention each response reads its own.
-    prompts = math.ceil(len(waiting) / (group_size if size.linear is None else 1))
+    prompts = math.ceil(len(waiting) / group_size)
     at_once = min(prompts, concurrent, max(1, STEP_TOKENS // texts.prompt))
     seconds = prompts / at_once * prefill_seconds(size, hardware, layout, texts.prompt, at_once)
     # In tokens since the first: when each response ends, and when it began.

@@ -22,6 +22,8 @@ STEP_TOKENS = 2048
 PANEL = 32
 """Outputs of a matrix that lie side by side where a CPU decodes; ``PANEL`` of kernels.c."""
 
+_MOST_KEPT_STATES = 8
+
 Key = bytes
 """Names the tokens of a block and all tokens before it."""
 
@@ -29,6 +31,11 @@ Key = bytes
 def blocks_for(num_tokens: int) -> int:
     """Return the number of blocks that hold ``num_tokens`` tokens of one sequence."""
     return -(-num_tokens // BLOCK_TOKENS)
+
+
+def kept_states(num_slots: int) -> int:
+    """Return how many states behind prompts are kept beside those of so many slots, for samples that begin later."""
+    return min(_MOST_KEPT_STATES, -(-num_slots // 8))
 
 
 def block_keys(tokens: np.ndarray, before: Key = b"") -> list[Key]:

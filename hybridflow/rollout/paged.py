@@ -105,6 +105,10 @@ class PagedCache:
         for blocks in (*own, *(() if self.choices is None else (self.choices,))):
             blocks[targets] = blocks[sources]
 
+    def copy_states(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy states of slots, ``[copies]`` int64 each; all are read before any is written."""
+        copy_states(self.states, sources, targets)
+
     def choices_of(self, blocks: Tensor, num_tokens: int) -> Tensor:
         """Return the choices of a sequence's first tokens, ``[tokens, layers, experts_per_token]``."""
         assert self.choices is not None, "kept from the start"
@@ -171,6 +175,13 @@ def empty_states(model: Transformer, num_slots: int) -> dict[int, State]:
         for layer, attention in enumerate(attentions)
         if isinstance(attention, GatedDeltaNet)
     }
+
+
+def copy_states(states: dict[int, State], sources: Tensor, targets: Tensor) -> None:
+    """Copy states of slots in each layer, ``[copies]`` int64 each; all are read before any is written."""
+    for state in states.values():
+        for each in state:
+            each[targets] = each[sources]
 
 
 def _num_bytes(states: dict[int, State]) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.models.attention import PackedAttention
 from hybridflow.models.gpt import Transformer
-from hybridflow.rollout.blocks import BLOCK_TOKENS, blocks_for
+from hybridflow.rollout.blocks import BLOCK_TOKENS, blocks_for, kept_states
 from hybridflow.rollout.budget import cache_bytes
 from hybridflow.rollout.paged import block_bytes, state_bytes
 from hybridflow.rollout.request import LOOK_STEPS, Request, SamplingParams, model_refusal
@@ -49,7 +49,7 @@ class Replica:
         metrics: Metrics of the last session that came to its end; set by who ended it.
         runner: Computes the model, over a cache of its own making.
         keeps_choices: Whether responses tell the experts that each token was sent to.
-        shares_blocks: Whether sequences use what others have computed of the same tokens, see ``Scheduler``.
+        has_states: Whether a layer of any stage has states by slot.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Replica:
         self._cache_memory = cache_memory
         self._ranks_per_node = ranks_per_node
         self._most_blocks, self._most_slots, self._block_bytes = 0, max_concurrent, 0
-        self.shares_blocks = True
+        self.has_states = False
         self._stage_ranks = dist.get_process_group_ranks(groups.pp)
         self.runner = make_runner(
             model, groups, vocab_size, max_rows=max_concurrent, max_steps=LOOK_STEPS, keeps_choices=keeps_choices
@@ -111,7 +111,7 @@ class Replica:
         num_prompt, most = len(request.prompt), request.params.max_new_tokens
         if blocks_for(num_prompt + most) > self._most_blocks:
             block, asked = self._block_bytes, self._cache_memory
-            beside = "" if self.shares_blocks else " beside the states of linear attention"
+            beside = " beside the states of linear attention" if self.has_states else ""
             return (
                 f"its {num_prompt} tokens and max_new_tokens={most} take {blocks_for(num_prompt + most) * block} bytes "
                 f"of the key-value cache, and cache_memory={asked:g} "
@@ -247,10 +247,12 @@ class Replica:
         block, state, lanes = block_bytes(self.model), state_bytes(self.model), self.groups.pp.size()
         slots = self._max_concurrent
         if state:
-            # At most half of the budget, but a slot in each lane.
-            slots = min(slots, max(num_bytes // 2 // (state * lanes), 1) * lanes)
+            # At most half of the budget, those that are kept included, but a slot in each lane.
+            most = num_bytes // 2 // (state * lanes)
+            slots = min(slots, max(most - kept_states(most), 1) * lanes)
         # Lanes have as many slots each.
-        left = num_bytes - -(-slots // lanes) * lanes * state
+        each = -(-slots // lanes)
+        left = num_bytes - (each + kept_states(each)) * lanes * state
         blocks = slots * blocks_for(self.model.max_sequence_length)
         if left < 0 or block:
             blocks = min(max(left, 0) // max(block, 1), blocks)
@@ -259,8 +261,8 @@ class Replica:
         for group in (self.groups.tp, self.groups.pp):
             if group.size() > 1:
                 dist.all_reduce(allowed, dist.ReduceOp.MIN, group=group)
-        self._most_blocks, self._most_slots, shares_blocks, block = allowed.tolist()
-        self.shares_blocks, self._block_bytes = bool(shares_blocks), -block
+        self._most_blocks, self._most_slots, is_stateless, block = allowed.tolist()
+        self.has_states, self._block_bytes = not is_stateless, -block
 
 
 def _send(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> dist.Work:

@@ -27,6 +27,9 @@ class Cache(Protocol):
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy blocks, ``[copies]`` int64 each; no block is both source and target."""
 
+    def copy_states(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy states of slots, ``[copies]`` int64 each; all are read before any is written."""
+
 
 class Runner(Protocol):
     """Computes a stage and shard of a model, over a cache of its own making.

@@ -11,14 +11,16 @@ knows when it begins, and one more at each border; if there is none, the younges
 computes once more what it knew. Each time that happens somebody has got a token since, so that there is an end.
 
 A layer with linear attention has a state for each slot in the place of blocks, and of it what the last computed token
-left. Such sequences share nothing: each computes all its tokens in its slot, from the first on.
+left. So what samples of a prompt share is the state behind all of it but the last token: the one that computes it
+stops there, its state is copied to a place behind the slots, and the others begin with copies of that. All else begins
+with the first token.
 
 No torch, no messages, no clock: every rank of a replica plans the same steps.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -64,6 +66,8 @@ class Step:
         rows: The tokens behind which a token is to be sampled, ``[samples]`` int64.
         scored: The tokens whose successor, known, is to be scored, ``[scored]`` int64.
         copies: Blocks to copy before, from where to where, ``[copies, 2]`` int64.
+        state_copies: Slots whose states to copy before, likewise; all are read before any is written. Behind the slots
+            are places of states that are kept.
     """
 
     tokens: np.ndarray
@@ -72,6 +76,7 @@ class Step:
     rows: np.ndarray
     scored: np.ndarray
     copies: np.ndarray
+    state_copies: np.ndarray
 
     @property
     def row_slots(self) -> np.ndarray:
@@ -96,7 +101,7 @@ class Scheduler:
         num_slots: Most sequences that run together.
         capacity: Most tokens of a sequence.
         max_step_tokens: Most tokens of a step, as long as there are no more slots than that.
-        shares_blocks: Whether a sequence uses what others have computed, where they begin like it.
+        num_states: Places of states that are kept, of a model with linear attention; 0: of any other.
 
     Attributes:
         tokens: Known tokens of each slot, ``[slots, capacity]`` int32.
@@ -110,10 +115,10 @@ class Scheduler:
     """
 
     def __init__(
-        self, blocks: BlockPool, *, num_slots: int, capacity: int, max_step_tokens: int, shares_blocks: bool = True
+        self, blocks: BlockPool, *, num_slots: int, capacity: int, max_step_tokens: int, num_states: int = 0
     ) -> None:
         self.blocks = blocks
-        self._shares_blocks = shares_blocks
+        self._num_states = num_states
         self.tokens = np.zeros((num_slots, capacity), np.int32)
         self.lengths = np.zeros(num_slots, np.int64)
         self.tables = np.zeros((num_slots, -(-capacity // BLOCK_TOKENS)), np.int32)
@@ -139,6 +144,12 @@ class Scheduler:
         self._pending: dict[Key, int] = {}
         self._to_fill: dict[int, deque[Key]] = {}
         self._copies: dict[int, tuple[int, int]] = {}
+        # Places of kept states, by the last key of the tokens before, the one used last at the end.
+        self._kept: OrderedDict[Key, int] = OrderedDict()
+        # Keys of the states that slots are about to leave.
+        self._leaders: dict[int, Key] = {}
+        # Slots or places that take a state -> whose it is.
+        self._state_copies: dict[int, int] = {}
 
     @property
     def num_open(self) -> int:
@@ -168,20 +179,34 @@ class Scheduler:
 
         Where schedulers share the cache, None may also mean that none can go on before another.
         """
+        self._keep_states()
         chosen: dict[int, int] = {}
         room = self._max_step_tokens - len(self._running)
         for slot in self._in_want():
-            if slot in self._sequences and self._make_room(slot):
-                missing = int(self.lengths[slot] - self._computed[slot])
-                if missing > 1:
-                    chosen[slot] = min(missing, room + 1)
-                    room -= chosen[slot] - 1
+            is_seated = slot in self._sequences and self._make_room(slot)
+            if is_seated and self.lengths[slot] - self._computed[slot] > 1:
+                chosen[slot] = min(self._missing(slot), room + 1)
+                room -= chosen[slot] - 1
         chosen = {slot: count for slot, count in chosen.items() if slot in self._sequences}
         if self._waiting and self._free and room > 0:
             for slot in self._admit(room):
-                chosen[slot] = min(int(self.lengths[slot] - self._computed[slot]), room)
+                chosen[slot] = min(self._missing(slot), room)
                 room -= chosen[slot]
         return self._step(chosen)
+
+    def _keep_states(self) -> None:
+        """Have the states copied that others are to begin with, before their slots go on."""
+        for slot, key in list(self._leaders.items()):
+            if self._missing(slot) == 0:
+                is_full = len(self._kept) == self._num_states
+                place = self._kept.popitem(last=False)[1] if is_full else len(self.tokens) + len(self._kept)
+                self._kept[key] = place
+                self._state_copies[place] = slot
+                del self._leaders[slot]
+
+    def _missing(self, slot: int) -> int:
+        """Return how many tokens a slot is to compute before it gets another, or leaves its state."""
+        return int(self.lengths[slot] - self._computed[slot]) - (slot in self._leaders)
 
     def _running_array(self) -> np.ndarray:
         if self._order is None:
@@ -218,6 +243,8 @@ class Scheduler:
         copies, self._copies = np.array(list(self._copies.values()), np.int64).reshape(-1, 2), {}
         for block in copies[:, 0].tolist():
             self.blocks.give_up(block)
+        moved = [(source, target) for target, source in self._state_copies.items()]
+        self._state_copies.clear()
         all_slots, all_positions = np.concatenate(slots), np.concatenate(positions)
         return Step(
             tokens=self.tokens[all_slots, all_positions].astype(np.int64),
@@ -226,6 +253,7 @@ class Scheduler:
             rows=np.concatenate(rows),
             scored=np.array(scored, np.int64),
             copies=copies,
+            state_copies=np.array(moved, np.int64).reshape(-1, 2),
         )
 
     def absorb(self, step: Step, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -292,8 +320,6 @@ class Scheduler:
         return self._ending(slots)
 
     def _name_filled(self, slots: np.ndarray) -> None:
-        if not self._shares_blocks:
-            return
         filled = slots[self._computed[slots] >= self._name_at[slots]]
         for slot in dict.fromkeys(filled.tolist()):
             self._name_blocks(slot)
@@ -316,6 +342,8 @@ class Scheduler:
             del self._pending[key]
         if slot in self._copies:
             self.blocks.give_up(self._copies.pop(slot)[0])
+        self._leaders.pop(slot, None)
+        self._state_copies.pop(slot, None)
         # The last first, so that of a sequence's idle blocks the first are the last to go.
         for block in self.tables[slot, : self._num_blocks[slot]][::-1].tolist():
             self.blocks.give_up(block)
@@ -335,6 +363,7 @@ class Scheduler:
         for slot in reversed(self._running.copy()):
             self._send_back(slot)
         self.blocks.forget()
+        self._kept.clear()
 
     def _admit(self, room: int) -> list[int]:
         """Give slots to waiting sequences, as long as there are slots and blocks for what they know, and room."""
@@ -342,28 +371,40 @@ class Scheduler:
         skipped: list[_Waiting] = []
         while self._waiting and self._free and room > 0 and len(skipped) < _LOOK_AHEAD:
             waiting = self._waiting.popleft()
-            if waiting.keys is None:
-                # Who is to score its prompt computes all of it.
-                has_keys = self._shares_blocks and not waiting.sequence.with_prompt_log_probs
-                waiting.keys = block_keys(waiting.sequence.tokens[:-1]) if has_keys else []
-            keys = waiting.keys
+            keys = _keys_of(waiting)
             # Mostly the others that have the same prompt.
             if keys and keys[-1] in self._pending:
                 skipped.append(waiting)
                 continue
             found = self.blocks.find(keys)
-            if len(found) < len(keys) and keys[len(found)] in self._pending:
+            if self._num_states:
+                found, keys = self._with_state(found, keys)
+            elif len(found) < len(keys) and keys[len(found)] in self._pending:
                 skipped.append(waiting)
                 continue
             usable = self._usable(len(waiting.sequence.tokens), found)
-            if usable is None:
+            leads = self._num_states > 0 and len(keys) > 0 and not found
+            # A kept state is not overwritten before those have begun with it that wait for it.
+            if usable is None or leads and len(self._leaders) == self._num_states:
                 skipped.append(waiting)
                 break
+            if self._num_states and len(usable) < len(found):
+                usable, keys = [], []
             slot = self._seat(waiting.sequence, usable, keys)
             room -= int(self.lengths[slot] - self._computed[slot])
             admitted.append(slot)
         self._waiting.extendleft(reversed(skipped))
         return admitted
+
+    def _with_state(self, found: list[int], keys: list[Key]) -> tuple[list[int], list[Key]]:
+        """Return of a sequence that was just taken from the queue what it uses, and names, of found blocks and keys.
+
+        It uses all blocks if there is a state behind them. Else it names them if the next one can begin with its state.
+        """
+        if keys and len(found) == len(keys) and keys[-1] in self._kept:
+            return found, keys
+        is_first = bool(keys and self._waiting) and _keys_of(self._waiting[0])[-1:] == keys[-1:]
+        return [], keys if is_first else []
 
     def _usable(self, num_known: int, found: list[int]) -> list[int] | None:
         """Return the found blocks that a sequence may use, or None if there is no room for it now.
@@ -392,6 +433,13 @@ class Scheduler:
         self._ends[slot] = sequence.end
         self._no_stop_before[slot] = sequence.no_stop_before
         self._take_blocks(slot, found, keys)
+        if self._num_states and found:
+            self._kept.move_to_end(keys[-1])
+            place = self._kept[keys[-1]]
+            # It may be about to be written.
+            self._state_copies[slot] = self._state_copies.get(place, place)
+        elif self._num_states and keys:
+            self._leaders[slot] = keys[-1]
         if len(sequence.stop_ids) > self._stops.shape[1]:
             wider = np.full((len(self._stops), len(sequence.stop_ids)), -1, np.int32)
             wider[:, : self._stops.shape[1]] = self._stops
@@ -465,4 +513,17 @@ class Scheduler:
 
     def _set_name_at(self, slot: int) -> None:
         border = (int(self._num_named[slot]) + 1) * BLOCK_TOKENS
-        self._name_at[slot] = min(border, len(self._sequences[slot].tokens) - 1) if self._to_fill[slot] else border
+        if self._to_fill[slot]:
+            border = min(border, len(self._sequences[slot].tokens) - 1)
+        elif self._num_states:
+            # Nobody finds a block that has no state behind it.
+            border = np.iinfo(np.int64).max
+        self._name_at[slot] = border
+
+
+def _keys_of(waiting: _Waiting) -> list[Key]:
+    if waiting.keys is None:
+        # Who is to score its prompt computes all of it.
+        has_keys = not waiting.sequence.with_prompt_log_probs
+        waiting.keys = block_keys(waiting.sequence.tokens[:-1]) if has_keys else []
+    return waiting.keys

@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.routing import unknown_choice
 from hybridflow.parallel.copies import to_device
-from hybridflow.rollout.blocks import STEP_TOKENS, BlockPool
+from hybridflow.rollout.blocks import STEP_TOKENS, BlockPool, kept_states
 from hybridflow.rollout.likeliest import likeliest
 from hybridflow.rollout.paged import PagedCache
 from hybridflow.rollout.records import Records
@@ -62,10 +62,9 @@ class Session:
         blocks = BlockPool(num_blocks)
         stages = replica.groups.pp.size()
         each = -(-num_slots // stages)
-        self._cache: Cache = replica.runner.make_cache(num_blocks, stages * each)
-        self._lanes = [
-            _Lane(replica, blocks, range(lane * each, lane * each + each), capacity) for lane in range(stages)
-        ]
+        kept = kept_states(each) if replica.has_states else 0
+        self._cache: Cache = replica.runner.make_cache(num_blocks, stages * (each + kept))
+        self._lanes = [_Lane(replica, blocks, lane * (each + kept), each, kept, capacity) for lane in range(stages)]
         self._lane = self._lanes[0]
 
     @property
@@ -272,6 +271,9 @@ class Session:
         rows = to_device(torch.from_numpy(np.concatenate([step.rows, step.scored])), replica.device)
         if len(step.copies):
             self._cache.copy(*to_device(torch.from_numpy(step.copies), replica.device).unbind(1))
+        if len(step.state_copies):
+            moved = torch.from_numpy(lane.first_slot + step.state_copies)
+            self._cache.copy_states(*to_device(moved, replica.device).unbind(1))
         attention = replica.runner.attention(self._cache, scheduler.tables, step.slots, step.positions, lane.first_slot)
         output = replica.run(to_device(torch.from_numpy(step.tokens), replica.device), attention, rows)
         if output is None:
@@ -342,9 +344,10 @@ class Session:
 
     def _is_decodable(self, lane: _Lane, step: Step) -> bool:
         """Return whether the runner can take this step by itself, and further ones in the same call."""
-        is_one_token_each = len(step.rows) == len(step.tokens) and not len(step.copies) + len(step.scored)
+        is_one_token_each = len(step.rows) == len(step.tokens)
+        does_more = len(step.copies) + len(step.state_copies) + len(step.scored) > 0
         runner = self._replica.runner
-        if not runner.can_decode or not is_one_token_each:
+        if not runner.can_decode or not is_one_token_each or does_more:
             return False
         known = {"with_cuts": runner.can_cut, "with_edits": runner.can_edit}
         return lane.sampler.is_plain(step.slots, **known) and not lane.num_top[step.slots].any()
@@ -476,16 +479,18 @@ class _Clock:
 
 
 class _Lane:
-    """Sequences that are computed together, in slots of the cache that no other lane has."""
+    """Sequences that are computed together, in slots of the cache that no other lane has, with kept states behind."""
 
-    def __init__(self, replica: Replica, blocks: BlockPool, slots: range, capacity: int) -> None:
-        self.first_slot, num_slots = slots.start, len(slots)
+    def __init__(
+        self, replica: Replica, blocks: BlockPool, first_slot: int, num_slots: int, num_states: int, capacity: int
+    ) -> None:
+        self.first_slot = first_slot
         self.scheduler = Scheduler(
             blocks,
             num_slots=num_slots,
             capacity=capacity,
             max_step_tokens=STEP_TOKENS,
-            shares_blocks=replica.shares_blocks,
+            num_states=num_states,
         )
         self.sampler = Sampler(num_slots, replica.groups.tp, replica.vocab_size, replica.device)
         self.records = Records(num_slots, capacity)

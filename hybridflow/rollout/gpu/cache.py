@@ -13,7 +13,7 @@ from hybridflow.models.scoring import Scoring
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.gpu import ops
 from hybridflow.rollout.gpu.recurrence import GpuRecurrence
-from hybridflow.rollout.paged import cache_shape, cache_shapes, empty_states
+from hybridflow.rollout.paged import cache_shape, cache_shapes, copy_states, empty_states
 
 
 class GpuCache:
@@ -43,6 +43,10 @@ class GpuCache:
         """Copy blocks, ``[copies]`` int64 each; no block is both source and target."""
         for layer in self._layers:
             layer[:, targets] = layer[:, sources]
+
+    def copy_states(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy states of slots, ``[copies]`` int64 each; all are read before any is written."""
+        copy_states(self.states, sources, targets)
 
 
 class GpuAttention:

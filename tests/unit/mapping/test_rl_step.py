@@ -54,8 +54,8 @@ def estimate(capsys, *words):
 @pytest.mark.parametrize("linear", [None, Linear(layers=12, rows=8256, values=2048, key=128, state=280_576)])
 def test_generation_is_what_a_simulation_token_by_token_says(concurrent, linear):
     size, machine, layout = replace(model_size("llama3-1b"), linear=linear), hardware("h100-sxm"), ParallelLayout(tp=2)
-    # Of a group, which shares a prompt unless there is linear attention.
-    prompts = 10 if linear is None else 40
+    # A group shares its prompt, also with linear attention.
+    prompts = 10
     lengths = random.Random(3).choices(range(1, 60), k=40)
     found = generation_seconds(
         size,

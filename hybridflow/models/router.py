@@ -24,6 +24,7 @@ class ExpertRouter(TopKRouter):
         device: Where the weights live.
 
     Attributes:
+        model: Settings of the model.
         layer: Index of its layer in the whole model.
         routing: What is to be known of the present micro-batch; None: nothing.
         expert_bias: Added to the scores when experts are chosen, ``[experts]`` fp32; None: nothing is added.
@@ -43,7 +44,7 @@ class ExpertRouter(TopKRouter):
         super().__init__(config=config, pg_collection=groups)
         self.layer = layer
         self.routing = None
-        self._model = model
+        self.model = model
         if model.expert_norms:
             self.scale = nn.Parameter(torch.empty(config.hidden_size, device=device))
             self.expert_scale = nn.Parameter(torch.empty(config.num_moe_experts, device=device))
@@ -55,7 +56,12 @@ class ExpertRouter(TopKRouter):
     @property
     def is_softmax(self) -> bool:
         """Return whether experts are chosen by softmax alone."""
-        return self._model.router_score == "softmax"
+        return self.model.router_score == "softmax"
+
+    @property
+    def has_groups(self) -> bool:
+        """Return whether experts are chosen from some groups of them alone."""
+        return self.model.router_groups is not None and self.model.router_groups > 1
 
     def forward(self, hidden: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
         """Choose experts for ``[tokens, 1, hidden]``.
@@ -77,9 +83,9 @@ class ExpertRouter(TopKRouter):
 
     def _scaled(self, hidden: Tensor) -> Tensor:
         """Return what the logits are a product of, ``[tokens, 1, hidden]``."""
-        if not self._model.expert_norms:
+        if not self.model.expert_norms:
             return hidden
-        normed = rms_norm(hidden.float(), hidden.shape[-1:], eps=self._model.norm_eps).to(hidden.dtype)
+        normed = rms_norm(hidden.float(), hidden.shape[-1:], eps=self.model.norm_eps).to(hidden.dtype)
         scaled: Tensor = normed * self.scale * hidden.shape[-1] ** -0.5
         return scaled
 
@@ -104,7 +110,7 @@ class ExpertRouter(TopKRouter):
         Args:
             scores: ``[tokens, experts]``.
         """
-        groups, most = self._model.router_groups, self._model.router_groups_per_token
+        groups, most = self.model.router_groups, self.model.router_groups_per_token
         if groups is not None and most is not None:
             grouped = scores.unflatten(1, (groups, -1))
             best = grouped.topk(2).values.sum(-1).topk(most, dim=1).indices
@@ -114,7 +120,7 @@ class ExpertRouter(TopKRouter):
 
     def _weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
         """Return the weights of the chosen experts, ``[tokens, experts_per_token]``."""
-        model = self._model
+        model = self.model
         if self.is_softmax:
             if model.normalized_experts:
                 weights = logits.gather(1, chosen).softmax(-1, dtype=torch.float32)

@@ -64,6 +64,19 @@ MIXTURE = ModelConfig(
     experts_per_token=2,
     normalized_experts=False,
 )
+# A shared expert, and a router as GLM-4.5 has; the gate is that of Qwen2-MoE.
+BESIDE = replace(
+    MIXTURE,
+    num_layers=2,
+    num_dense_layers=1,
+    dense_ffn_hidden_size=32,
+    shared_ffn_hidden_size=16,
+    shared_expert_gate=True,
+    router_score="sigmoid",
+    router_bias=True,
+    routed_scaling=1.5,
+    normalized_experts=True,
+)
 # What DeepSeek-V3 has beside, and its attention; the gate is that of Qwen2-MoE.
 SHARED = replace(
     MIXTURE,

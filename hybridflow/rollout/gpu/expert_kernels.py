@@ -10,34 +10,46 @@ from hybridflow.rollout.gpu.kernels import found_at
 
 
 @triton.jit
-def route(chosen, shares, logits, num_experts, NUM_CHOSEN: tl.constexpr, SLOTS: tl.constexpr,
-          IS_NORMALIZED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def route(chosen, shares, logits, bias, num_experts, scale, NUM_CHOSEN: tl.constexpr, SLOTS: tl.constexpr,
+          IS_SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr, IS_NORMALIZED: tl.constexpr,
+          BLOCK: tl.constexpr):  # fmt: skip
     """Choose the experts of each token; one program for each.
 
     Args:
-        chosen: Takes the experts, the likeliest first, ``[tokens, NUM_CHOSEN]`` int32.
+        chosen: Takes the experts, the best first, ``[tokens, NUM_CHOSEN]`` int32.
         shares: Takes their shares, ``[tokens, NUM_CHOSEN]`` fp32, rounded to the format of the logits.
         logits: Of the router, ``[tokens, num_experts]``.
+        bias: Added to sigmoids when experts are chosen, ``[num_experts]`` fp32.
         num_experts: Experts.
+        scale: Factor on the shares.
         NUM_CHOSEN: Experts of each token.
         SLOTS: Power of 2, at least ``NUM_CHOSEN``.
-        IS_NORMALIZED: Whether the shares of the chosen add up to 1; else those of all experts do.
+        IS_SOFTMAX: Whether scores are by softmax; else by sigmoid.
+        HAS_BIAS: Whether there is a bias.
+        IS_NORMALIZED: Whether shares are those of the chosen experts' scores; else shares are scores.
         BLOCK: Power of 2, at least ``num_experts``.
     """
     row = tl.program_id(0).to(tl.int64)
     at, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     left = tl.load(logits + row * num_experts + at, mask=at < num_experts, other=-float("inf")).to(tl.float32)
-    largest = tl.max(left, 0)
-    total = tl.sum(tl.exp(left - largest), 0)
+    if IS_SOFTMAX:
+        score = tl.exp(left - tl.max(left, 0))
+        total = tl.sum(score, 0)
+    else:
+        score = tl.sigmoid(left)
+        total = 1.0
+        left = tl.where(at < num_experts, score, left)
+        if HAS_BIAS:
+            left += tl.load(bias + at, mask=at < num_experts, other=0.0)
     expert, share = tl.zeros([SLOTS], tl.int32), tl.zeros([SLOTS], tl.float32)
     for each in range(NUM_CHOSEN):
         place = tl.argmax(left, 0)
         expert = tl.where(slot == each, place, expert)
-        share = tl.where(slot == each, tl.exp(tl.max(left, 0) - largest), share)
+        share = tl.where(slot == each, tl.sum(tl.where(at == place, score, 0.0), 0), share)
         left = tl.where(at == place, -float("inf"), left)
     if IS_NORMALIZED:
-        total = tl.sum(share, 0)
-    share = (share / total).to(logits.dtype.element_ty).to(tl.float32)
+        total = tl.sum(share, 0) + 1e-20
+    share = (share / total * scale).to(logits.dtype.element_ty).to(tl.float32)
     tl.store(chosen + row * NUM_CHOSEN + slot, expert, mask=slot < NUM_CHOSEN)
     tl.store(shares + row * NUM_CHOSEN + slot, share, mask=slot < NUM_CHOSEN)
 

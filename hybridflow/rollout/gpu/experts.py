@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
@@ -11,27 +13,33 @@ from hybridflow.rollout.gpu import ops
 
 
 class GpuExperts:
-    """Computes an ``ExpertLayer`` whose experts are all here, but for the sum over tensor-parallel ranks.
+    """Computes the routed part of an ``ExpertLayer`` whose experts are all here, before the sum over tp.
 
     The kernels read the experts' weights where they are, by addresses in a table on the device.
 
     Args:
         layer: The layer.
         is_gelu: Whether the gate is activated by GELU, approximated with tanh; else by SiLU.
+
+    Attributes:
+        shared: Module of the shared expert, which is the caller's to compute; None: there is none.
     """
 
     @staticmethod
     def can_compute(layer: ExpertLayer) -> bool:
-        """Return whether the kernels know the layer: all experts are here, cut as all else, and chosen by softmax."""
+        """Return whether the kernels know the layer: all experts are here, cut as all else, and have no groups."""
         config = layer.config
         is_cut_alike = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
         is_here = config.expert_model_parallel_size == 1 and is_cut_alike
-        return is_here and layer.router.is_softmax and layer.shared_experts is None
+        return is_here and not layer.router.has_groups
 
     def __init__(self, layer: ExpertLayer, *, is_gelu: bool) -> None:
         self._router: Tensor = layer.router.weight
+        self._bias: Tensor | None = layer.router.expert_bias
         self._num_chosen: int = layer.router.topk
-        self._is_normalized = not layer.config.moe_router_pre_softmax
+        model = layer.router.model
+        self._choice = model.routed_scaling, layer.router.is_softmax, model.normalized_experts
+        self.shared: Any = layer.shared_experts
         self._is_gelu = is_gelu
         self._weights = layer.stacks
         assert all(weight.is_contiguous() for weights in self._weights for weight in weights), "kernels read rows"
@@ -52,7 +60,10 @@ class GpuExperts:
         num_chosen, (first, second) = self._num_chosen, self._addresses
         chosen = normed.new_empty(len(normed), num_chosen, dtype=torch.int32)
         shares = normed.new_empty(len(normed), num_chosen, dtype=torch.float32)
-        ops.route(chosen, shares, linear(normed, self._router), self._is_normalized)
+        is_softmax = self._choice[1]
+        # As in training, sigmoids are of products in fp32.
+        logits = linear(normed, self._router) if is_softmax else linear(normed.float(), self._router.float())
+        ops.route(chosen, shares, logits, self._bias, *self._choice)
         order, bounds = (normed.new_empty(each, dtype=torch.int64) for each in (chosen.numel(), len(first) + 1))
         ops.sort_pairs(order, bounds, chosen)
         inner = normed.new_empty(len(order), len(self._weights[0][0]) // 2)

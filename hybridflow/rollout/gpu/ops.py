@@ -196,12 +196,22 @@ def gate(result: Tensor, mixed: Tensor, is_gelu: bool) -> None:
 
 
 @_operator(mutates=("chosen", "shares"))
-def route(chosen: Tensor, shares: Tensor, logits: Tensor, is_normalized: bool) -> None:
+def route(
+    chosen: Tensor,
+    shares: Tensor,
+    logits: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    is_softmax: bool,
+    is_normalized: bool,
+) -> None:
     rows, num_experts = logits.shape
     expert_kernels.route[(rows,)](
-        *(chosen, shares, logits, num_experts),
+        *(chosen, shares, logits, logits if bias is None else bias, num_experts, scale),
         NUM_CHOSEN=chosen.shape[1],
         SLOTS=_power(chosen.shape[1]),
+        IS_SOFTMAX=is_softmax,
+        HAS_BIAS=bias is not None,
         IS_NORMALIZED=is_normalized,
         BLOCK=_power(num_experts),
         num_warps=1,

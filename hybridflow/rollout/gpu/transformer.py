@@ -89,7 +89,8 @@ class GpuTransformer:
         adapters = [each for each in model.modules() if isinstance(each, Adapter)]
         # Of factors a captured graph reads copies, wherever an update leaves the factors themselves.
         copied = {id(factor) for adapter in adapters for factor in adapter.parameters()}
-        self._weights = [each for each in model.parameters() if id(each) not in copied]
+        read = *model.parameters(), *model.buffers()
+        self._weights = [each for each in read if id(each) not in copied]
         self._factors: dict[int, tuple[float, Tensor, Tensor]] = {}
         self._factor: Tensor | None = None
         if model.has_scaled_embeddings:
@@ -171,15 +172,24 @@ class GpuTransformer:
 
     def _feed_forward(self, layer: _Layer, normed: Tensor) -> Tensor:
         if isinstance(layer.mlp, GpuExperts):
-            return self._over_group(layer.mlp(normed))
+            routed, shared = layer.mlp(normed), layer.mlp.shared
+            if shared is not None:
+                output = self._dense(shared, normed)
+                gate = shared.gate_weight
+                routed = routed + output if gate is None else routed.addcmul_(output, linear(normed, gate).sigmoid())
+            return self._over_group(routed)
         if isinstance(layer.mlp, ExpertLayer):
             # Without the hook that normalizes what it returns.
-            output: Tensor = layer.mlp.forward(normed[:, None])[0][:, 0]
-            return output
-        both = self._linear(layer.mlp.linear_fc1, normed)
+            whole: Tensor = layer.mlp.forward(normed[:, None])[0][:, 0]
+            return whole
+        return self._over_group(self._dense(layer.mlp, normed))
+
+    def _dense(self, mlp: Any, normed: Tensor) -> Tensor:
+        """Return this rank's part of the output of a feed-forward block that is not a mixture."""
+        both = self._linear(mlp.linear_fc1, normed)
         inner = both.new_empty(len(both), both.shape[1] // 2)
         ops.gate(inner, both, self._is_gelu)
-        return self._over_group(self._linear(layer.mlp.linear_fc2, inner))
+        return self._linear(mlp.linear_fc2, inner)
 
     def _sum(self, hidden: Tensor, product: Tensor | None, post: Tensor | None) -> Tensor:
         """Return the output of a stage that is not the last."""

@@ -89,7 +89,8 @@ def experts(dtype, tokens, *, is_gelu=False):
     """Launch the kernels of 128 experts, of which each token has 8."""
     pairs = 8 * tokens
     logits, given, inner = (torch.zeros(rows, 128, dtype=dtype) for rows in (tokens, tokens, pairs))
-    ops.route(ints(tokens, 8), torch.zeros(tokens, 8), logits, True)
+    ops.route(ints(tokens, 8), torch.zeros(tokens, 8), logits, None, 1.0, True, True)
+    ops.route(ints(tokens, 8), torch.zeros(tokens, 8), logits.float(), torch.zeros(logits.shape[1]), 2.5, False, True)
     where = longs(128), longs(pairs), longs(129)
     ops.sort_pairs(*where[1:], ints(tokens, 8))
     ops.expert_product(inner, given, *where, torch.zeros(tokens, 8), 8, is_gelu)

@@ -80,6 +80,36 @@ QWEN3_5_9B = ModelConfig(
     linear_conv_kernel=4,
     dtype="bf16",
 )
+QWEN3_5_35B = replace(
+    QWEN3_5_9B,
+    # Of 40 layers.
+    num_layers=4,
+    hidden_size=2048,
+    ffn_hidden_size=512,
+    num_query_groups=2,
+    linear_layers=(0, 1, 2),
+    num_experts=256,
+    experts_per_token=8,
+    shared_ffn_hidden_size=512,
+    shared_expert_gate=True,
+)
+GLM_4_5_AIR = replace(
+    QWEN3_30B,
+    # Of 46 layers.
+    hidden_size=4096,
+    ffn_hidden_size=1408,
+    num_attention_heads=96,
+    num_query_groups=8,
+    rotary_dim=64,
+    vocab_size=151552,
+    qkv_bias=True,
+    qk_norm=False,
+    num_dense_layers=1,
+    dense_ffn_hidden_size=10944,
+    shared_ffn_hidden_size=1408,
+    router_score="sigmoid",
+    router_bias=True,
+)
 
 LORA = LoRAConfig(rank=16, alpha=32.0)
 
@@ -99,6 +129,8 @@ def on_the_device(self, *shape, dtype):
         pytest.param(LLAMA3_70B, 8, 64, 20, False, LORA, id="70B, one rank of tp8, adapters"),
         pytest.param(QWEN3_30B, 1, 64, 14, False, None, id="30B of 128 experts"),
         pytest.param(QWEN3_30B, 2, 8, 16, True, None, id="30B of 128 experts, one rank of tp2, edited logits"),
+        pytest.param(QWEN3_5_35B, 1, 64, 17, False, None, id="35B with linear attention and a shared expert"),
+        pytest.param(GLM_4_5_AIR, 2, 64, 21, False, None, id="106B with a shared expert, one rank of tp2"),
         pytest.param(QWEN3_5_9B, 1, 64, 9, False, None, id="9B with linear attention"),
         pytest.param(QWEN3_5_9B, 4, 8, 16, True, LORA, id="9B with linear attention, one rank of tp4, adapters"),
     ],

@@ -78,20 +78,7 @@ def test_a_prefill_of_linear_attention_asks_nothing_of_the_device(monkeypatch):
     assert launches.names["linalg_solve_triangular"] == 2, launches.names
 
 
-WITH_OTHER_EXPERTS = "glm4_moe", "qwen2_moe"
-"""Those whose experts the kernels do not know."""
-
-
-@pytest.mark.parametrize("name", WITH_OTHER_EXPERTS)
-def test_other_experts_are_left_to_the_modules(monkeypatch, name):
-    """Beside attention by the kernels: a prefill computes, and no graph holds a step."""
-    model = family_model(name)
-    with fake_cuda(monkeypatch) as world, torch.inference_mode():
-        _, transformer, prefill = prefilled(world, model)
-    assert prefill.names["attend"] == model.num_layers and not transformer.is_capturable
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in (*BY_MODULES, *WITH_OTHER_EXPERTS)])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in BY_MODULES])
 def test_prefill_and_a_step_ask_nothing_of_the_device(monkeypatch, name):
     model = family_model(name)
     monkeypatch.setattr(

@@ -18,7 +18,7 @@ from hybridflow.rollout.gpu import decode, runner
 from hybridflow.rollout.gpu.runner import GpuRunner
 from hybridflow.rollout.gpu.transformer import GpuTransformer
 from hybridflow.rollout.request import Request, SamplingParams
-from tests.multi.models import CAPPED, LINEAR, MIXTURE, TINY, VOCAB, make_model
+from tests.multi.models import BESIDE, CAPPED, LINEAR, MIXTURE, TINY, VOCAB, make_model
 from tests.multi.test_rollout_sampling import Bytes
 
 SMALL = replace(TINY, num_layers=2, num_attention_heads=6, hidden_size=48, head_dim=16, num_query_groups=2)
@@ -131,6 +131,7 @@ def test_an_update_too_small_for_a_weight_in_bf16_counts(world):
         pytest.param(NORMED, [*KINDS, *EDITS], marks=pytest.mark.long, id="normalized heads, and edits"),
         pytest.param(BEHIND, KINDS, marks=pytest.mark.long, id="caps, windows, norms behind, 12 dims a head"),
         pytest.param(replace(MIXTURE, num_layers=2), KINDS, marks=pytest.mark.long, id="mixture of experts"),
+        pytest.param(BESIDE, KINDS, id="a shared expert with a gate, experts by sigmoids and a bias"),
         pytest.param(replace(LINEAR, num_layers=3, linear_layers=(0, 2)), KINDS, id="linear attention"),
     ],
 )

@@ -72,10 +72,23 @@ def test_gates(is_gelu, rows, inner, dtype):
 def test_experts_are_chosen_by_their_shares(is_normalized, dtype):
     logits = random(5, 11, dtype=dtype)
     chosen, shares = torch.empty(5, 3, dtype=torch.int32), torch.empty(5, 3)
-    ops.route(chosen, shares, logits, is_normalized)
+    ops.route(chosen, shares, logits, None, 1.0, True, is_normalized)
     expected, experts = logits.float().softmax(-1).topk(3)
     assert chosen.tolist() == experts.tolist()
     close(shares, expected / expected.sum(-1, keepdim=True) if is_normalized else expected, dtype)
+
+
+@pytest.mark.parametrize("is_normalized", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_experts_are_chosen_by_sigmoids_and_a_bias_that_is_in_no_share(has_bias, is_normalized):
+    logits, bias = random(5, 11), random(11, seed=2)
+    chosen, shares = torch.empty(5, 3, dtype=torch.int32), torch.empty(5, 3)
+    ops.route(chosen, shares, logits, bias if has_bias else None, 2.5, False, is_normalized)
+    scores = logits.sigmoid()
+    experts = (scores + has_bias * bias).topk(3).indices
+    assert chosen.tolist() == experts.tolist()
+    expected = scores.gather(1, experts)
+    close(shares, 2.5 * (expected / expected.sum(-1, keepdim=True) if is_normalized else expected), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -18,7 +18,7 @@ from hybridflow.rollout.gpu.decode import Decoder
 from hybridflow.rollout.gpu.runner import GpuRunner
 from hybridflow.rollout.gpu.transformer import GpuTransformer
 from hybridflow.rollout.request import Request, SamplingParams
-from tests.multi.models import MIXTURE, TINY, VOCAB, make_model, samples
+from tests.multi.models import BESIDE, MIXTURE, TINY, VOCAB, make_model, samples
 from tests.support.ranks import run_ranks
 
 
@@ -49,7 +49,7 @@ def texts_of(world, layout: ParallelLayout, shape: ModelConfig, lora: LoRAConfig
 @pytest.mark.parametrize(
     ("layout", "has_kernels", "shape", "lora"),
     [
-        (ParallelLayout(tp=2), True, MIXTURE, None),
+        (ParallelLayout(tp=2), True, BESIDE, LoRAConfig(rank=3, alpha=7.0)),
         (ParallelLayout(tp=2, etp=1), False, MIXTURE, None),
         (ParallelLayout(dp=2, etp=2), False, MIXTURE, None),
         (ParallelLayout(tp=2, dp=2, ep=2), False, MIXTURE, None),

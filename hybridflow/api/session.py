@@ -32,9 +32,8 @@ from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job, Problems
 from hybridflow.placement.pretrained import align_ends
 from hybridflow.recipe.check_sampling import check_stop
-from hybridflow.recipe.inputs import open_known, tokenizer_path
+from hybridflow.recipe.inputs import check_vocabularies, open_known, tokenizer_path
 from hybridflow.sections import changed_keys
-from hybridflow.trainer.open import check_vocabularies
 from hybridflow.trainer.plan import JobPlan
 from hybridflow.trainer.trainer import make_trainer
 

@@ -26,7 +26,7 @@ from hybridflow.families.assets import CONFIG
 from hybridflow.families.weight_files import find_weight_files
 from hybridflow.observe.exporters import find_callback
 from hybridflow.recipe.check_sampling import check_stop
-from hybridflow.recipe.inputs import open_known, tokenizer_path
+from hybridflow.recipe.inputs import check_vocabularies, open_known, tokenizer_path
 from hybridflow.recipe.nested import inner
 from hybridflow.rewards.kinds import make_kind
 from hybridflow.rewards.sample import Sample
@@ -58,6 +58,7 @@ def try_inputs(recipe: Recipe, *, is_node: bool = True) -> list[str]:
     path = tokenizer_path(recipe)
     tokenizer = None if path is None else open_known(path, recipe)
     check_stop(recipe, tokenizer)
+    check_vocabularies(recipe, tokenizer)
     shape = training_shape(recipe, tokenizer)
     example = None
     for title, each in _first_examples(recipe, shape):

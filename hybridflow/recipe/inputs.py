@@ -17,7 +17,7 @@ from typing import Any
 
 from hybridflow.config.recipe import MODEL_SECTIONS, Recipe
 from hybridflow.data.files import is_address
-from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
+from hybridflow.data.tokenizer import JSON, Tokenizer, check_same_pieces, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError, MissingFileError
 from hybridflow.families.hub_cache import data_set_hint, find_model
 from hybridflow.plugins import split_name
@@ -119,6 +119,38 @@ def open_known(path: str | Path, recipe: Recipe) -> Tokenizer:
     """
     rows = [recipe.model_of(role).vocab_size for role in MODEL_SECTIONS]
     return open_tokenizer(path, min((each for each in rows if each is not None), default=None))
+
+
+def check_vocabularies(recipe: Recipe, tokenizer: Tokenizer | None) -> None:
+    """Refuse models that do not know the tokenizer's tokens.
+
+    Args:
+        recipe: What is run.
+        tokenizer: Its tokenizer; None: it is yet to be trained, and will have tokens of its own.
+
+    Raises:
+        ConfigError: A model's vocabulary is too small, or a model comes with a tokenizer and the run would train one.
+        DataError: A model was trained with another tokenizer.
+    """
+    for role, section in MODEL_SECTIONS.items():
+        model = recipe.model_of(role)
+        prefix = "model" if model is recipe.model else section
+        own = None if model.path is None else tokenizer_in(model.path)
+        if tokenizer is None:
+            # A sentencepiece model may be the one that equal data gave another run.
+            if own is not None and own.name == JSON:
+                raise ConfigError(
+                    f"tokenizer.path: missing; {prefix}.path={model.path!r} knows the tokens of {own}, and the run "
+                    "would train another tokenizer; set tokenizer.path to that file"
+                )
+            continue
+        if model.vocab_size is not None and model.vocab_size < tokenizer.vocab_size:
+            raise ConfigError(
+                f"{prefix}.vocab_size={model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; raise "
+                "it, or leave it out; of a model with a path, name the tokenizer that it was trained with"
+            )
+        if own is not None and own != tokenizer.path:
+            check_same_pieces(tokenizer, open_tokenizer(own), whose=f"{prefix}.path={model.path!r}")
 
 
 def _paths(values: Any) -> Iterator[tuple[Any, Any, str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hybridflow.checkpoint.job_file import latest_step, step_path
 from hybridflow.config.data import DataSourceConfig
-from hybridflow.config.recipe import MODEL_SECTIONS, Recipe
+from hybridflow.config.recipe import Recipe
 from hybridflow.data.arithmetic import ensure_files
 from hybridflow.data.chat import is_plain
 from hybridflow.data.pieces import train_tokenizer
@@ -16,13 +16,13 @@ from hybridflow.data.problems import FOLDER, example_in, held_out_shape, open_pr
 from hybridflow.data.prompts import Example, prompt_tokens
 from hybridflow.data.queues import open_queue
 from hybridflow.data.shaping import Shape, end_of, read_examples
-from hybridflow.data.tokenizer import Tokenizer, check_same_pieces, open_tokenizer, tokenizer_in
-from hybridflow.errors import ConfigError, DataError
+from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
+from hybridflow.errors import DataError
 from hybridflow.families.assets import FOLDER as ASSETS
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
 from hybridflow.recipe.check_sampling import check_stop
-from hybridflow.recipe.inputs import open_known, tokenizer_path
+from hybridflow.recipe.inputs import check_vocabularies, open_known, tokenizer_path
 from hybridflow.trainer.plan import JobPlan
 
 
@@ -93,26 +93,6 @@ def _pairs(
         for each in held_out
     ]
     return pairs_of(encoded, recipe.data.held_out)
-
-
-def check_vocabularies(recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """Refuse models that do not know the tokenizer's tokens.
-
-    Raises:
-        ConfigError: A model's vocabulary is too small.
-        DataError: A model was trained with another tokenizer.
-    """
-    for role, section in MODEL_SECTIONS.items():
-        model = recipe.model_of(role)
-        prefix = "model" if model is recipe.model else section
-        if model.vocab_size is not None and model.vocab_size < tokenizer.vocab_size:
-            raise ConfigError(
-                f"{prefix}.vocab_size={model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; raise "
-                "it, or leave it out; of a model with a path, name the tokenizer that it was trained with"
-            )
-        model_tokenizer = None if model.path is None else tokenizer_in(model.path)
-        if model_tokenizer is not None and model_tokenizer != tokenizer.path:
-            check_same_pieces(tokenizer, open_tokenizer(model_tokenizer), whose=f"{prefix}.path={model.path!r}")
 
 
 def _open_trained(trained: Path, rank: int) -> Tokenizer:

@@ -318,6 +318,27 @@ def test_a_dry_run_looks_for_the_weights(folders, capsys):
     assert dry(folders, capsys, *given)[0] == 0
 
 
+def test_a_dry_run_compares_the_tokenizers_of_the_models(folders, capsys):
+    here, there = folders
+    write(here / "train.jsonl", {"prompt": "1+1=", "level": 3})
+    for name in ("hf", "teacher", "other"):
+        write_config(here / name)
+        write_tokenizer(here / name)
+        (here / name / "model.safetensors").touch()
+    file = here / "other/tokenizer.json"
+    file.write_text(file.read_text().replace("<|start|>", "<|begin|>"))
+    given = ["algorithm=distill", "rollout.group_size=1", "model={path: hf}", "tokenizer={}"]
+    assert dry(folders, capsys, *given, "teacher.model.path=teacher")[0] == 0
+    status, _, error = dry(folders, capsys, *given, "teacher.model.path=other")
+    assert status != 0 and "teacher.model.path='other': token 1 is '<|begin|>' in other/tokenizer.json" in error
+    # The run would train a tokenizer.
+    given = ["algorithm=distill", "rollout.group_size=1", "teacher.model.path=teacher"]
+    status, _, error = dry(folders, capsys, *given)
+    assert status == REQUEST and "set tokenizer.path to that file" in error
+    assert "tokenizer.path: missing; teacher.model.path='teacher' knows the tokens of teacher/tokenizer.json" in error
+    assert dry(folders, capsys, *given, "tokenizer.path=teacher/tokenizer.json")[0] == 0
+
+
 def test_a_dry_run_says_that_a_chat_template_is_not_applied(folders, capsys):
     here, there = folders
     write(here / "train.jsonl", {"prompt": "1+1=", "level": 3})

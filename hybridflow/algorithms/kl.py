@@ -27,7 +27,7 @@ def unrounded(log_probs: Tensor, ref_log_probs: Tensor, rounding: float) -> Tens
         ref_log_probs: Of the reference, the same shape.
         rounding: How much rounding makes at most.
     """
-    return torch.where((log_probs - ref_log_probs).detach().abs() > rounding, log_probs, ref_log_probs)
+    return torch.where((log_probs - ref_log_probs).abs() > rounding, log_probs, ref_log_probs)
 
 
 def _k2(d: Tensor) -> Tensor:

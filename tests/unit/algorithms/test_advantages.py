@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridflow.algorithms.advantages import (
+    GROUP_ESTIMATORS,
     discounted_returns,
     gae,
     group_center,
@@ -293,8 +294,9 @@ def test_unlike_shapes_are_refused():
         gae(wide, narrow, wide, gamma=1.0, gae_lambda=1.0)
     with pytest.raises(ValueError, match="shapes differ"):
         whiten(wide, narrow)
-    with pytest.raises(ValueError, match=r"scores \[2, 3\]"):
-        group_normalize(wide, torch.zeros(2, dtype=torch.int64))
+    for groups in (torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"scores \[2, 3\].* must be \[samples\]"):
+            group_normalize(wide, groups)
     with pytest.raises(ValueError, match=r"lengths \[1\] for scores \[2\]"):
         length_weighted_center(torch.ones(2), torch.ones(2), torch.ones(1))
     with pytest.raises(ValueError, match=r"baselines \[3\] for rewards \[2, 3\]"):
@@ -307,3 +309,5 @@ def test_half_precision_is_left_at_the_door():
     values = torch.tensor([[1.0, 2.0, 4.0]], dtype=torch.bfloat16)
     assert whiten(values, torch.ones(1, 3)).dtype == torch.float32
     assert gae(values, values, values, gamma=1.0, gae_lambda=1.0)[0].dtype == torch.float32
+    for estimate in GROUP_ESTIMATORS.values():
+        assert estimate(values[0], torch.zeros(3, dtype=torch.int64), torch.ones(3)).dtype == torch.float32

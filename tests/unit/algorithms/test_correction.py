@@ -69,6 +69,8 @@ def test_what_is_unknown_is_refused():
     row = torch.zeros(1, 2)
     with pytest.raises(ValueError, match="allowed are truncate, icepop of token, sequence"):
         correction_weights(row, row, row, kind="clip", level="token", low=0, high=2)
+    with pytest.raises(ValueError, match="correction 'icepop' of 'mean'"):
+        correction_weights(row, row, row, kind="icepop", level="mean", low=0, high=2)
     with pytest.raises(ValueError, match="shapes differ"):
         correction_weights(row, row[:, :1], row, kind="truncate", level="token", low=0, high=2)
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hybridflow.algorithms.kl import adapt_kl_coef, kl_penalty, rounding_at, sequence_means, unrounded
+from hybridflow.algorithms.kl import adapt_kl_coef, kl_penalty, rounding_at, sequence_means, unbounded_k3, unrounded
 
 NAMES = ("k1", "abs", "k2", "k3")
 
@@ -55,6 +55,8 @@ def test_k3_clamps():
     kl.sum().backward()
     assert kl.tolist() == [10, 10, 0]
     assert log_probs.grad.tolist() == [0, 0, 0]
+    found = unbounded_k3(torch.tensor([-25.0, 30], dtype=torch.float64))
+    assert found.tolist() == pytest.approx([math.exp(20) - 26, 29 + math.exp(-20)], rel=1e-12)
 
 
 def test_plus_keeps_the_value_bit_for_bit():
@@ -90,7 +92,8 @@ def test_means_of_sequences_by_hand():
     # Sequences 1 and (2, 4) have means 1 and 3. The third has no token.
     kl = torch.tensor([[1.0, math.nan], [2, 4], [9, 9]])
     mask = torch.tensor([[1.0, 0], [1, 1], [0, 0]])
-    assert sequence_means(kl, mask).tolist() == [1.0, 3.0, 0.0]
+    found = sequence_means(kl, mask)
+    assert found.tolist() == [1.0, 3.0, 0.0] and found.dtype == torch.float64
 
 
 def test_adaptive_coefficient_by_hand():

@@ -86,6 +86,10 @@ def test_bad_modes_counts_and_shapes_are_refused():
         Totals(num_tokens=1, num_sequences=0, max_response_tokens=1)
     with pytest.raises(ValueError, match=r"loss \[3, 3\], mask \[3, 1\]"):
         aggregate(LOSS, MASK[:, :1], "token-mean", TOTALS)
+    with pytest.raises(ValueError, match=r"advantages \[3, 1\]"):
+        gspo_loss(LOSS, LOSS, LOSS[:, :1], MASK, clip_low=0.2, clip_high=0.2)
+    with pytest.raises(ValueError, match=r"advantages \[3, 1\]"):
+        cispo_loss(LOSS, LOSS, LOSS[:, :1], clip_low=0.2, clip_high=0.2)
 
 
 # clip_low 0.2, clip_high 0.3, dual_clip 3. A = +2 for the first four, -2 for the last four.
@@ -220,6 +224,11 @@ def test_cispo_by_hand():
     close(torch.autograd.grad(loss.sum(), log_probs)[0], [-1.3, 2.2, -2.4])
     unbounded, _ = cispo_loss(torch.tensor([-9.0]), torch.zeros(1), torch.ones(1), clip_low=1.0, clip_high=0.3)
     close(unbounded, [9 * math.exp(-9)])
+    # The ratio is that to the old policy: exp(-1 + 1.1), times 1 for the log-probability of -1.
+    close(cispo_loss(-torch.ones(1), torch.tensor([-1.1]), torch.ones(1), clip_low=0.2, clip_high=0.3)[0], [1.1051709])
+    # The exponent stops at 20.
+    _, stats = cispo_loss(torch.tensor([0.0]), torch.tensor([-30.0]), torch.ones(1), clip_low=0.2, clip_high=0.3)
+    close(stats.ratio, [math.exp(20)])
 
 
 def test_value_loss_by_hand():
@@ -253,5 +262,7 @@ def test_gradients_agree_with_finite_differences():
 def test_half_precision_is_left_at_the_door():
     half = torch.full((1, 2), -1.0, dtype=torch.bfloat16)
     assert policy_loss(half, half, half, clip_low=0.2, clip_high=0.2)[0].dtype == torch.float32
+    assert gspo_loss(half, half, half, half.abs(), clip_low=0.2, clip_high=0.2)[0].dtype == torch.float32
+    assert cispo_loss(half, half, half, clip_low=0.2, clip_high=0.2)[0].dtype == torch.float32
     assert value_loss(half, half, half, value_clip=0.5).dtype == torch.float32
     assert aggregate(half, half.abs(), "token-mean", TOTALS).dtype == torch.float32

@@ -11,6 +11,8 @@ def test_overlong_penalty_by_hand():
     lengths = torch.tensor([0, 14, 15, 16, 18, 20])
     found = overlong_penalty(lengths, max_tokens=20, buffer_tokens=5, factor=2.0)
     torch.testing.assert_close(found, torch.tensor([0.0, 0, 0, -0.4, -1.2, -2]))
+    found = overlong_penalty(lengths, max_tokens=20, buffer_tokens=1, factor=2.0)
+    torch.testing.assert_close(found, torch.tensor([0.0, 0, 0, 0, 0, -2]))
 
 
 def test_there_is_no_penalty_without_a_buffer():

@@ -239,7 +239,7 @@ class ParallelLayout:
             LayoutError: Replicas and ranks that share experts do not fit without ``cp``.
         """
         layers = self.layers
-        if self.vpp > 1 and isinstance(layers, tuple):
+        if isinstance(layers, tuple):
             layers = tuple(sum(layers[stage :: self.pp]) for stage in range(self.pp))
         try:
             return replace(self.without_sharding(), cp=1, dp=self.dp * self.cp, vpp=1, layers=layers)

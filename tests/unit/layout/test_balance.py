@@ -41,5 +41,7 @@ def test_no_other_deal_is_better(costs, num_stages, last):
 def test_an_output_layer_takes_the_place_of_layers():
     assert balanced_layers([2] * 10, 4, last=3) == (3, 3, 3, 1)
     assert balanced_layers([2] * 8, 4) == (2, 2, 2, 2)
+    # The largest cost before the squares: 1, 5 and 2+1+2, not 1+5, 2 and 1+2, whose squares are 49 in the place of 51.
+    assert balanced_layers([1, 5, 2, 1], 3, last=2) == (1, 1, 2)
     # Dense layers at the beginning that cost three times the others.
     assert balanced_layers([3, 3, 1, 1, 1, 1, 1, 1], 4) == (1, 1, 3, 3)

@@ -44,6 +44,18 @@ def test_a_rank_has_the_stage_of_its_place():
     # The first four ranks are the first stage.
     assert [placed.stage(rank) for rank in placed.ranks] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert all(placed.stage(rank) == placed.coordinate(rank).pp for rank in placed.ranks)
+    with pytest.raises(LayoutError, match=r"m: rank 8 is not among its ranks \[7, 5, 3"):
+        placed.coordinate(8)
+
+
+def test_a_replica_has_a_share_of_each_stage_and_its_last_stage_speaks():
+    placed = make_mesh("tp2.pp2.dp2", (7, 5, 3, 1, 0, 2, 4, 6), 8)
+    # Pairs (7 5) (3 1) of the first stage, (0 2) (4 6) of the last; the first of each is of replica 0.
+    assert [placed.replica(dp) for dp in (0, 1)] == [(7, 5, 0, 2), (3, 1, 4, 6)]
+    assert [placed.output_ranks(dp) for dp in (0, 1)] == [(0, 2), (4, 6)] and placed.speakers == (0, 4)
+    assert [rank for rank in placed.ranks if placed.has_outputs(rank)] == [0, 2, 4, 6]
+    assert [rank for rank in range(9) if placed.speaks(rank)] == [0, 4]
+    assert placed.group_of(1, "tp") == (3, 1) and placed.group_of(1, "dp", "pp") == (5, 1, 2, 6)
 
 
 def test_plan_warns_of_tensor_parallelism_across_nodes_by_the_name_of_the_mesh(capsys):

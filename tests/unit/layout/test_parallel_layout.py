@@ -16,3 +16,12 @@ def test_a_rollout_in_which_experts_do_not_fit_names_the_key():
     layout = ParallelLayout.parse("tp2.cp3.ep3.etp1")
     with pytest.raises(LayoutError, match=r"the rollout of layout tp2.*etp·ep = 3 .*; or set actor\.rollout"):
         layout.for_rollout()
+
+
+def test_a_rollout_has_the_chunks_of_a_stage_in_one_piece():
+    # Stage 0 has the chunks of 1 and 3 layers, stage 1 those of 2 and 4.
+    for update, rollout in (
+        ("pp2.vpp2.cp2.layers1-2-3-4", "pp2.dp2.layers4-6"),
+        ("pp2.dp3.layers1-2", "pp2.dp3.layers1-2"),
+    ):
+        assert ParallelLayout.parse(update).for_rollout() == ParallelLayout.parse(rollout)

@@ -12,6 +12,7 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import known_models, model_spec
 from hybridflow.reshard.fsdp import FsdpHoldings, weight_holdings
+from hybridflow.reshard.messages import region_of
 from hybridflow.reshard.plan import held_bytes, plan, received_limit
 from hybridflow.reshard.report import Bandwidth, Spread, report
 from hybridflow.reshard.spec import ITEM_BYTES, TensorSpec, num_elements
@@ -51,7 +52,12 @@ def test_a_rank_holds_its_chunk_of_the_parameter(tensor, text):
             inside = tuple(slice(0, stop - start) for start, stop in region.box)
             values[inside] = whole[tuple(slice(start, stop) for start, stop in region.box)]
             flat += values.flatten().tolist()
+            assert region_of(holdings, tensor, rank, region.box) == region
         assert flat == chunks[rank % fsdp]
+        # Whose parts are the same write other tensors.
+        assert [holdings.writes(number, rank) for number in range(4)] == [
+            number % (mesh.layout.dp // fsdp) == rank // fsdp for number in range(4)
+        ]
     parts = holdings.parts(tensor)
     assert sum(num_elements(part.box) for part in parts) == whole.size
     assert {part.ranks for part in parts} <= {tuple(range(index, mesh.layout.dp, fsdp)) for index in range(fsdp)}

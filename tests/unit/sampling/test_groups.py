@@ -101,6 +101,8 @@ def test_a_greedy_rollout_gives_the_baselines_of_the_sampled_one():
     baselines = groups._finished(rollout).dense("baselines").tolist()
     assert baselines[:2] == [-0.25, -0.25] and all(map(math.isnan, baselines[2:])), "a greedy response has no score"
     assert rollout.dense("scores").tolist() == [1.0, 2.0, 3.0, 4.0]
+    groups._job.recipe.shaping = SimpleNamespace(overlong_buffer=0)
+    assert groups._kept(rollout, {"fill": {"is_greedy": True}}).dense("scores").tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_a_step_that_is_left_takes_nothing():

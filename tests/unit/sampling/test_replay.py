@@ -93,6 +93,15 @@ def test_a_resumed_run_reads_no_tokens_of_the_steps_before(tmp_path: Path):
         Replay(tmp_path).find([ask(2, 0)])
 
 
+def test_segments_are_read_when_their_samples_are_asked_for(tmp_path: Path):
+    write_archive(tmp_path)
+    (tmp_path / "rollouts/segments" / str(SegmentName(3, 3, 0))).write_bytes(b"damaged")
+    replay = Replay(tmp_path)
+    assert replay.find([ask(2, 0), ask(3, 0)]).keys() == {(2, 0), (3, 0)}
+    with pytest.raises(CheckpointError, match="step-000003-000003-rank-00000.h5"):
+        replay.find([ask(6, 0)])
+
+
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match="rollout.archive=true"):
         Replay(tmp_path)

@@ -79,6 +79,8 @@ def test_givers_are_near_first_then_the_least_loaded() -> None:
     assert plan_transfers([[7]], [[7]], source, destination) == {(3, 3): (7,), (0, 4): (7,), (1, 5): (7,), (2, 6): (7,)}
     # Rank 1 shares its node with holder 0, which gives although rank 2 gives nothing.
     assert plan_transfers([[7]], [[7]], mesh("tp2", (0, 2)), mesh("tp2", (1, 3))) == {(0, 1): (7,), (2, 3): (7,)}
+    # What a rank holds already does not count as given: rank 0 gives to rank 2 as well as rank 1 would.
+    assert plan_transfers([[7]], [[7]], mesh("tp2", (0, 1)), mesh("tp2", (0, 2))) == {(0, 0): (7,), (0, 2): (7,)}
 
 
 LAYOUTS = ["dp1", "dp2", "tp2", "pp2", "dp4", "tp2.dp2", "pp2.dp2", "tp2.pp2", "dp3", "tp2.pp2.dp2"]

@@ -275,6 +275,10 @@ def test_text_says_what_is_best_and_why_the_next_loses(capsys, recipe):
     assert "small on 4 × h100-sxm" in text and "up to 72 GB of a GPU" in text
     assert "4: actor, rollout, reference" in text and "actor.update={" in text
     assert "2 loses: " in text and "s slower" in text and "of the step" in text
+    # What the recipe has not is not taken away from it.
+    assert "=null" not in text and text.endswith("To write 1 as a recipe, add --out FILE.\n")
+    assert cli.main(["plan", "auto", recipe(layout="auto"), "--gpus", "4"]) == 0
+    assert "  layout=null\n" in capsys.readouterr().out
 
 
 def test_what_is_found_is_the_same_each_time(capsys, recipe):

@@ -171,7 +171,7 @@ def compare(answer: str, response: str) -> str:
         return _UNREADABLE
     try:
         said = _said(to_latex(response), has_units)
-        is_equal = any(each and verify(right, each, timeout_seconds=None) for each in said)
+        is_equal = any(verify(right, each, timeout_seconds=None) for each in said)
         return "equal" if is_equal else "different"
     # What a response says may make an algebra system fail in any way.
     except Exception:

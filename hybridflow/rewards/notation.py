@@ -117,7 +117,7 @@ def to_latex(text: str) -> str:
 
 def _root(match: re.Match[str]) -> str:
     root, inner = _ROOTS[match[1]], match[2]
-    return f"{root} " if inner is None else f"{root}{{{inner[1:-1] if inner[0] in '{(' else inner}}}"
+    return f"{root} " if inner is None else f"{root}{{{inner}}}"
 
 
 def _script(mark: str, inner: str) -> str:
@@ -184,8 +184,7 @@ def _plain(character: str) -> str:
     """Return a word's stand-in for a symbol or sign of punctuation that is no operator, else the character."""
     if character.isascii() or unicodedata.category(character) in ("Sm", "Pd"):
         return character
-    is_other = unicodedata.category(character)[0] in "SPM"
-    return _WORD if is_other else " " if character.isspace() else character
+    return _WORD if unicodedata.category(character)[0] in "SPM" else character
 
 
 def _balanced(text: str) -> str:

@@ -126,8 +126,12 @@ DOLLARS = [
         ("The answer is 5.", "4", 0),
         (r"so $\boxed{\frac{1}{2}}$", "0.5", 1),
         (r"so $\boxed{\frac{2}{4}}$", r"\frac{1}{2}", 1),
+        (r"so $$\frac{1}{2}$$", "0.5", 1),
         (r"$x^2 + 2x + 1$", r"$(x+1)^2$", 1),
         (r"$x^2 + 2x$", r"$(x+1)^2$", 0),
+        ("$x^2$", "It is $x^2$.", 1),
+        ("$x$", r"\boxed x", 1),
+        ("x + c", "x +\n c", 1),
         (r"$\boxed{\{2, 1\}}$", r"$\{1, 2\}$", 1),
         ("I do not know", "4", 0),
         ("", "4", 0),
@@ -156,6 +160,11 @@ DOLLARS = [
         (r"\boxed{60}", "60 km/h", 1),
         (r"\boxed{5}", "5 m/s", 1),
         (r"\boxed{60}", "60km/h", 1),
+        ("60", "60\u00a0km/h", 1),
+        *(("5", answer, 1) for answer in ("€5", "5 €", "5m", "x = 5 apples")),
+        ("3", "(1 + 2) apples", 1),
+        ("12", "It is 12 gm.", 1),
+        (r"\boxed{12 gm}", "12", 1),
         (r"\boxed{50}", "50 m²", 1),
         (r"\boxed{5}", "5元", 1),
         (r"\boxed{10}", "10 a.m.", 1),
@@ -169,7 +178,16 @@ def test_what_is_equal(made, response, answer, score):
 
 
 UNREADABLE = ["", "3 million", "5:30 p.m.", "2 hours 30 minutes", r"2\text{ hours }30\text{ minutes}", "5 3", "3–5"]
-UNREADABLE += ["3 or more apples", "18 apples and 3 pears", "max(3, 4)", "3 squared", "18-year-old", "→ 3", "5' 3\""]
+UNREADABLE += [
+    "3 or more apples",
+    "18 apples and 3 pears",
+    "3 apples + pears",
+    "max(3, 4)",
+    "3 squared",
+    "18-year-old",
+    "→ 3",
+    "5' 3\"",
+]
 
 
 @pytest.mark.parametrize("answer", UNREADABLE)

@@ -18,9 +18,9 @@ from hybridflow.checkpoint.manifest import NAME, WEIGHT, Manifest, Piece, Tensor
 from hybridflow.checkpoint.model_dir import ASSET_NAMES, ModelDir, write_assets, write_manifest
 from hybridflow.checkpoint.store import BASE
 from hybridflow.checkpoint.tensor_file import TensorFileWriter
-from hybridflow.errors import CheckpointError, ConfigError, LayoutError
+from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import CONFIG, FOLDER, identity_of, read_json
-from hybridflow.families.model import ModelConfig
+from hybridflow.families.cut import check_widths
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.reshard.spec import Box, DType, TensorSpec, cut, expert_block, num_elements, stage_of
 
@@ -159,7 +159,8 @@ class ShardedTarget(Target):
     """
 
     def __init__(self, source: Source, layout: ParallelLayout = _WHOLE, *, dtype: DType | None = None) -> None:
-        _check_cut(source.model, layout)
+        # Stages may be empty: megatron-core has no say in them, and boxes can be cut so.
+        check_widths(source.model, layout, f"layout {layout}")
         self._source, self._layout = source, layout
         self.tensors = {
             name: TensorEntry(written_dtype(name, entry, dtype), entry.shape) for name, entry in source.tensors.items()
@@ -208,20 +209,6 @@ class ShardedTarget(Target):
             notes=notes,
         )
         write_manifest(folder, manifest)
-
-
-def _check_cut(model: ModelConfig, layout: ParallelLayout) -> None:
-    """Refuse what megatron-core could not cut so, though boxes could."""
-    tp, heads = layout.tp, model.num_attention_heads
-    if heads % tp:
-        raise LayoutError(f"layout {layout}: tp={tp} does not divide num_attention_heads={heads}; choose a divisor")
-    for key, groups in (("num_query_groups", model.query_groups), ("global_query_groups", model.global_query_groups)):
-        if groups is not None and groups % tp and tp % groups:
-            raise LayoutError(
-                f"layout {layout}: tp={tp} neither divides nor is a multiple of {key}={groups}; change tp"
-            )
-    if model.num_experts is None and (layout.ep > 1 or layout.etp is not None):
-        raise LayoutError(f"layout {layout}: the model has no experts; leave ep and etp out")
 
 
 def _cut(spec: TensorSpec, layout: ParallelLayout, num_layers: int) -> list[_Part]:

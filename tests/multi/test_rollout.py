@@ -169,7 +169,7 @@ def test_the_samples_differ_and_have_the_log_probs_of_training(reference):
     [
         (2, 5, tuple(PARAMS)),
         pytest.param(4, 256, ("cut",), marks=pytest.mark.slow),
-        pytest.param(8, 256, ("cut",), marks=pytest.mark.slow),
+        pytest.param(8, 256, ("cut",), marks=[pytest.mark.slow, pytest.mark.long]),
     ],
 )
 def test_same_text_in_every_layout_and_batching_and_the_log_probs_of_training(reference, size, wave, kinds):

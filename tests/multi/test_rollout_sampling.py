@@ -260,7 +260,7 @@ def test_every_batching_makes_the_decisions_of_plain_python():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_layout_makes_the_decisions_of_plain_python(size):
     layouts = layouts_of(size)
     by_rank = run_ranks(generated, size, layouts, [{"max_concurrent": 6}, {"step_tokens": 9, "blocks": 8}])

@@ -46,7 +46,7 @@ from hybridflow.models.latent_attention import LatentSelfAttention
 from hybridflow.models.layers import Chunks
 from hybridflow.models.lora import Dropout, attach
 from hybridflow.models.norm import ProjectionNorm, RmsNorm, normalize_output, scale_output
-from hybridflow.models.rotary import all_frequencies, rotary_factor, rotated_pairs, score_scale
+from hybridflow.models.rotary import all_frequencies, rotary_factor, rotary_table, rotated_pairs, score_scale
 from hybridflow.models.scoring import Scoring
 from hybridflow.models.sequence_parallel import SequenceSwitch
 from hybridflow.parallel.accelerators import has_transformer_engine
@@ -193,7 +193,8 @@ class Transformer(GPTModel):
         rotated_pairs: Of each kind of layers that differ in the rotary embedding, the pairs of dims that it turns.
         has_latent_attention: Whether keys and values are compressed.
         is_common: Whether its layers compute what the kernels for decoding know, and no more. Those for a CPU know no
-            linear attention, and no gates on the output of attention.
+            linear attention, no gates on the output of attention, and no rotation of a part of a head or of
+            neighboring dims.
         dropout: Dropout on the inputs of its adapters; None: none.
         flops: Operations that the whole model needs; None: they are not counted.
         sequence_switch: Splits activations by tokens over the tensor-parallel ranks; None: they are never split.
@@ -287,6 +288,25 @@ class Transformer(GPTModel):
             return angles.repeat_interleave(2, dim=-1)[:, None, None]
         kinds = angles.split(self.rotated_pairs, dim=-1)
         return torch.cat([each for kind in kinds for each in (kind, kind)], dim=-1)[:, None, None]
+
+    def rotary_tables(self) -> dict[int, Tensor]:
+        """Return cosines and sines of each position for each local layer with attention, ``[context, 2, pairs]`` fp32.
+
+        Layers that turn alike have the same tensor. A factor on the part of each head that turns is in it.
+        """
+        found: dict[int, Tensor] = {}
+        made: dict[tuple[int, int] | None, Tensor] = {}
+        for index, layer in enumerate(self.decoder.layers):
+            attention = layer.self_attention
+            if isinstance(attention, GatedDeltaNet):
+                continue
+            if attention.rotation not in made:
+                first, end = attention.rotation or (0, 2 * len(self.rotary_pos_emb.inv_freq))
+                table = rotary_table(self.rotary_pos_emb.inv_freq[first // 2 : end // 2], self.max_sequence_length)
+                scaled = attention.scaled_part
+                made[attention.rotation] = table if scaled is None else table * scaled[1]
+            found[index] = made[attention.rotation]
+        return found
 
 
 def build_transformer(
@@ -395,16 +415,11 @@ def _finish_mixtures(transformer: Transformer, *, is_empty: bool) -> None:
 
 def _is_common(model: ModelConfig) -> bool:
     has_wide_norms = model.qk_norm and model.qk_norm_over == "projection"
-    is_other_rotation = model.rotary_interleaved or _has_two_rotations(model)
     is_other_gate = model.activation == "quick_gelu" or model.glu_clamp is not None or model.glu_offset != 0
-    is_other = is_other_rotation or is_other_gate or model.linear_bias or model.attention_sinks
+    is_other = is_other_gate or model.linear_bias or model.attention_sinks
     is_other = is_other or model.kv_lora_rank is not None
     is_other = is_other or model.has_global_heads or model.value_norm or model.layer_scalars or model.expert_norms
     return model.pre_norms and not has_wide_norms and not is_other
-
-
-def _has_two_rotations(model: ModelConfig) -> bool:
-    return model.local_rotary_base is not None or bool(model.no_rope_layers)
 
 
 def build_stage(
@@ -524,8 +539,8 @@ def _finish_attention(layer: TransformerLayer, model: ModelConfig, groups: Proce
     has_other_rotation = index in model.no_rope_layers or (has_window and model.local_rotary_base is not None)
     if model.kv_lora_rank is None and model.rotary_size < model.head_size and rotary_factor(model) != 1:
         layer.self_attention.scaled_part = model.rotary_size, rotary_factor(model)
-    if _has_two_rotations(model):
-        first, other = (2 * pairs for pairs in rotated_pairs(model))
+    if len(pairs := rotated_pairs(model)) > 1:
+        first, other = (2 * each for each in pairs)
         layer.self_attention.rotation = (first, first + other) if has_other_rotation else (0, first)
     core.scoring = Scoring(
         scale=model.plain_scale if has_other_rotation else layer.config.softmax_scale,

@@ -192,7 +192,6 @@ CASES = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
             },
         },
-        is_fast=False,
     ),
     "gemma3, yarn": Case(
         config="Gemma3Text",
@@ -203,7 +202,6 @@ CASES = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
             },
         },
-        is_fast=False,
     ),
     "gemma3, no window": Case(
         config="Gemma3Text",
@@ -214,7 +212,6 @@ CASES = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
             },
         },
-        is_fast=False,
     ),
     "gemma4": Case(config="Gemma4Text", given=GEMMA4, is_fast=False),
     "gemma4, values of their own": Case(
@@ -266,7 +263,6 @@ CASES = {
             "no_rope_layers": [1, 0, 1, 0],
             **rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, beta_slow=0.5),
         },
-        is_fast=False,
     ),
     "seed oss": Case(config="SeedOss", given={"head_dim": 32, **rope("default")}),
     "ernie 4.5": Case(config="Ernie4_5", given={"head_dim": 32, **rope("default")}, is_fast=False),

@@ -157,10 +157,11 @@ void hf_attend(float *outs, const float *queries, const float *keys, const float
     }
 }
 
-/* A layer's weights, norms, and how its attention is scored; NULL: it has none. Matrices as hf_multiply wants them. */
+/* A layer's weights, norms, and how its attention turns and is scored; NULL: it has none. Matrices as hf_multiply wants
+   them. */
 typedef struct {
     const float *input_norm, *qkv, *qkv_bias, *query_norm, *key_norm, *projection, *attention_norm;
-    const float *mlp_norm, *gate_up, *down, *output_norm;
+    const float *mlp_norm, *gate_up, *down, *output_norm, *rotary;
     scoring how;
 } layer;
 
@@ -168,7 +169,6 @@ typedef struct {
 typedef struct {
     int64_t hidden, groups, sharers, head, inner; /* widths; inner: of the activations within the MLP */
     int64_t activation;                           /* GATED_SILU or GATED_GELU */
-    const float *rotary;
     float eps, centre;
 } shape;
 
@@ -206,7 +206,7 @@ static void half_layer(const shape *f, const layer *l, const step *s, int64_t ha
     hf_add_norm(normed, s->hidden, before, half ? l[-1].output_norm : NULL, l->input_norm, NULL, s->rows, f->hidden,
                 f->eps, f->centre);
     hf_multiply(mixed, normed, l->qkv, l->qkv_bias, s->rows, f->hidden, mixed_width, PLAIN);
-    hf_store(queries, keys, values, mixed, f->rotary, s->tables, s->table_width, s->sequences, s->positions, s->rows,
+    hf_store(queries, keys, values, mixed, l->rotary, s->tables, s->table_width, s->sequences, s->positions, s->rows,
              f->groups, f->sharers, f->head, l->query_norm, l->key_norm, f->eps, f->centre);
     hf_attend(context, queries, keys, values, s->tables, s->table_width, s->sequences, s->positions, s->rows,
               f->groups, f->sharers, f->head, l->how.scale, l->how.softcap, l->how.window);

@@ -19,7 +19,7 @@ class Layer(ctypes.Structure):
 
     _fields_ = [
         *((name, _POINTER) for name in ("input_norm", "qkv", "qkv_bias", "query_norm", "key_norm", "projection")),
-        *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "gate_up", "down", "output_norm")),
+        *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "gate_up", "down", "output_norm", "rotary")),
         *(("scale", _FLOAT), ("softcap", _FLOAT), ("window", _INTEGER)),
     ]
 
@@ -29,7 +29,7 @@ class Shape(ctypes.Structure):
 
     _fields_ = [
         *((name, _INTEGER) for name in ("hidden", "groups", "sharers", "head", "inner", "activation")),
-        *(("rotary", _POINTER), ("eps", _FLOAT), ("centre", _FLOAT)),
+        *(("eps", _FLOAT), ("centre", _FLOAT)),
     ]
 
 

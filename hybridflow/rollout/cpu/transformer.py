@@ -20,7 +20,6 @@ from torch.nn.functional import pad
 from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.lora import merged_weight
-from hybridflow.models.rotary import rotary_table
 from hybridflow.rollout.blocks import PANEL
 from hybridflow.rollout.cpu.kernels import Batch, Layer, Shape, Slots, Step, Vocabulary, load_kernels
 from hybridflow.rollout.paged import PagedAttention, PagedCache, cache_shape, state_bytes
@@ -42,7 +41,8 @@ def runs_on_cpu(model: Transformer) -> bool:
         and not config.attention_output_gate
         and not state_bytes(model)
         and head % 16 == 0
-        and 2 * len(model.rotary_pos_emb.inv_freq) == head
+        and all(2 * pairs == head for pairs in model.rotated_pairs)
+        and not config.rotary_interleaved
         and config.num_query_groups >= config.tensor_model_parallel_size
         and not any(isinstance(layer.mlp, ExpertLayer) for layer in layers)
     )
@@ -75,12 +75,12 @@ class CpuTransformer:
         hidden, inner = config.hidden_size, layers[0].mlp.linear_fc1.weight.shape[0] // 2
         self._shape = Shape(
             *(hidden, groups, sharers, head, inner, _ACTIVATIONS[config.activation_func.__name__]),
-            self._keep(rotary_table(model.rotary_pos_emb.inv_freq, model.max_sequence_length)),
             config.layernorm_epsilon,
             1.0 if config.layernorm_zero_centered_gamma else 0.0,
         )
         self._row_width = hidden + (3 * sharers + 2) * groups * head + inner
-        self._layers = (Layer * len(layers))(*map(self._layer, layers))
+        tables = model.rotary_tables()
+        self._layers = (Layer * len(layers))(*(self._layer(each, tables[at]) for at, each in enumerate(layers)))
         self._vocabulary = self._describe_vocabulary(vocab_size)
 
     def __call__(self, tokens: Tensor, attention: PagedAttention, rows: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class CpuTransformer:
             found.outputs, found.real, found.cap = len(output), vocab_size, model.logit_softcap or 0.0
         return found
 
-    def _layer(self, layer: TransformerLayer) -> Layer:
+    def _layer(self, layer: TransformerLayer, rotary: Tensor) -> Layer:
         attention, mlp = layer.self_attention, layer.mlp
         scoring, bias = attention.core_attention.scoring, attention.linear_qkv.bias
         return Layer(
@@ -199,6 +199,7 @@ class CpuTransformer:
             gate_up=self._matrix(pack_gated(merged_weight(mlp.linear_fc1))),
             down=self._matrix(pack(merged_weight(mlp.linear_fc2))),
             output_norm=self._norm(getattr(mlp, "post_layernorm", None)),
+            rotary=self._keep(rotary),
             scale=scoring.scale,
             softcap=scoring.softcap or 0.0,
             window=scoring.window or 0,

@@ -97,6 +97,7 @@ class GpuAttention:
         centre: float,
         *,
         is_gated: bool = False,
+        is_interleaved: bool = False,
     ) -> Tensor:
         """Rotate, cache and attend; 2 launches, or 3 where the keys are split, and one more with gates.
 
@@ -109,6 +110,7 @@ class GpuAttention:
             eps: Of the norms.
             centre: Of the norms.
             is_gated: Whether each query has a gate behind it, ``[rows, groups, 2 * sharers + 2, head]``.
+            is_interleaved: Whether neighboring dims turn together.
 
         Returns:
             ``[rows, groups * sharers * head]``.
@@ -116,7 +118,7 @@ class GpuAttention:
         rows, groups, width, head = mixed.shape
         query = mixed.new_empty(rows, groups, (width - 2) // (1 + is_gated), head)
         where = self._addresses, self.tables, self.sequences, self.positions
-        ops.store(query, mixed, *where, rotary, *(norms or (None, None)), layer, eps, centre)
+        ops.store(query, mixed, *where, rotary, *(norms or (None, None)), layer, eps, centre, is_interleaved)
         context, partial, sums = torch.empty_like(query), None, None
         if self._splits > 1:
             partial = query.new_empty(self._splits, *query.shape, dtype=torch.float32)

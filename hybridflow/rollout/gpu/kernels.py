@@ -68,7 +68,8 @@ def _scaled(values, scale, query_weight, key_weight, at, is_query, is_key, centr
 def store(query, mixed, caches, tables, sequences, positions, rotary, query_weight, key_weight, layer, table_width, eps,
           centre, GROUPS: tl.constexpr, SHARERS: tl.constexpr, HEAD: tl.constexpr, TURNED: tl.constexpr,
           BLOCK_TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-          WIDTH: tl.constexpr, HAS_NORM: tl.constexpr, HAS_GATE: tl.constexpr):  # fmt: skip
+          WIDTH: tl.constexpr, HAS_NORM: tl.constexpr, HAS_GATE: tl.constexpr,
+          IS_INTERLEAVED: tl.constexpr):  # fmt: skip
     """Rotate queries and keys, and write keys and values to the cache; a program for each row and query group.
 
     Args:
@@ -97,6 +98,7 @@ def store(query, mixed, caches, tables, sequences, positions, rotary, query_weig
         WIDTH: Power of 2, at least ``HEAD``.
         HAS_NORM: Whether queries and keys are normalized.
         HAS_GATE: Whether there are gates.
+        IS_INTERLEAVED: Whether neighboring dims turn together, instead of a dim of each half.
     """
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + row)
@@ -105,7 +107,9 @@ def store(query, mixed, caches, tables, sequences, positions, rotary, query_weig
     is_there = (head <= SHARERS) & (at < TURNED)
     is_query, is_key = is_there & (head < SHARERS), is_there & (head == SHARERS)
     source = mixed + (row * GROUPS + group) * (places * SHARERS + 2) * HEAD
-    from_head, at_low, at_high = source + head * places * HEAD, at + head * 0, TURNED + at + head * 0
+    from_head = source + head * places * HEAD
+    at_low = (2 * at if IS_INTERLEAVED else at) + head * 0
+    at_high = at_low + (1 if IS_INTERLEAVED else TURNED)
     low = tl.load(from_head + at_low, mask=is_there, other=0.0).to(tl.float32)
     high = tl.load(from_head + at_high, mask=is_there, other=0.0).to(tl.float32)
     squares = tl.sum(low * low + high * high, 1)

@@ -68,6 +68,7 @@ def store(
     layer: int,
     eps: float,
     centre: float,
+    is_interleaved: bool,
 ) -> None:
     rows, groups, sharers, head = query.shape
     turned = rotary.shape[2]
@@ -86,6 +87,7 @@ def store(
         WIDTH=_power(head),
         HAS_NORM=query_weight is not None,
         HAS_GATE=mixed.shape[2] > sharers + 2,
+        IS_INTERLEAVED=is_interleaved,
         num_warps=2,
     )
 

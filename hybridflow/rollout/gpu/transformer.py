@@ -20,12 +20,11 @@ from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.gated_delta_net import GatedDeltaNet
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.lora import Adapter, adapter_of
-from hybridflow.models.rotary import rotary_table
 from hybridflow.models.scoring import Scoring
 from hybridflow.rollout.gpu import ops
 from hybridflow.rollout.gpu.cache import GpuAttention
 from hybridflow.rollout.gpu.experts import GpuExperts
-from hybridflow.rollout.paged import cache_shape, cache_shapes
+from hybridflow.rollout.paged import cache_shape
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,7 @@ class _Layer:
         attention_norm: Weight of the norm of attention's output; None: there is none.
         output_norm: Weight of the norm of the feed-forward block's output; None: there is none.
         scoring: How scores are made; None: the layer has linear attention.
+        rotary: Cosines and sines of each position, ``[context, 2, turned pairs]`` fp32; None likewise.
     """
 
     qkv: nn.Module
@@ -55,6 +55,7 @@ class _Layer:
     attention_norm: Tensor | None
     output_norm: Tensor | None
     scoring: Scoring | None
+    rotary: Tensor | None
 
 
 class GpuTransformer:
@@ -84,8 +85,8 @@ class GpuTransformer:
         self._eps = config.layernorm_epsilon
         self._centre = 1.0 if config.layernorm_zero_centered_gamma else 0.0
         self._is_gelu = config.activation_func.__name__ == "gelu_tanh"
-        self._rotary = _rotary(model)
-        self.layers = [_layer(each, self._is_gelu) for each in model.decoder.layers]
+        tables = model.rotary_tables()
+        self.layers = [_layer(each, self._is_gelu, tables.get(at)) for at, each in enumerate(model.decoder.layers)]
         adapters = [each for each in model.modules() if isinstance(each, Adapter)]
         # Of factors a captured graph reads copies, wherever an update leaves the factors themselves.
         copied = {id(factor) for adapter in adapters for factor in adapter.parameters()}
@@ -164,11 +165,16 @@ class GpuTransformer:
         if layer.delta is not None:
             assert attention.recurrence is not None, "made with a cache that has states"
             return attention.recurrence.context(index, mixed, layer.delta)
-        assert layer.scoring is not None, "attention scores"
-        is_gated: bool = self._model.config.attention_output_gate
-        mixed = mixed.view(len(mixed), self.num_groups, -1, self._head)
-        settings = layer.head_norms, layer.scoring, self._eps, self._centre
-        return attention.attend_mixed(index, mixed, self._rotary, *settings, is_gated=is_gated)
+        assert layer.scoring is not None and layer.rotary is not None, "attention turns and scores"
+        config = self._model.config
+        return attention.attend_mixed(
+            index,
+            mixed.view(len(mixed), self.num_groups, -1, self._head),
+            layer.rotary,
+            *(layer.head_norms, layer.scoring, self._eps, self._centre),
+            is_gated=config.attention_output_gate,
+            is_interleaved=config.rotary_interleaved,
+        )
 
     def _feed_forward(self, layer: _Layer, normed: Tensor) -> Tensor:
         if isinstance(layer.mlp, GpuExperts):
@@ -235,15 +241,7 @@ class GpuTransformer:
         return found
 
 
-def _rotary(model: Transformer) -> Tensor:
-    """Return cosines and sines of each position, with the factor of stretched frequencies where it is on them alone."""
-    table = rotary_table(model.rotary_pos_emb.inv_freq, model.max_sequence_length)
-    attentions = [model.decoder.layers[index].self_attention for index in cache_shapes(model)]
-    scaled = attentions[0].scaled_part if attentions else None
-    return table if scaled is None else table * scaled[1]
-
-
-def _layer(layer: TransformerLayer, is_gelu: bool) -> _Layer:
+def _layer(layer: TransformerLayer, is_gelu: bool, rotary: Tensor | None) -> _Layer:
     attention, mlp = layer.self_attention, layer.mlp
     first = None if isinstance(mlp, ExpertLayer) else mlp.linear_fc1
     delta = attention if isinstance(attention, GatedDeltaNet) else None
@@ -266,6 +264,7 @@ def _layer(layer: TransformerLayer, is_gelu: bool) -> _Layer:
         attention_norm=_norm(getattr(attention, "post_layernorm", None)),
         output_norm=_norm(getattr(mlp, "post_layernorm", None)),
         scoring=attention.core_attention.scoring if delta is None else None,
+        rotary=rotary,
     )
 
 

@@ -27,6 +27,7 @@ QWEN3_235B = dict(head=128, groups=4, sharers=16, hidden=4096, ffn=1536)
 LLAMA3_70B = dict(head=128, groups=8, sharers=8, hidden=8192, ffn=28672)
 SEED_OSS = dict(head=128, groups=8, sharers=10, hidden=5120, ffn=27648)
 GPT_OSS = dict(head=64, groups=8, sharers=8, hidden=2880, ffn=2880)
+GLM4_9B = dict(head=128, groups=2, sharers=16, hidden=4096, ffn=13696)
 LLAMA3_1B = dict(head=64, groups=8, sharers=4, hidden=2048, ffn=8192)
 
 
@@ -38,7 +39,7 @@ def ints(*shape):
     return torch.zeros(shape, dtype=torch.int32)
 
 
-def attend_in_cache(dtype, shape, *, has_tiles, splits=1, is_special=True, rows=4):
+def attend_in_cache(dtype, shape, *, has_tiles, splits=1, is_special=True, is_interleaved=False, rows=4):
     """Launch the kernels that rotate, cache and attend, for a step of decoding or a prefill."""
     head, groups, sharers = shape["head"], shape["groups"], shape["sharers"]
     most = rows_per_tile(dtype, sharers) if has_tiles else 1
@@ -46,7 +47,8 @@ def attend_in_cache(dtype, shape, *, has_tiles, splits=1, is_special=True, rows=
     mixed = torch.zeros(rows, groups, sharers + 2, head, dtype=dtype)
     where = longs(2, 2), ints(rows, 8), longs(rows), longs(rows)
     norms = (torch.zeros(head, dtype=dtype),) * 2 if is_special else (None, None)
-    ops.store(query, mixed, *where, torch.zeros(16, 2, head // 2), *norms, 0, 1e-6, 0.0)
+    turned = head // 4 if is_interleaved else head // 2
+    ops.store(query, mixed, *where, torch.zeros(16, 2, turned), *norms, 0, 1e-6, 0.0, is_interleaved)
     partial = torch.zeros(splits, *query.shape) if splits > 1 else None
     sums = torch.zeros(2, splits, *query.shape[:-1]) if splits > 1 else None
     tiles = (ints(rows), ints(rows)) if has_tiles else (None, None)
@@ -166,6 +168,7 @@ MORE = {
     "Phi 3, a prefill": lambda: attend_in_cache(BF16, PHI3_MINI, has_tiles=True),
     "Qwen 3 235B, a step": lambda: attend_in_cache(BF16, QWEN3_235B, has_tiles=False),
     "Qwen 3 235B, a prefill": lambda: attend_in_cache(BF16, QWEN3_235B, has_tiles=True),
+    "GLM-4, a step": lambda: attend_in_cache(BF16, GLM4_9B, has_tiles=False, is_special=False, is_interleaved=True),
     "Seed-OSS, a step": lambda: attend_in_cache(BF16, SEED_OSS, has_tiles=False, is_special=False),
     "Seed-OSS, a prefill": lambda: attend_in_cache(BF16, SEED_OSS, has_tiles=True, is_special=False),
     "GPT-OSS, training": lambda: train(BF16, GPT_OSS),

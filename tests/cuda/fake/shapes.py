@@ -139,17 +139,12 @@ _CONFIGS = {
 FAMILIES = tuple(name for name in _CONFIGS if name not in ("qwen3_5_text", "gemma4_text"))
 """Those whose layers are all alike."""
 BY_MODULES = (
-    "ernie4_5",
-    "gemma3_text",
     "gemma4_text",
-    "glm",
-    "glm4",
     "gpt_oss",
     "minimax_m2",
     "olmo2",
     "olmo3",
     "olmoe",
-    "smollm3",
 )
 """Families that the kernels for decoding do not know, so that they generate with the modules of training."""
 

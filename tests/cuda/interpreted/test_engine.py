@@ -24,6 +24,7 @@ from tests.multi.test_rollout_sampling import Bytes
 SMALL = replace(TINY, num_layers=2, num_attention_heads=6, hidden_size=48, head_dim=16, num_query_groups=2)
 NORMED = replace(SMALL, qkv_bias=False, qk_norm=True)
 BEHIND = replace(CAPPED, num_layers=2, window_layers=(0,))
+TURNED = replace(SMALL, rotary_interleaved=True, rotary_dim=8, no_rope_layers=(1,))
 KINDS = [
     {"stop_ids": tuple(range(0, VOCAB, 5))},
     {"greedy": True},
@@ -130,6 +131,7 @@ def test_an_update_too_small_for_a_weight_in_bf16_counts(world):
         pytest.param(SMALL, [*KINDS, *CUTS], id="bias, and cuts"),
         pytest.param(NORMED, [*KINDS, *EDITS], marks=pytest.mark.long, id="normalized heads, and edits"),
         pytest.param(BEHIND, KINDS, marks=pytest.mark.long, id="caps, windows, norms behind, 12 dims a head"),
+        pytest.param(TURNED, KINDS, marks=pytest.mark.long, id="other rotations"),
         pytest.param(replace(MIXTURE, num_layers=2), KINDS, marks=pytest.mark.long, id="mixture of experts"),
         pytest.param(BESIDE, KINDS, id="a shared expert with a gate, experts by sigmoids and a bias"),
         pytest.param(replace(LINEAR, num_layers=3, linear_layers=(0, 2)), KINDS, id="linear attention"),

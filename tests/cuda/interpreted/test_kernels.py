@@ -170,18 +170,20 @@ class Paged:
         return found
 
 
-def turned(values: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+def turned(values: Tensor, table: Tensor, positions: Tensor, is_interleaved: bool) -> Tensor:
     """Rotate ``[rows, …, head]``; the table is ``[context, 2, head / 2]``."""
     shape = (len(positions), *(1,) * (values.dim() - 2), -1)
-    cosine, sine = (table[positions, part].view(shape) for part in (0, 1))
-    low, high = values.chunk(2, -1)
-    return torch.cat([low * cosine - high * sine, high * cosine + low * sine], -1)
+    turn = torch.complex(*(table[positions, part].view(shape) for part in (0, 1)))
+    low, high = (values[..., ::2], values[..., 1::2]) if is_interleaved else values.chunk(2, -1)
+    pairs = torch.view_as_real(torch.complex(low, high) * turn)
+    return (pairs if is_interleaved else pairs.transpose(-1, -2)).flatten(-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("groups", "sharers", "head"), [(2, 3, 16), (1, 1, 12), (3, 8, 6)])
 @pytest.mark.parametrize("has_norms", [False, True])
-def test_keys_and_values_are_written_where_the_table_says(has_norms, groups, sharers, head, dtype):
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_keys_and_values_are_written_where_the_table_says(is_interleaved, has_norms, groups, sharers, head, dtype):
     cache = Paged([40, 1, 18], groups, head, dtype)
     sequences, positions = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([16, 39, 0, 17, -1])
     mixed = random(5, groups, sharers + 2, head, dtype=dtype)
@@ -189,19 +191,21 @@ def test_keys_and_values_are_written_where_the_table_says(has_norms, groups, sha
     rotary = torch.stack([angles.cos(), angles.sin()], 1)
     norms = (random(head, dtype=dtype, seed=5), random(head, dtype=dtype, seed=6)) if has_norms else (None, None)
     query = torch.empty(5, groups, sharers, head, dtype=dtype)
-    ops.store(query, mixed, cache.addresses, cache.tables, sequences, positions, rotary, *norms, 1, 1e-5, 0.0)
+    where = cache.addresses, cache.tables, sequences, positions
+    ops.store(query, mixed, *where, rotary, *norms, 1, 1e-5, 0.0, is_interleaved)
     queries, keys = mixed[:, :, :sharers].float(), mixed[:, :, sharers].float()
     if has_norms:
         queries, keys = (
             normalized(each, weight, 1e-5, 0.0) for each, weight in zip((queries, keys), norms, strict=True)
         )
-    close(query, turned(queries, rotary, positions.clamp(min=0)), dtype, steps=16)
+    queries, keys = (turned(each, rotary, positions.clamp(min=0), is_interleaved) for each in (queries, keys))
+    close(query, queries, dtype, steps=16)
     written = torch.zeros(cache.memory[1, 0].shape[:2], dtype=torch.bool)
     for row in range(4):
         sequence, position = int(sequences[row]), int(positions[row])
         block, token = int(cache.tables[sequence, position // BLOCK_TOKENS]), position % BLOCK_TOKENS
         written[block, token] = True
-        close(cache.memory[1, 0, block, token], turned(keys, rotary, positions.clamp(min=0))[row], dtype, steps=16)
+        close(cache.memory[1, 0, block, token], keys[row], dtype, steps=16)
         assert torch.equal(cache.memory[1, 1, block, token], mixed[row, :, sharers + 1])
     # The padding row and the other layer wrote nothing.
     assert cache.memory[1][:, ~written].isnan().all() and cache.memory[0].isnan().all()

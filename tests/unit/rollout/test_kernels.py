@@ -327,6 +327,10 @@ DENSE = replace(TINY, num_layers=2, head_dim=16)
 MODELS: dict[str, tuple[ModelConfig, bool]] = {
     "dense": (DENSE, True),
     "capped": (replace(DENSE, attention_softcap=2.0, window=3, zero_centered_norms=True, post_norms=True), True),
+    "two rotary bases": (replace(DENSE, window=3, window_layers=(0,), local_rotary_base=100.0), True),
+    "a layer without rotation": (replace(DENSE, no_rope_layers=(1,)), True),
+    "neighboring dims turn": (replace(DENSE, rotary_interleaved=True), False),
+    "a part of each head turns": (replace(DENSE, rotary_dim=8), False),
     "head of 8": (TINY, False),
     "bf16": (replace(DENSE, dtype="bf16"), False),
     "mixture": (replace(MIXTURE, head_dim=16), False),

@@ -261,7 +261,7 @@ def _has_plain_gate(model: ModelConfig) -> bool:
 def _is_grouped(model: ModelConfig) -> bool:
     """Return whether a GPU computes experts by grouped products, as ``models.grouped`` decides for whole experts."""
     widths = model.hidden_size, model.ffn_hidden_size
-    return model.dtype == "bf16" and _has_plain_gate(model) and not any(width % 8 for width in widths)
+    return model.dtype == "bf16" and not any(width % 8 for width in widths)
 
 
 def _norm_columns(model: ModelConfig) -> int:

@@ -10,6 +10,7 @@ summed over the group.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from hybridflow.families.model import ModelConfig
+from hybridflow.models.gated import gated
 from hybridflow.models.grouped import grouped_experts, is_grouped
 from hybridflow.models.norm import RmsNorm
 from hybridflow.models.pairs import collect, in_order, spread
@@ -42,6 +44,9 @@ from hybridflow.parallel.accelerators import adds_weight_gradients
 if not hasattr(moe_utils, "te_general_gemm"):
     # Without Transformer Engine megatron-core 0.16.1 leaves this name undefined, and asks whether it is None.
     moe_utils.te_general_gemm = None
+
+
+_PRODUCTS = "linear_fc1", "linear_fc2"
 
 
 class RoutedLayer(TransformerLayer):
@@ -106,8 +111,12 @@ class ExpertLayer(BaseMoELayer):
     @property
     def stacks(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the weights of the experts here: of gate and input, ``[2 * ffn, hidden]``, and of output."""
+        return self._of_experts("weight")
+
+    def _of_experts(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
         experts = self.experts.local_experts
-        return [each.linear_fc1.weight for each in experts], [each.linear_fc2.weight for each in experts]
+        first, second = ([getattr(getattr(each, part), name) for each in experts] for part in _PRODUCTS)
+        return first, second
 
     @property
     def _shares_tokens(self) -> bool:
@@ -234,9 +243,14 @@ class ExpertLayer(BaseMoELayer):
             counts: Pairs of each expert.
             weights: Of each row's pairs, ``[rows, pairs of a row]``.
         """
-        if is_grouped(hidden, self.config):
+        config = self.config
+        if is_grouped(hidden, config):
+            bounds = config.activation_func_clamp_value, config.glu_linear_offset
+            gate = partial(gated, activation=config.activation_func, clamp=bounds[0], offset=bounds[1])
             return grouped_experts(
-                *(hidden, order, counts, weights, *self.stacks, self.config.activation_func),
+                *(hidden, order, counts, weights, *self.stacks, gate),
+                biases=self._of_experts("bias") if config.add_bias_linear else None,
+                num_sharers=self._expert_tp,
                 adds_gradients=adds_weight_gradients(self.experts.local_experts[0].linear_fc1),
             )
         pairs = in_order(order, weights.shape)

@@ -16,26 +16,35 @@ def gelu_tanh(gate: Tensor) -> Tensor:
     return gelu(gate, approximate="tanh")
 
 
-_IS_GELU: dict[object, bool] = {silu: False, gelu_tanh: True}
+def quick_gelu(gate: Tensor) -> Tensor:
+    """Return GELU by its approximation with a sigmoid."""
+    return gate * torch.sigmoid(1.702 * gate)
+
+
+_KINDS: dict[object, int] = {silu: 0, gelu_tanh: 1, quick_gelu: 2}
 """The activations that the GPU's kernel knows."""
 
 
-def gated(mixed: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+def gated(
+    mixed: Tensor, activation: Callable[[Tensor], Tensor], clamp: float | None = None, offset: float = 0.0
+) -> Tensor:
     """Multiply the activated gate with the other half, on a GPU in one launch.
 
     Args:
         mixed: Gate, and other half behind it, ``[..., 2 * inner]``.
         activation: Of the gate.
+        clamp: Bound of the gate from above, and of the other half both ways; None: none.
+        offset: Added to the other half.
 
     Returns:
         ``[..., inner]``.
     """
-    if mixed.is_cuda and activation in _IS_GELU:
+    if mixed.is_cuda and activation in _KINDS:
         from hybridflow.models import layer_kernels
 
-        found: Tensor = layer_kernels.gated(mixed, _IS_GELU[activation])
+        found: Tensor = layer_kernels.gated(mixed, _KINDS[activation], clamp or 0.0, offset)
         return found
-    product: Tensor = _Gated.apply(mixed, activation)
+    product: Tensor = _Gated.apply(mixed, activation, clamp, offset)
     return product
 
 
@@ -43,24 +52,37 @@ class _Gated(torch.autograd.Function):
     """The product by operators of torch. It keeps its input alone: the backward pass activates the gate again."""
 
     @staticmethod
-    def forward(ctx: Any, mixed: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, mixed: Tensor, activation: Callable[[Tensor], Tensor], clamp: float | None, offset: float
+    ) -> Tensor:
         ctx.save_for_backward(mixed)
-        ctx.activation = activation
+        ctx.activation, ctx.clamp, ctx.offset = activation, clamp, offset
         gate, other = mixed.chunk(2, dim=-1)
-        return activation(gate) * other
+        return activation(_bounded(gate, None, clamp)) * _shifted(other, clamp, offset)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         mixed = ctx.saved_tensors[0].detach()
         gate, other = mixed.chunk(2, dim=-1)
         result = torch.empty_like(mixed)
         of_gate, of_other = result.chunk(2, dim=-1)
         with torch.enable_grad():
             gate = gate.requires_grad_()
-            active = ctx.activation(gate)
+            active = ctx.activation(_bounded(gate, None, ctx.clamp))
         torch.mul(grads[0], active.detach(), out=of_other)
-        of_gate.copy_(torch.autograd.grad(active, gate, grads[0] * other)[0])
-        return result, None
+        if ctx.clamp is not None:
+            of_other.masked_fill_(other.abs() > ctx.clamp, 0)
+        of_gate.copy_(torch.autograd.grad(active, gate, grads[0] * _shifted(other, ctx.clamp, ctx.offset))[0])
+        return result, None, None, None
+
+
+def _bounded(values: Tensor, least: float | None, most: float | None) -> Tensor:
+    return values if most is None else values.clamp(least, most)
+
+
+def _shifted(other: Tensor, clamp: float | None, offset: float) -> Tensor:
+    bounded = _bounded(other, None if clamp is None else -clamp, clamp)
+    return bounded + offset if offset else bounded
 
 
 class GatedMLP(MLP):

@@ -39,7 +39,7 @@ from hybridflow.models.cpu_linear import use_onednn
 from hybridflow.models.experts import ExpertLayer, NormedExpertLayer, RoutedLayer, mixtures
 from hybridflow.models.flops import ModelFlops, model_flops
 from hybridflow.models.fp8 import ALIGNED_TOKENS, check_device
-from hybridflow.models.gated import GatedMLP, gelu_tanh
+from hybridflow.models.gated import GatedMLP, gelu_tanh, quick_gelu
 from hybridflow.models.gated_delta_net import GatedDeltaNet
 from hybridflow.models.grouped import lay_side_by_side
 from hybridflow.models.latent_attention import LatentSelfAttention
@@ -147,11 +147,7 @@ def transformer_config(
     return config
 
 
-def _quick_gelu(gate: Tensor) -> Tensor:
-    return gate * torch.sigmoid(1.702 * gate)
-
-
-_ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh, "quick_gelu": _quick_gelu}
+_ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh, "quick_gelu": quick_gelu}
 
 
 def _add_rng_states() -> None:

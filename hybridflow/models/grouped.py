@@ -22,18 +22,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from hybridflow.models.gated import gated
 from hybridflow.models.pairs import Pairs, at_places, collect, spread
 from hybridflow.models.shapes import ALIGNED_ROWS
 
 
 def is_grouped(hidden: Tensor, config: TransformerConfig) -> bool:
-    """Return whether the device has a kernel for such experts: a GPU for bf16, in widths of 16 bytes.
-
-    ``grouped_experts`` knows neither biases nor gates with a bound or an offset.
-    """
-    if config.add_bias_linear or config.activation_func_clamp_value is not None or config.glu_linear_offset:
-        return False
+    """Return whether the device has a kernel for such experts: a GPU for bf16, in widths of 16 bytes."""
     widths = config.hidden_size, config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
     return hidden.is_cuda and hidden.dtype == torch.bfloat16 and not any(width % 8 for width in widths)
 
@@ -53,8 +47,10 @@ def grouped_experts(
     weights: Tensor,
     first: Sequence[Tensor],
     second: Sequence[Tensor],
-    activation: Callable[[Tensor], Tensor],
+    gate: Callable[[Tensor], Tensor],
     *,
+    biases: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
+    num_sharers: int = 1,
     adds_gradients: bool = False,
 ) -> Tensor:
     """Compute gated feed-forward blocks of experts, and sum the outputs of each token.
@@ -67,7 +63,9 @@ def grouped_experts(
         weights: By which a pair's output is multiplied, ``[tokens, pairs of a token]``.
         first: Gate and input of each expert, ``[2 * ffn, hidden]``.
         second: Output of each expert, ``[hidden, ffn]``.
-        activation: Of the gate.
+        gate: Maps gate and other half, ``[rows, 2 * ffn]``, to ``[rows, ffn]``.
+        biases: Of each expert, of the first product ``[2 * ffn]`` and of the second ``[hidden]``; None: there are none.
+        num_sharers: Ranks that cut each expert, of which each adds its part of the second bias.
         adds_gradients: Whether weights have sums, ``main_grad``, to which their gradients are added here.
 
     Returns:
@@ -76,11 +74,19 @@ def grouped_experts(
     is_descending = first[0].storage_offset() > first[-1].storage_offset()
     if is_descending:
         first, second = first[::-1], second[::-1]
+        biases = None if biases is None else (biases[0][::-1], biases[1][::-1])
     pairs, stops = _place(order, counts, weights.shape, is_descending)
     scales = weights.new_zeros(len(pairs.tokens)).index_copy(0, pairs.slots.flatten(), weights.flatten())
     mixed = _GroupedLinear.apply(spread(hidden, pairs), stops, adds_gradients, *first)
-    inner = (gated(mixed, activation) * scales[:, None]).to(hidden.dtype)
-    return collect(_GroupedLinear.apply(inner, stops, adds_gradients, *second), pairs)
+    if biases is not None:
+        rows = torch.arange(len(mixed), dtype=stops.dtype, device=stops.device)
+        groups = torch.searchsorted(stops, rows, right=True)
+        mixed = _GroupedBias.apply(mixed, None, stops, groups, 1, *biases[0])
+    inner = (gate(mixed) * scales[:, None]).to(hidden.dtype)
+    output = _GroupedLinear.apply(inner, stops, adds_gradients, *second)
+    if biases is not None:
+        output = _GroupedBias.apply(output, scales, stops, groups, num_sharers, *biases[1])
+    return collect(output, pairs)
 
 
 def _place(order: Tensor, counts: Tensor, shape: torch.Size, is_descending: bool) -> tuple[Pairs, Tensor]:
@@ -119,6 +125,37 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.adds_gradients:
             _add_gradients(of_weights, weights)
         return of_rows, None, None, *of_weights.unbind()
+
+
+class _GroupedBias(torch.autograd.Function):
+    """Groups of rows, ``[rows, out]``, each plus a bias, multiplied by each row's scale if there are any; in place.
+
+    Of several sharers each adds its part of a bias, which is whole on each, and so is the gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, scales: Tensor | None, stops: Tensor, groups: Tensor, num_sharers: int, *biases: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(scales, stops, groups, *biases)
+        ctx.num_sharers = num_sharers
+        ctx.mark_dirty(rows)
+        added = torch.stack(biases).index_select(0, groups)
+        return rows.add_(added if scales is None else added * scales[:, None], alpha=1 / num_sharers)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        scales, stops, groups, *biases = ctx.saved_tensors
+        gradient, of_scales = gradients[0], None
+        scaled = gradient
+        if scales is not None:
+            scaled = (gradient * scales[:, None]).to(gradient.dtype)
+            of_scales = (gradient * torch.stack(biases).index_select(0, groups)).sum(1) / ctx.num_sharers
+        if not any(ctx.needs_input_grad[5:]):
+            return gradient, of_scales, None, None, None, *(None for _ in biases)
+        # A sum over the rows of each group, in fp32: a product with ones, of 16 bytes a row.
+        sums = grouped_mm(scaled.contiguous().t(), gradient.new_ones(len(gradient), 8), offs=stops)
+        return gradient, of_scales, None, None, None, *sums[..., 0].unbind()
 
 
 def _add_gradients(gradients: Tensor, weights: Sequence[Any]) -> None:

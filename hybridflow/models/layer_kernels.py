@@ -27,21 +27,23 @@ def _gelu_argument(gates):
 
 
 @triton.jit
-def activated(gates, IS_GELU: tl.constexpr):
-    """Apply GELU by its approximation with tanh, or else SiLU."""
-    argument = _gelu_argument(gates) if IS_GELU else gates
+def activated(gates, KIND: tl.constexpr):
+    """Apply SiLU (0), GELU by its approximation with tanh (1), or ``x sigmoid(1.702 x)`` (2)."""
+    argument = _gelu_argument(gates) if KIND == 1 else gates * 1.702 if KIND == 2 else gates
     return gates * tl.sigmoid(argument)
 
 
 @triton.jit
-def gate(result, mixed, inner, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
+def gate(result, mixed, inner, KIND: tl.constexpr, CLAMP: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr):
     """Multiply the activated gate with the other half; a program for each row and ``BLOCK`` columns.
 
     Args:
         result: Takes the product, ``[rows, inner]``.
         mixed: Gate and other half, ``[rows, 2 * inner]``.
         inner: Width of each half.
-        IS_GELU: GELU by its approximation with tanh; else SiLU.
+        KIND: As for ``activated``.
+        CLAMP: Bound of the gate from above, and of the other half both ways; 0: none.
+        OFFSET: Added to the other half.
         BLOCK: Power of 2.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -49,28 +51,38 @@ def gate(result, mixed, inner, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
     is_there = at < inner
     gates = tl.load(mixed + row * 2 * inner + at, mask=is_there, other=0.0).to(tl.float32)
     others = tl.load(mixed + row * 2 * inner + inner + at, mask=is_there, other=0.0).to(tl.float32)
-    active = activated(gates, IS_GELU).to(result.dtype.element_ty).to(tl.float32)
+    if CLAMP > 0:
+        gates, others = tl.minimum(gates, CLAMP), tl.clamp(others, -CLAMP, CLAMP)
+    others += OFFSET
+    active = activated(gates, KIND).to(result.dtype.element_ty).to(tl.float32)
     tl.store(result + row * inner + at, (active * others).to(result.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
-def _gated_gradient_kernel(result, grad, mixed, inner, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_gradient_kernel(result, grad, mixed, inner, KIND: tl.constexpr, CLAMP: tl.constexpr, OFFSET: tl.constexpr,
+                           BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_there = at < inner
     gates = tl.load(mixed + row * 2 * inner + at, mask=is_there, other=0.0).to(tl.float32)
     others = tl.load(mixed + row * 2 * inner + inner + at, mask=is_there, other=0.0).to(tl.float32)
     given = tl.load(grad + row * inner + at, mask=is_there, other=0.0).to(tl.float32)
-    slope = gates * 0.0 + 1.0
-    argument = gates
-    if IS_GELU:
+    of_gates, of_others = given, given
+    if CLAMP > 0:
+        of_gates = tl.where(gates > CLAMP, 0.0, given)
+        of_others = tl.where(tl.abs(others) > CLAMP, 0.0, given)
+        gates, others = tl.minimum(gates, CLAMP), tl.clamp(others, -CLAMP, CLAMP)
+    others += OFFSET
+    slope = gates * 0.0 + (1.702 if KIND == 2 else 1.0)
+    argument = gates * 1.702 if KIND == 2 else gates
+    if KIND == 1:
         argument = _gelu_argument(gates)
         slope = 1.5957691216057308 * (1.0 + 3 * 0.044715 * gates * gates)
     share = tl.sigmoid(argument)
-    of_gates = given * others * (share + gates * share * (1.0 - share) * slope)
+    of_gates = of_gates * others * (share + gates * share * (1.0 - share) * slope)
     element = result.dtype.element_ty
     tl.store(result + row * 2 * inner + at, of_gates.to(element), mask=is_there)
-    tl.store(result + row * 2 * inner + inner + at, (given * gates * share).to(element), mask=is_there)
+    tl.store(result + row * 2 * inner + inner + at, (of_others * gates * share).to(element), mask=is_there)
 
 
 @triton.jit(do_not_specialize=["row_stride", "head_stride"])
@@ -117,12 +129,14 @@ def _sum_rows_kernel(result, rows, order, starts, width, BLOCK: tl.constexpr):
 
 
 @torch.library.custom_op("hybridflow::gated", mutates_args=())
-def gated(mixed: Tensor, is_gelu: bool) -> Tensor:
+def gated(mixed: Tensor, kind: int, clamp: float, offset: float) -> Tensor:
     """Multiply the activated gate with the other half; differentiable.
 
     Args:
         mixed: Gate, and other half behind it, ``[..., 2 * inner]``.
-        is_gelu: GELU by its approximation with tanh; else SiLU.
+        kind: As for ``activated``.
+        clamp: Bound of the gate from above, and of the other half both ways; 0: none.
+        offset: Added to the other half.
 
     Returns:
         ``[..., inner]``.
@@ -132,7 +146,7 @@ def gated(mixed: Tensor, is_gelu: bool) -> Tensor:
     if result.numel():
         inner = result.shape[-1]
         grid = result.numel() // inner, triton.cdiv(inner, GATE_COLUMNS)
-        gate[grid](result, mixed, inner, IS_GELU=is_gelu, BLOCK=GATE_COLUMNS)
+        gate[grid](result, mixed, inner, KIND=kind, CLAMP=clamp, OFFSET=offset, BLOCK=GATE_COLUMNS)
     return result
 
 
@@ -141,34 +155,35 @@ def _gated_like(mixed: Tensor) -> Tensor:
 
 
 @gated.register_fake
-def _(mixed: Tensor, is_gelu: bool) -> Tensor:
+def _(mixed: Tensor, kind: int, clamp: float, offset: float) -> Tensor:
     return _gated_like(mixed)
 
 
 @torch.library.custom_op("hybridflow::gated_gradient", mutates_args=())
-def gated_gradient(grad: Tensor, mixed: Tensor, is_gelu: bool) -> Tensor:
+def gated_gradient(grad: Tensor, mixed: Tensor, kind: int, clamp: float, offset: float) -> Tensor:
     """Return the gradient of ``mixed``; ``grad`` is that of what ``gated`` returned."""
     grad, mixed = grad.contiguous(), mixed.contiguous()
     result = torch.empty(mixed.shape, dtype=mixed.dtype, device=mixed.device)
     if result.numel():
         inner = grad.shape[-1]
         grid = grad.numel() // inner, triton.cdiv(inner, GATE_COLUMNS)
-        _gated_gradient_kernel[grid](result, grad, mixed, inner, IS_GELU=is_gelu, BLOCK=GATE_COLUMNS)
+        known = dict(KIND=kind, CLAMP=clamp, OFFSET=offset, BLOCK=GATE_COLUMNS)
+        _gated_gradient_kernel[grid](result, grad, mixed, inner, **known)
     return result
 
 
 @gated_gradient.register_fake
-def _(grad: Tensor, mixed: Tensor, is_gelu: bool) -> Tensor:
+def _(grad: Tensor, mixed: Tensor, kind: int, clamp: float, offset: float) -> Tensor:
     return torch.empty(mixed.shape, dtype=mixed.dtype, device=mixed.device)
 
 
-def _keep_mixed(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0])
-    ctx.is_gelu = inputs[1]
+def _keep_mixed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    mixed, *ctx.how = inputs
+    ctx.save_for_backward(mixed)
 
 
-def _of_mixed(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return gated_gradient(grad, ctx.saved_tensors[0], ctx.is_gelu), None
+def _of_mixed(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return gated_gradient(grad, ctx.saved_tensors[0], *ctx.how), None, None, None
 
 
 gated.register_autograd(_of_mixed, setup_context=_keep_mixed)

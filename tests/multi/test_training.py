@@ -259,7 +259,9 @@ def fused_differences(world):
         views.append((layout.dp, find_view(tensors)))
         return views[-1][1]
 
-    for name, model in {"tiny": TINY, "capped": CAPPED, "mixture": MIXTURE}.items():
+    gate = dict(activation="quick_gelu", glu_clamp=0.02, glu_offset=1.0)
+    biased = replace(BIASED, **gate)
+    for name, model in {"tiny": TINY, "capped": CAPPED, "mixture": MIXTURE, "biased": biased}.items():
         for layout, mode in (
             *((ParallelLayout(tp=2), "none"), (ParallelLayout(dp=2), "none"), (ParallelLayout(pp=2), "none")),
             (ParallelLayout(dp=2), "full"),
@@ -307,7 +309,7 @@ def fused_differences(world):
 @pytest.mark.slow
 def test_layers_that_add_weight_gradients_to_the_sums_add_those_of_autograd():
     for each in run_ranks(fused_differences, 2):
-        assert len(each) == 24
+        assert len(each) == 32
         for case, (difference, per_layer) in each.items():
             # Two steps of two micro-batches; a layer has four matrices, or products. Of layers that are computed anew
             # the output layer alone adds.

@@ -103,7 +103,7 @@ def _check_between_products(sizes: Any) -> dict[str, tuple[float, float]]:
         return silu(active) * other
 
     cases = {
-        "gates in training": (lambda each: layer_kernels.gated(each, False), gate, (sizes.rows, 2 * sizes.ffn)),
+        "gates in training": (lambda each: layer_kernels.gated(each, 0, 0.0, 0.0), gate, (sizes.rows, 2 * sizes.ffn)),
         "rotations": (
             lambda each: layer_kernels.turned(each, table.flatten(1), 1.0, False),
             lambda each: _turn(each, table.double()),

@@ -102,7 +102,7 @@ def expert_product(result, source, matrices, order, bounds, shares, inputs, outp
         outputs: Width of a row of the result.
         num_chosen: Pairs of each token.
         IS_GATED: Whether there are two products, of which the activated first one multiplies the second.
-        IS_GELU: As for ``gate``.
+        IS_GELU: Whether the gate is activated by GELU, approximated with tanh; else by SiLU.
         ROWS: Pairs at a time; a power of 2, at least 16.
         COLUMNS: Outputs at a time; a power of 2, at least 16.
         DEPTH: Inputs at a time; a power of 2, at least 16.

@@ -194,7 +194,8 @@ def delta_step(
 def gate(result: Tensor, mixed: Tensor, is_gelu: bool) -> None:
     rows, inner = result.shape
     grid = rows, triton.cdiv(inner, layer_kernels.GATE_COLUMNS)
-    layer_kernels.gate[grid](result, mixed, inner, IS_GELU=is_gelu, BLOCK=layer_kernels.GATE_COLUMNS)
+    plain = dict(CLAMP=0.0, OFFSET=0.0)
+    layer_kernels.gate[grid](result, mixed, inner, KIND=int(is_gelu), **plain, BLOCK=layer_kernels.GATE_COLUMNS)
 
 
 @_operator(mutates=("chosen", "shares"))

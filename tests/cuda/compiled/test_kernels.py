@@ -138,7 +138,8 @@ def between_products(dtype, shape):
     for is_other in (False, True):
         table = torch.zeros(tokens, head // 2 if is_other else head)
         turned = layer_kernels.turned(query, table, 1.0, is_other)
-        (layer_kernels.gated(mixed, is_other).sum() + turned.sum() + rows.sum()).backward(retain_graph=True)
+        gated = layer_kernels.gated(mixed, *((2, 7.0, 1.0) if is_other else (1, 0.0, 0.0)))
+        (gated.sum() + turned.sum() + rows.sum()).backward(retain_graph=True)
 
 
 def copies():

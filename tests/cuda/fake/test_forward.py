@@ -25,8 +25,8 @@ ATTENTION = {"_varlen_attn", "packed_attention"}
 LAUNCHES_PER_LAYER, LAUNCHES_OF_OTHERS, LAUNCHES_OF_BOTH = 20, 65, 80
 LAUNCHES_OF_TWO_KINDS = 30
 """In a forward pass. The others have experts, also a shared one; norms around 1, of four launches each; or norms over
-all heads. Some have experts and such norms."""
-WITH_BOTH = {"olmoe", "minimax_m2"}
+all heads. Some have experts and such norms, or experts with biases."""
+WITH_BOTH = {"olmoe", "minimax_m2", "gpt_oss"}
 PLAIN = {"llama", "mistral", "qwen2", "qwen3", "phi3", "glm", "glm4", "seed_oss"}
 
 
@@ -49,13 +49,15 @@ def log_probs_on_device(monkeypatch, model):
     return launches
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_oss"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_gives_log_probabilities(monkeypatch, name):
     model = family_model(name)
     launches = log_probs_on_device(monkeypatch, model)
     used = {each: count for each, count in launches.names.items() if each in ATTENTION}
     assert sum(used.values()) == model.num_layers
-    assert launches.names["packed_attention"] == (model.num_layers if model.attention_softcap else 0)
+    assert launches.names["packed_attention"] == model.num_layers * bool(
+        model.attention_softcap or model.attention_sinks
+    )
     most = LAUNCHES_PER_LAYER if name in PLAIN else LAUNCHES_OF_BOTH if name in WITH_BOTH else LAUNCHES_OF_OTHERS
     assert sum(launches.names.values()) <= most * model.num_layers + 40, launches.names
     assert launches.names["_grouped_mm"] == (2 * model.num_layers if model.num_experts else 0)

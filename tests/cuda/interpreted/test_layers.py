@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu
 
 from hybridflow.models import layer_kernels
 
@@ -29,16 +29,22 @@ def compare(found, inputs, expected, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "is_gelu"), [((3, 1, 20), False), ((1, 1, 2200), True), ((5, 2, 2048), False)])
-def test_gates(dtype, shape, is_gelu):
+@pytest.mark.parametrize(
+    ("shape", "kind", "clamp", "offset"),
+    [((3, 1, 20), 0, 0.0, 0.0), ((1, 1, 2200), 1, 0.0, 0.0), ((5, 2, 2048), 2, 0.0, 0.0), ((4, 1, 30), 2, 0.7, 1.0)],
+)
+def test_gates(dtype, shape, kind, clamp, offset):
     mixed = numbers(*shape, dtype=dtype).requires_grad_()
 
     def expected(mixed):
         gate, other = mixed.chunk(2, dim=-1)
-        return (gelu(gate, approximate="tanh") if is_gelu else silu(gate)) * other
+        if clamp:
+            gate, other = gate.clamp(max=clamp), other.clamp(-clamp, clamp)
+        active = gelu(gate, approximate="tanh") if kind == 1 else gate * torch.sigmoid((1.702 if kind else 1) * gate)
+        return active * (other + offset)
 
-    compare(layer_kernels.gated(mixed, is_gelu), [mixed], expected, dtype)
-    assert layer_kernels.gated(mixed[:0], is_gelu).shape == (0, *shape[1:-1], shape[-1] // 2)
+    compare(layer_kernels.gated(mixed, kind, clamp, offset), [mixed], expected, dtype)
+    assert layer_kernels.gated(mixed[:0], kind, clamp, offset).shape == (0, *shape[1:-1], shape[-1] // 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,13 +16,17 @@ REFERENCES = {
 }
 
 
+@pytest.mark.parametrize(("clamp", "offset"), [(None, 0.0), (0.5, 1.0)])
 @pytest.mark.parametrize("name", REFERENCES)
-def test_the_product_and_its_gradient_are_those_of_autograd(name):
+def test_the_product_and_its_gradient_are_those_of_autograd(name, clamp, offset):
     mixed = torch.randn(3, 1, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     weight = torch.arange(15.0, dtype=torch.float64).view(3, 1, 5)
     gate, other = mixed.chunk(2, dim=-1)
-    expected = REFERENCES[name](gate) * other
-    found = gated(mixed, gpt._ACTIVATIONS[name])
+    if clamp is not None:
+        assert (mixed.abs() > clamp).any()
+        gate, other = gate.clamp(max=clamp), other.clamp(-clamp, clamp)
+    expected = REFERENCES[name](gate) * (other + offset)
+    found = gated(mixed, gpt._ACTIVATIONS[name], clamp, offset)
     torch.testing.assert_close(found, expected)
     ours, theirs = (torch.autograd.grad((each * weight).sum(), mixed)[0] for each in (found, expected))
     torch.testing.assert_close(ours, theirs)

@@ -1,6 +1,7 @@
 """Experts by grouped products: the numbers and gradients of one expert after the other."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,12 @@ from torch.nn.functional import grouped_mm, silu
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models import experts
+from hybridflow.models.gated import gated
 from hybridflow.models.gpt import transformer_config
 from hybridflow.models.grouped import grouped_experts, is_grouped
 
 torch_stack = torch.stack
+GATE = partial(gated, activation=silu)
 PLACES = {"apart": None, "rising": 1, "falling": -1}
 
 
@@ -41,11 +44,13 @@ def draw(generator, num_tokens, counts, per_token):
     return hidden, chosen, weights, matrices
 
 
-def one_by_one(hidden, chosen, weights, first, second):
+def one_by_one(hidden, chosen, weights, first, second, biases=None, num_sharers=1):
     total = torch.zeros_like(hidden)
     for expert, (one, two) in enumerate(zip(first, second, strict=True)):
-        gate, value = (hidden @ one.T).chunk(2, dim=-1)
-        total = total + (weights * (chosen == expert)).sum(1, keepdim=True) * ((silu(gate) * value) @ two.T)
+        before, behind = (0, 0) if biases is None else (biases[0][expert], biases[1][expert] / num_sharers)
+        gate, value = (hidden @ one.T + before).chunk(2, dim=-1)
+        output = (silu(gate) * value) @ two.T + behind
+        total = total + (weights * (chosen == expert)).sum(1, keepdim=True) * output
     return total
 
 
@@ -63,7 +68,7 @@ def test_grouped_experts_are_what_each_computes(monkeypatch, counts, per_token, 
     copies = []
     monkeypatch.setattr("hybridflow.models.grouped.torch.stack", lambda each: copies.append(each) or torch_stack(each))
     order = chosen.flatten().argsort(stable=True)
-    found = grouped_experts(hidden, order, torch.tensor(counts), weights, first, second, silu, adds_gradients=has_sums)
+    found = grouped_experts(hidden, order, torch.tensor(counts), weights, first, second, GATE, adds_gradients=has_sums)
     expected = one_by_one(hidden, chosen, weights, first, second)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
     gradient = torch.randn(expected.shape, generator=generator)
@@ -76,6 +81,27 @@ def test_grouped_experts_are_what_each_computes(monkeypatch, counts, per_token, 
     assert len(copies) == (4 if direction is None and len(counts) > 1 else 0)
 
 
+@pytest.mark.parametrize("num_sharers", [1, 2])
+@pytest.mark.parametrize("direction", PLACES.values(), ids=PLACES)
+def test_biases_are_added_and_their_gradients_are_whole(direction, num_sharers):
+    generator = torch.Generator().manual_seed(4)
+    hidden, chosen, weights, matrices = draw(generator, 10, [3, 0, 9, 8], 2)
+    first, second = lay(matrices, direction)
+    biases = [[torch.randn(width, generator=generator).requires_grad_() for _ in range(4)] for width in (48, 16)]
+    given = [hidden.requires_grad_(), weights.requires_grad_(), *first, *second, *biases[0]]
+    order = chosen.flatten().argsort(stable=True)
+    known = dict(biases=tuple(biases), num_sharers=num_sharers)
+    found = grouped_experts(hidden, order, torch.tensor([3, 0, 9, 8]), weights, first, second, GATE, **known)
+    expected = one_by_one(hidden, chosen, weights, first, second, **known)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    gradient = torch.randn(expected.shape, generator=generator)
+    ours, theirs = (torch.autograd.grad(each, [*given, *biases[1]], gradient) for each in (found, expected))
+    # All sharers have the whole gradient of the second bias, of which each adds its part.
+    theirs = (*theirs[:-4], *(each * num_sharers for each in theirs[-4:]))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+
+
 def test_no_group_is_without_rows(monkeypatch):
     stops = []
 
@@ -85,7 +111,7 @@ def test_no_group_is_without_rows(monkeypatch):
 
     monkeypatch.setattr("hybridflow.models.grouped.grouped_mm", keep_stops)
     hidden, first, second = torch.ones(9, 8), [torch.ones(16, 8)] * 4, [torch.ones(8, 8)] * 4
-    grouped_experts(hidden, torch.arange(9), torch.tensor([0, 9, 0, 0]), torch.ones(9, 1), first, second, silu)
+    grouped_experts(hidden, torch.arange(9), torch.tensor([0, 9, 0, 0]), torch.ones(9, 1), first, second, GATE)
     # The last group has what is left.
     assert stops == [[8, 24, 32, 41]] * 2
 
@@ -103,7 +129,7 @@ def test_what_is_kept_for_the_backward_pass_has_no_second_copy_of_the_inputs():
     order = chosen.flatten().argsort(stable=True)
     hidden.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        grouped_experts(hidden, order, torch.tensor([256, 256]), weights, first, second, silu)
+        grouped_experts(hidden, order, torch.tensor([256, 256]), weights, first, second, GATE)
     rows, matrix_bytes = 512 + 2 * 8, 2 * 4 * (48 * 16 + 16 * 24 + 10)
     # Inputs, gate and other half; the gate's product, and that weighted. In numbers: the weights, and the ends.
     assert sum(kept.values()) <= matrix_bytes + 4 * rows * (16 + 2 * 24 + 2 * 24 + 2)
@@ -122,10 +148,10 @@ MIXTURE = ModelConfig(
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
-    [({}, True), ({"glu_clamp": 7.0}, False), ({"glu_offset": 1.0}, False), ({"linear_bias": True}, False)]
-    + [({"activation": "quick_gelu"}, True), ({"ffn_hidden_size": 12}, False), ({"dtype": "fp32"}, False)],
+    [({}, True), ({"linear_bias": True, "glu_clamp": 7.0, "glu_offset": 1.0, "activation": "quick_gelu"}, True)]
+    + [({"ffn_hidden_size": 12}, False), ({"dtype": "fp32"}, False)],
 )
-def test_experts_whose_gate_the_products_do_not_know_compute_one_after_the_other(changes, expected):
+def test_experts_that_the_products_do_not_know_compute_one_after_the_other(changes, expected):
     model = replace(MIXTURE, **changes)
     config = transformer_config(model, ParallelLayout(), torch.device("cuda"))
     assert is_grouped(SimpleNamespace(is_cuda=True, dtype=config.params_dtype), config) == expected
@@ -135,7 +161,7 @@ def test_frozen_experts_have_no_gradient():
     hidden = torch.randn(4, 8, requires_grad=True)
     first, second = [torch.randn(16, 8)], [torch.randn(8, 8)]
     counts, weights = torch.tensor([4]), torch.ones(4, 1)
-    grouped_experts(hidden, torch.arange(4), counts, weights, first, second, silu).sum().backward()
+    grouped_experts(hidden, torch.arange(4), counts, weights, first, second, GATE).sum().backward()
     assert hidden.grad is not None and first[0].grad is None
 
 

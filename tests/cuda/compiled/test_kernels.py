@@ -28,6 +28,7 @@ LLAMA3_70B = dict(head=128, groups=8, sharers=8, hidden=8192, ffn=28672)
 SEED_OSS = dict(head=128, groups=8, sharers=10, hidden=5120, ffn=27648)
 GPT_OSS = dict(head=64, groups=8, sharers=8, hidden=2880, ffn=2880)
 GLM4_9B = dict(head=128, groups=2, sharers=16, hidden=4096, ffn=13696)
+QWEN3_5_9B = dict(head=256, groups=4, sharers=4, pairs=32)
 LLAMA3_1B = dict(head=64, groups=8, sharers=4, hidden=2048, ffn=8192)
 
 
@@ -56,6 +57,15 @@ def attend_in_cache(dtype, shape, *, has_tiles, splits=1, is_special=True, is_in
     ops.attend(torch.zeros_like(query), partial, sums, query, *where, *tiles, 0, most, 0.1, *caps)
     if partial is not None:
         ops.combine(torch.zeros_like(query), partial, sums)
+
+
+def gated_attention(dtype, shape):
+    """Launch what gates on attention's output change, where a part of each head turns."""
+    rows, head, groups, sharers = 4, shape["head"], shape["groups"], shape["sharers"]
+    query, mixed = (torch.zeros(rows, groups, heads, head, dtype=dtype) for heads in (sharers, 2 * sharers + 2))
+    where, norms = (longs(2, 2), ints(rows, 8), longs(rows), longs(rows)), (torch.zeros(head, dtype=dtype),) * 2
+    ops.store(query, mixed, *where, torch.zeros(16, 2, shape["pairs"]), *norms, 0, 1e-6, 1.0, False)
+    ops.gate_heads(query, mixed)
 
 
 def around_attention(dtype, shape, vocabulary):
@@ -158,6 +168,7 @@ CASES = {
     "Gemma 2, a prefill": lambda: attend_in_cache(BF16, GEMMA2_9B, has_tiles=True),
     "Gemma 2, around attention": lambda: around_attention(BF16, GEMMA2_9B, 256000),
     "Gemma 2, edited logits": lambda: edited(BF16, 256000),
+    "Qwen 3.5, attention with gates": lambda: gated_attention(BF16, QWEN3_5_9B),
     "Qwen 3.5, a step of linear attention": lambda: linear_attention(BF16, 16, 2, 128, 128),
     "experts, a step": lambda: experts(BF16, 64),
     "experts, a prefill": lambda: experts(BF16, 2048),
@@ -177,6 +188,7 @@ MORE = {
     "7B in fp32, a prefill": lambda: attend_in_cache(FP32, QWEN2_7B, has_tiles=True),
     "Gemma 2 in fp32, a step": lambda: attend_in_cache(FP32, GEMMA2_9B, has_tiles=False),
     "four value heads for a key head, a step of linear attention": lambda: linear_attention(BF16, 2, 4, 128, 128),
+    "attention with gates in fp32": lambda: gated_attention(FP32, QWEN3_5_9B),
     "linear attention in fp32, a step": lambda: linear_attention(FP32, 16, 2, 128, 128),
     "experts with GELU, a small prefill": lambda: experts(BF16, 512, is_gelu=True),
     "experts in fp32, a prefill": lambda: experts(FP32, 2048),

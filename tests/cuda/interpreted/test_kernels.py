@@ -171,28 +171,39 @@ class Paged:
 
 
 def turned(values: Tensor, table: Tensor, positions: Tensor, is_interleaved: bool) -> Tensor:
-    """Rotate ``[rows, …, head]``; the table is ``[context, 2, head / 2]``."""
+    """Rotate the first dims of ``[rows, …, head]``; the table is ``[context, 2, turned pairs]``."""
     shape = (len(positions), *(1,) * (values.dim() - 2), -1)
     turn = torch.complex(*(table[positions, part].view(shape) for part in (0, 1)))
+    values, rest = values.split([2 * table.shape[2], values.shape[-1] - 2 * table.shape[2]], -1)
     low, high = (values[..., ::2], values[..., 1::2]) if is_interleaved else values.chunk(2, -1)
     pairs = torch.view_as_real(torch.complex(low, high) * turn)
-    return (pairs if is_interleaved else pairs.transpose(-1, -2)).flatten(-2)
+    return torch.cat([(pairs if is_interleaved else pairs.transpose(-1, -2)).flatten(-2), rest], -1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("groups", "sharers", "head"), [(2, 3, 16), (1, 1, 12), (3, 8, 6)])
+@pytest.mark.parametrize(
+    ("groups", "sharers", "head", "pairs", "is_gated"),
+    [(2, 3, 16, 8, False), (1, 1, 12, 6, True), (3, 8, 6, 1, False), (2, 3, 12, 3, True)],
+)
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("is_interleaved", [False, True])
-def test_keys_and_values_are_written_where_the_table_says(is_interleaved, has_norms, groups, sharers, head, dtype):
+def test_keys_and_values_are_written_where_the_table_says(
+    is_interleaved, has_norms, groups, sharers, head, pairs, is_gated, dtype
+):
     cache = Paged([40, 1, 18], groups, head, dtype)
     sequences, positions = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([16, 39, 0, 17, -1])
     mixed = random(5, groups, sharers + 2, head, dtype=dtype)
-    angles = torch.outer(torch.arange(48.0), torch.arange(1, head // 2 + 1).float() ** -1)
+    given = mixed
+    if is_gated:
+        gates = random(5, groups, sharers, head, dtype=dtype, seed=7)
+        both = torch.stack([mixed[:, :, :sharers], gates], 3).flatten(2, 3)
+        given = torch.cat([both, mixed[:, :, sharers:]], 2)
+    angles = torch.outer(torch.arange(48.0), torch.arange(1, pairs + 1).float() ** -1)
     rotary = torch.stack([angles.cos(), angles.sin()], 1)
     norms = (random(head, dtype=dtype, seed=5), random(head, dtype=dtype, seed=6)) if has_norms else (None, None)
     query = torch.empty(5, groups, sharers, head, dtype=dtype)
     where = cache.addresses, cache.tables, sequences, positions
-    ops.store(query, mixed, *where, rotary, *norms, 1, 1e-5, 0.0, is_interleaved)
+    ops.store(query, given, *where, rotary, *norms, 1, 1e-5, 0.0, is_interleaved)
     queries, keys = mixed[:, :, :sharers].float(), mixed[:, :, sharers].float()
     if has_norms:
         queries, keys = (
@@ -209,6 +220,15 @@ def test_keys_and_values_are_written_where_the_table_says(is_interleaved, has_no
         assert torch.equal(cache.memory[1, 1, block, token], mixed[row, :, sharers + 1])
     # The padding row and the other layer wrote nothing.
     assert cache.memory[1][:, ~written].isnan().all() and cache.memory[0].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("groups", "sharers", "head"), [(1, 1, 12), (2, 3, 16)])
+def test_contexts_are_multiplied_by_the_sigmoids_of_their_gates(groups, sharers, head, dtype):
+    context, mixed = (random(5, groups, heads, head, dtype=dtype, seed=heads) for heads in (sharers, 2 * sharers + 2))
+    expected = context.float() * mixed[:, :, 1 : 2 * sharers : 2].float().sigmoid()
+    ops.gate_heads(context, mixed)
+    close(context, expected, dtype)
 
 
 def attended(query: Tensor, keys: list[Tensor], values: list[Tensor], where, scale, softcap, window) -> Tensor:

@@ -208,8 +208,8 @@ def _layer_bytes(model: ModelConfig, layout: ParallelLayout, slices: int, tokens
     ``5 (q + kv) / tp``, and what norms of queries and keys keep; of the feed-forward block gate and up, and the
     product, ``3 f / tp``. Experts in grouped products keep the weighted product too, ``4 f / tp``; one after the other
     they keep ``6 f / tp``, or ``8 f / tp`` with biases or another gate. A shared expert keeps ``5 f / tp``, by
-    megatron-core's gate, and its output where that is gated too. A gate on the output of attention is kept, in fp32 as
-    it is and activated, and the product. Of layers with linear attention and others all count as the larger.
+    megatron-core's gate, and its output where that is gated too. A gate on the output of attention is kept as it is,
+    activated in fp32, and with the product. Of layers with linear attention and others all count as the larger.
 
     In a mixture the numbers of the feed-forward block are there for each expert that a token goes to, or those of a
     dense layer, where it is wider. Latent attention keeps the compressed vectors too.
@@ -225,7 +225,7 @@ def _layer_bytes(model: ModelConfig, layout: ParallelLayout, slices: int, tokens
     whole += _input_columns(model, layout) + _router_columns(model)
     cut = (3 if model.kv_lora_rank is None else 5) * (queries + keys) + _head_norm_columns(model, queries, keys)
     of_fp32 = _FP32_BYTES // ITEM_BYTES[model.dtype]
-    cut += (2 + 2 * of_fp32) * queries * model.attention_output_gate
+    cut += (2 + of_fp32) * queries * model.attention_output_gate
     cut = max(cut, _linear_columns(model, of_fp32)) + _block_columns(model)
     columns = tokens * (whole - (-cut // layout.tp))
     if model.num_experts is not None and _is_grouped(model):
@@ -240,9 +240,14 @@ def _widest(model: ModelConfig) -> ModelConfig:
 
 
 def _linear_columns(model: ModelConfig, of_fp32: int) -> int:
-    """Return what linear attention keeps of a token, in elements: what its rule takes and gives, norm and gate."""
+    """Return what linear attention keeps of a token, in elements.
+
+    That is what its rule takes; of the values what it gives, the gate and the activated gate in fp32, and the result as
+    it is normalized, weighted and gated. In fp32 the gate is a part of the projection, which has the channels too.
+    """
     decays = 6 * (model.linear_value_heads or 0) * of_fp32
-    return model.linear_channels + (5 + 3 * of_fp32) * model.linear_values + decays
+    channels = model.linear_channels * (2 if of_fp32 == 1 else 1)
+    return channels + (3 + 3 * of_fp32) * model.linear_values + decays
 
 
 def _block_columns(model: ModelConfig) -> int:

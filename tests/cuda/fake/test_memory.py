@@ -52,6 +52,26 @@ def test_a_layer_keeps_what_is_planned(monkeypatch, name, changes):
     assert 0.95 * (planned[1] - planned[0]) <= kept[1] - kept[0] <= planned[1] - planned[0]
 
 
+@pytest.mark.parametrize("is_linear", [False, True])
+def test_layers_of_both_kinds_of_attention_keep_what_is_planned(monkeypatch, is_linear):
+    model, layout = family_model("qwen3_5_text"), ParallelLayout()
+    kept, planned = [], []
+    with fake_cuda(monkeypatch) as world:
+        mesh, groups = place(world, layout)
+        batch = shared_prompts(8, 1, 8, 1016)
+        for num_layers in (2, 4):
+            # One layer of the other kind in both.
+            linear = range(num_layers - 1) if is_linear else (0,)
+            cut = replace(model, num_layers=num_layers, linear_layers=tuple(linear))
+            built = build_transformer(cut, layout, groups, DEVICE, vocab_size=model.vocab_size)
+            with Peak() as peak:
+                output = built(batch.tokens, batch.attention, batch.rows)
+            kept.append(peak.held_bytes)
+            planned.append(activations.training_bytes(cut, mesh, 0, len(batch.tokens)))
+            del output
+    assert 0.95 * (planned[1] - planned[0]) <= kept[1] - kept[0] <= planned[1] - planned[0]
+
+
 def test_a_mask_of_dropout_is_drawn_in_parts(monkeypatch):
     # The last layer of a feed-forward block of 7B.
     tokens, width = 16_384, 18_944

@@ -35,7 +35,7 @@ _CHARACTERS = {
     **{ord(each): "" for each in "\u200b\u2060\u2061\u2062\u2063\ufeff"},
     ord("°"): r"^\circ ",
 }
-_ROOT = re.compile(rf"([{''.join(_ROOTS)}]) ?(\{{[^{{}}]*\}}|\((?:[^()]|\([^()]*\))*\)|\d+(?:\.\d+)?|[^\W\d_])?")
+_ROOT = re.compile(rf"([{''.join(_ROOTS)}]) ?(\((?:[^()]|\([^()]*\))*\)|\d+(?:\.\d+)?|[^\W\d_])?")
 _RAISED = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
 _LOWERED = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
 _TEMPERATURE = re.compile(r"(?:°|\^\{?\\circ\}?) ?[CF]\b")
@@ -49,7 +49,7 @@ _GLUED = re.compile(
 _ESCAPED_DOLLAR = re.compile(r"(?<!\\)(?:\b[A-Z]{1,3})?\\\$")
 _DOLLAR = re.compile(
     r"(?P<maths>\$\$.*?\$\$|\$(?!-?\.?\d)[^$\n]*\$|\$[^$\n]*(?<=\S)\$(?!\d)"
-    r"|\$(?:[^$\nA-Za-z]|\\[A-Za-z]+|(?<![A-Za-z])[A-Za-z](?![A-Za-z]))*\$(?!\d))"
+    r"|\$(?:[^$\nA-Za-z]|\\[A-Za-z]+|[A-Za-z](?![A-Za-z]))*\$(?!\d))"
     r"|(?:\b[A-Z]{1,3})?\$(?=-?\.?\d)",
     re.DOTALL,
 )

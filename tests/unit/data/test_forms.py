@@ -188,6 +188,9 @@ def test_pairs_of_texts_and_of_messages(kind, row, prompt):
 def test_single_responses_have_either_name(name, label):
     (one,) = shaped({"prompt": "q", name: "a", label: False}, of="preferences")
     assert one.responses == (("a", False),)
+    # A label beside the field of that name is something else.
+    (one,) = shaped({"prompt": "q", name: "a", "wanted": True, "label": 0}, of="preferences")
+    assert one.responses == (("a", True),)
     (one,) = shaped({"prompt": ASKED, name: said("a"), label: True}, of="preferences")
     assert (one.prompt, one.responses) == ("[user]q[me]", (("a", True),))
 

@@ -49,7 +49,11 @@ def test_calls_run_together():
     running = Calls(WAIT_S)
     for number in range(8):
         running.submit(number, lambda: together.wait(WAIT_S) >= 0)
-    assert all(result is True for result in collected(running, 8).values())
+    # They begin as they are submitted, before anybody asks what has ended.
+    begun = threading.Event()
+    running.submit(8, lambda: begun.set() is None)
+    assert begun.wait(WAIT_S)
+    assert all(result is True for result in collected(running, 9).values())
 
 
 def test_one_that_does_not_return_in_time_fails_and_is_not_heard_of_again():
@@ -89,6 +93,18 @@ def test_with_too_many_that_never_return_no_more_are_begun(monkeypatch):
     for number in range(3):
         running.submit(number, held.wait)
     collected(running, 3)
+    running.submit(3, lambda: "never begun")
+    assert str(collected(running, 1)[3]) == "not called: 3 calls before have never returned"
+    assert running.ended(0.0) == []
+    held.set()
+
+
+def test_what_is_dropped_counts_as_never_returned_until_it_does(monkeypatch):
+    monkeypatch.setattr(calls, "MAX_LEFT_BEHIND", 2)
+    running, held = Calls(WAIT_S), threading.Event()
+    for number in range(3):
+        running.submit(number, held.wait)
+    running.drop()
     running.submit(3, lambda: "never begun")
     assert str(collected(running, 1)[3]) == "not called: 3 calls before have never returned"
     held.set()

@@ -102,3 +102,14 @@ def test_the_best_validation_counts_for_its_own_held_out_file_alone(tmp_path, mo
     job = job_of(tmp_path, f"data.held_out={file.replace('HERE', str(tmp_path))}")
     found = Validations.of_checkpoint(SimpleNamespace(step=3, state=state), job.recipe)
     assert found.best_score == score
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "best"), [(False, True, (3, 0.25)), (True, True, (2, 0.5)), (False, False, (2, 0.5))]
+)
+def test_a_best_checkpoint_that_was_not_kept_is_not_the_best(tmp_path, before, after, best):
+    saved, job = (job_of(tmp_path, f"trainer.keep_best={str(each).lower()}") for each in (before, after))
+    validations = {"step": 3, "score": 0.25, "best_step": 2, "best_score": 0.5, "num_since_best": 1}
+    state = {"recipe": to_dict(saved.recipe), "validations": validations}
+    found = Validations.of_checkpoint(SimpleNamespace(step=3, state=state), job.recipe)
+    assert (found.best_step, found.best_score) == best

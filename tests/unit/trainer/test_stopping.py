@@ -76,6 +76,22 @@ def test_saves_of_this_start_count_the_last_three(monkeypatch):
     assert first_second_that_is_up(clock, stops) == 1000 - 150 - 10 + 1
     clock.now_s = 830.0
     assert stops.local_reason() is None and stops.local_reason(before_update=True) is not None
+    # A rollout beside the update is no part of what comes before the update.
+    ahead = Stopping(WORLD, works_ahead=True)
+    ahead.learn({"time/step_s": 50.0, "time/rollout_s": 30.0})
+    assert (stops.rest_s, ahead.rest_s) == (20.0, 50.0)
+
+
+def test_who_asks_to_stop_is_the_watch_or_the_program_where_nobody_watches(monkeypatch):
+    Clock(monkeypatch, end_s=None)
+    alone, watch = Stopping(WORLD), SimpleNamespace(stop_reason=None)
+    watched = Stopping(SimpleNamespace(rank=0, watch=watch))
+    alone.asked = watched.asked = "asked for"
+    assert (alone.local_reason(), watched.local_reason()) == ("asked for", None)
+    watch.stop_reason = "received SIGUSR1"
+    assert watched.local_reason() == "received SIGUSR1"
+    watched.reason = "another"
+    assert watched.local_reason() == "another"
 
 
 @pytest.mark.parametrize(("end_s", "guess_s"), [(100.0, 20.0), (1000.0, 100.0), (100000.0, 600.0)])

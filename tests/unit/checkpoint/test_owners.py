@@ -87,3 +87,8 @@ def test_twins_take_turns() -> None:
     whole = {tensor.name for tensor in model.tensors if tensor.tp_dim is None}
     counts = [len(writes_state(model, mesh, rank) & whole) for rank in range(4)]
     assert sum(counts) == len(whole) and min(counts) >= len(whole) // 8, counts
+
+
+def test_a_box_is_cut_along_its_longest_dim_wherever_it_begins() -> None:
+    assert list(owners._divide(((20, 26), (0, 3)), 3)) == [((low, low + 2), (0, 3)) for low in (20, 22, 24)]
+    assert list(owners._divide(((0, 2), (1, 6)), 2)) == [((0, 2), (1, 4)), ((0, 2), (4, 6))]

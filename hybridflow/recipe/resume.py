@@ -58,12 +58,17 @@ def _rules() -> Mapping[str, bool]:
     return resume_rules(Recipe)
 
 
+@functools.cache
+def _sections() -> frozenset[str]:
+    return frozenset(key.rpartition(".")[0] for key in _rules())
+
+
 def _settings(prefix: str, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield dotted keys and values of a section, including those of its inner sections."""
     for name, value in section.items():
         key = f"{prefix}{name}"
         # A mapping of names that others have chosen is one value.
-        if isinstance(value, Mapping) and any(each.startswith(f"{key}.") for each in _rules()):
+        if isinstance(value, Mapping) and key in _sections():
             yield key, "a section"
             yield from _settings(f"{key}.", value)
         elif isinstance(value, str) and ".py:" in value:

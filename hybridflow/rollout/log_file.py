@@ -4,7 +4,7 @@
     block               JSON: what the file is, ``LogHeader``
     block …             a response each: prompt index, index, number of tokens, how it ended (its place in
                         ``FINISHES``); of each token: id (int32), log-probability, that of the distribution sampled
-                        from (fp32), weights' version (int32)
+                        from (fp32), weights' version (int32); then the experts' numbers, if the run keeps them
 
 A response that was paused is there with what was sampled of it by then; it may be there again, longer or finished.
 
@@ -34,7 +34,7 @@ from hybridflow.observe.files import sync_path, write_all, writing
 if TYPE_CHECKING:
     from hybridflow.rollout.request import FinishReason, SampleKey
 
-MAGIC = b"hybridflow-log-2"
+MAGIC = b"hybridflow-log-3"
 FINISHES: tuple[FinishReason, ...] = ("stop", "length", "paused")
 """How a response that is kept has ended, as ``rollout.request.FinishReason`` says it."""
 _TOKEN_TYPES = ("<i4", "<f4", "<f4", "<i4")
@@ -98,6 +98,7 @@ class LoggedSample:
         log_probs: The sampler's own, before penalties and cuts, ``[response]``.
         sampled_log_probs: Log-probabilities of the distribution that was sampled from, ``[response]``.
         versions: Which weights sampled each token, ``[response]``; ``request.OBSERVED``: none.
+        choices: ``request.Response.choices`` as they lie in memory; empty: they were not kept.
         finish: One of ``FINISHES``.
     """
 
@@ -107,6 +108,7 @@ class LoggedSample:
     log_probs: NDArray[np.float32]
     sampled_log_probs: NDArray[np.float32]
     versions: NDArray[np.int32]
+    choices: bytes = b""
     finish: FinishReason = "stop"
 
     @property
@@ -226,7 +228,8 @@ def pack_response(response: LoggedSample) -> bytes:
     columns = (response.tokens, response.log_probs, response.sampled_log_probs, response.versions)
     assert all(each.shape == response.tokens.shape for each in columns), "a number of each kind for each token"
     head = _RECORD.pack(response.prompt_index, response.index, len(response.tokens), FINISHES.index(response.finish))
-    return head + b"".join(each.astype(kind).tobytes() for each, kind in zip(columns, _TOKEN_TYPES, strict=True))
+    numbers = (each.astype(kind).tobytes() for each, kind in zip(columns, _TOKEN_TYPES, strict=True))
+    return b"".join((head, *numbers, response.choices))
 
 
 def unpack_response(content: bytes) -> LoggedSample:
@@ -243,6 +246,7 @@ def unpack_response(content: bytes) -> LoggedSample:
         log_probs=log_probs,
         sampled_log_probs=sampled,
         versions=versions,
+        choices=content[_RECORD.size + 4 * count * len(_TOKEN_TYPES) :],
         finish=FINISHES[finish],
     )
 

@@ -19,6 +19,7 @@ import base64
 import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 
 from hybridflow.checkpoint.store import Checkpoint, reading_state
 from hybridflow.errors import DataError, WriteError
+from hybridflow.models.routing import choice_dtype
 from hybridflow.observe.rank_log import say
 from hybridflow.placement.job import Job
 from hybridflow.rollout import archive
@@ -118,7 +120,10 @@ class RolloutLog:
         texts = replica.decide("rollouts of earlier starts", found)
         responses = [unpack_response(base64.b64decode(text)) for text in texts]
         return {
-            each.key: kept_response(each.tokens, each.log_probs, each.sampled_log_probs, each.versions, each.finish)
+            each.key: replace(
+                kept_response(each.tokens, each.log_probs, each.sampled_log_probs, each.versions, each.finish),
+                choices=self._choices(each),
+            )
             for each in responses
         }
 
@@ -231,6 +236,14 @@ class RolloutLog:
             return True
         return self._before is not None and name.start == self._before[0] and name.step <= self._before[1]
 
+    def _choices(self, sampled: LoggedSample) -> torch.Tensor | None:
+        """Return the experts of a response, as ``Response.choices``; None: a run like this one keeps none."""
+        model = self._job.model_of("actor.rollout")
+        if not sampled.choices or model.num_experts is None:
+            return None
+        flat = torch.frombuffer(bytearray(sampled.choices), dtype=choice_dtype(model.num_experts))
+        return flat.view(-1, model.num_layers, model.experts_per_token)
+
     def _is_kept(self, sampled: LoggedSample) -> bool:
         return sampled.is_whole and self._job.recipe.archives_prompt(sampled.prompt_index)
 
@@ -302,6 +315,7 @@ def to_logged(request: Request, response: Response) -> LoggedSample:
         log_probs=response.log_probs.numpy(),
         sampled_log_probs=response.sampled_log_probs.numpy(),
         versions=response.versions.numpy(),
+        choices=b"" if response.choices is None else response.choices.numpy().tobytes(),
         finish=response.finish,
     )
 

@@ -19,7 +19,7 @@ from hybridflow.dataflow.role import Metrics
 from hybridflow.dataflow.schedule import Move
 from hybridflow.errors import EngineError
 from hybridflow.models.flops import model_flops, sampling_flops
-from hybridflow.models.routing import choice_dtype, unknown_choice
+from hybridflow.models.routing import choice_dtype
 from hybridflow.observe.work import add_work
 from hybridflow.placement.job import Job
 from hybridflow.placement.loss_mask import TRUNCATED
@@ -307,14 +307,14 @@ class Rollouts:
         return batch.with_columns({"versions": torch.tensor(self._oldest(pairs), dtype=torch.int64)})
 
     def _choices(self, pairs: Pairs) -> Ragged:
-        """Return the experts that tokens were sent to; unknown for a response that comes from a log."""
+        """Return the experts that tokens were sent to."""
         model = self._job.model_of("actor.rollout")
         assert model.num_experts is not None, "refused by the recipe"
-        dtype, sizes = choice_dtype(model.num_experts), (model.num_layers, model.experts_per_token)
-        rows = [torch.empty(0, *sizes, dtype=dtype)]
-        for ask, got in pairs:
-            unknown = torch.full((len(ask.prompt) + len(got.tokens), *sizes), unknown_choice(dtype), dtype=dtype)
-            rows.append(unknown if got.choices is None else got.choices)
+        sizes = (model.num_layers, model.experts_per_token)
+        rows = [torch.empty(0, *sizes, dtype=choice_dtype(model.num_experts))]
+        for _, got in pairs:
+            assert got.choices is not None, "the engine keeps them, and so does the log"
+            rows.append(got.choices)
         return Ragged(torch.cat(rows), torch.tensor([len(row) for row in rows[1:]], dtype=torch.int64))
 
     def _oldest(self, pairs: Pairs) -> list[int]:

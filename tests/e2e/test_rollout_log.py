@@ -14,7 +14,7 @@ from hybridflow.rollout import engine, session
 from hybridflow.rollout.engine import MegatronEngine
 from hybridflow.rollout.learned import LearnedIndex
 from hybridflow.rollout.log_file import FINISHES, list_logs, read_log
-from tests.e2e.commands import fork_ranks, kill_when_logged, lasting_metrics, run_well, write_recipe
+from tests.e2e.commands import fork_ranks, kill_in_step, kill_when_logged, lasting_metrics, run_well, write_recipe
 from tests.e2e.test_resume import reused, weights
 
 RUN = [
@@ -116,6 +116,21 @@ def test_what_was_finished_when_the_job_was_killed_is_not_sampled_again(runs, tm
     assert weights(folder) == weights(whole)
     assert sampled(folder) == sampled(whole)
     assert logs(folder) == {}
+
+
+@pytest.mark.slow
+def test_the_experts_that_a_killed_rollout_chose_are_not_lost(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    mixture = ["model.num_experts=4", "actor.moe.router_replay=replay", "actor.update={pp: 2}", "loss.epochs=3"]
+    argv = [*RUN, *mixture, "trainer.steps=2", "trainer.save_every=1", "rollout.max_concurrent=8"]
+    for folder in (whole, killed):
+        folder.mkdir()
+        write_recipe(folder)
+    run_well(argv, whole)
+    fork_ranks(argv, killed, hook=lambda rank: kill_in_step(2) if rank == 1 else None)
+    run_well([*argv, "--resume"], killed)
+    assert reused(killed)[2] == 1.0
+    assert lasting_metrics(killed / "run") == lasting_metrics(whole / "run")
 
 
 def test_archive_holds_what_was_sampled(runs, tmp_path):

@@ -24,6 +24,7 @@ def response(prompt_index, index, length):
         log_probs=-values.random(length).astype(np.float32),
         sampled_log_probs=-values.random(length).astype(np.float32),
         versions=values.integers(0, 9, length).astype(np.int32),
+        choices=values.bytes(2 * length) if index == 1 else b"",
         finish=("stop", "length", "paused")[index % 3],
     )
 
@@ -36,7 +37,7 @@ RESPONSES = [
 
 def plain(responses):
     return [
-        (each.prompt_index, each.index, each.finish, *(values.tolist() for values in columns(each)))
+        (each.prompt_index, each.index, each.finish, each.choices, *(values.tolist() for values in columns(each)))
         for each in responses
     ]
 
@@ -79,14 +80,15 @@ def test_what_was_added_is_read_as_it_was(tmp_path):
 def test_layout_of_the_file_is_the_documented_one(tmp_path):
     path = tmp_path / "a.log"
     sizes = write(path)
-    # A block's 4 bytes of length and 16 of checksum; four numbers of 8 bytes; 16 bytes for each token.
+    # A block's 4 bytes of length and 16 of checksum; four numbers of 8 bytes; 16 bytes for each token; choices.
     assert [after - before for before, after in zip(sizes, sizes[1:], strict=False)] == [
-        4 + 16 + 32 + 16 * count for count in (4, 1, 0, 30)
+        4 + 16 + 32 + 16 * count + choices for count, choices in ((4, 0), (1, 2), (0, 0), (30, 60))
     ]
     last = path.read_bytes()[sizes[3] :]
     head = [int.from_bytes(last[start : start + 8], "little") for start in range(20, 52, 8)]
-    assert last[:4] == (32 + 16 * 30).to_bytes(4, "little") and head == [10, 1, 30, 1]
-    assert last[52:] == b"".join(values.tobytes() for values in columns(RESPONSES[3]))
+    assert last[:4] == (32 + 16 * 30 + 60).to_bytes(4, "little") and head == [10, 1, 30, 1]
+    assert last[52:-60] == b"".join(values.tobytes() for values in columns(RESPONSES[3]))
+    assert last[-60:] == RESPONSES[3].choices
 
 
 def test_cut_anywhere_what_stands_before_is_read(whole, tmp_path):

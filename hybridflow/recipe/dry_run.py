@@ -31,6 +31,7 @@ from hybridflow.recipe.nested import inner
 from hybridflow.rewards.kinds import make_kind
 from hybridflow.rewards.sample import Sample
 from hybridflow.rewards.scorer import Scorer
+from hybridflow.rollout.archive import FOLDER, not_archived, read_places, replayed_segments
 from hybridflow.rollout.calls import CallFailed, Calls
 from hybridflow.rollout.engines.wire import token_of
 from hybridflow.sections import to_dict
@@ -54,6 +55,7 @@ def try_inputs(recipe: Recipe, *, is_node: bool = True) -> list[str]:
     """
     found = []
     _try_weights(recipe)
+    _try_replay(recipe)
     _try_names(recipe, is_node=is_node)
     path = tokenizer_path(recipe)
     tokenizer = None if path is None else open_known(path, recipe)
@@ -86,6 +88,21 @@ def _try_weights(recipe: Recipe) -> None:
         path = inner(values, f"{section}.path")
         if path is not None and (Path(path) / CONFIG).is_file():
             find_weight_files(Path(path))
+
+
+def _try_replay(recipe: Recipe) -> None:
+    """Look for the samples of the first step where an archive has them. Raises DataError: one is not there."""
+    rollout = recipe.rollout
+    if rollout.replay is None:
+        return
+    num_prompts = recipe.trainer.global_batch_size // rollout.group_size
+    missing = {(prompt_index, index) for prompt_index in range(num_prompts) for index in range(rollout.group_size)}
+    for name in replayed_segments(Path(rollout.replay)):
+        places = read_places(Path(rollout.replay) / FOLDER, name)
+        missing -= set(zip(places["prompt_index"].tolist(), places["index"].tolist(), strict=True))
+        if not missing:
+            return
+    raise not_archived(Path(rollout.replay), min(missing))
 
 
 def _try_names(recipe: Recipe, *, is_node: bool) -> None:

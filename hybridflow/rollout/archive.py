@@ -31,13 +31,15 @@ from hybridflow.data.arrays import (
     write_arrays,
 )
 from hybridflow.data.hdf5 import open_hdf5
-from hybridflow.errors import CheckpointError
+from hybridflow.errors import CheckpointError, DataError
 from hybridflow.observe.files import writing
 from hybridflow.rollout.log_file import FINISHES, LoggedSample
 
 if TYPE_CHECKING:
     from hybridflow.rollout.request import FinishReason, SampleKey
 
+FOLDER = "rollouts"
+"""Folder of the archive in the directory of a run."""
 ALL = "all.h5"
 FORMAT = "hybridflow-rollouts-3"
 _SEGMENTS = "segments"
@@ -88,6 +90,26 @@ class SegmentName(NamedTuple):
 def list_segments(folder: Path) -> list[SegmentName]:
     """Return the segments of an archive, in order; none where there is no archive."""
     return find_segments(folder / _SEGMENTS)
+
+
+def replayed_segments(run_dir: Path) -> list[SegmentName]:
+    """Return the segments of the archive that ``rollout.replay`` names by its run. Raises DataError: there are none."""
+    found = list_segments(run_dir / FOLDER)
+    if not found:
+        raise DataError(
+            f"rollout.replay: {run_dir / FOLDER} holds no archive; name the directory of a run that was made with "
+            "rollout.archive=true"
+        )
+    return found
+
+
+def not_archived(run_dir: Path, key: SampleKey) -> DataError:
+    """Return what to raise where the archive of a replayed run lacks a sample."""
+    return DataError(
+        f"rollout.replay={run_dir}: prompt {key[0]}, sample {key[1]}: is not in the archive; replay a run that was "
+        "made with rollout.archive=true (another one keeps two prompts of a step), for no more steps than it made, on "
+        "batches and groups no larger than its own"
+    )
 
 
 def find_segments(folder: Path) -> list[SegmentName]:

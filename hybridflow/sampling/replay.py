@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import DataError
-from hybridflow.rollout.archive import Archived, SegmentName, list_segments, read_places, read_rows
+from hybridflow.rollout.archive import (
+    FOLDER,
+    Archived,
+    SegmentName,
+    not_archived,
+    read_places,
+    read_rows,
+    replayed_segments,
+)
 from hybridflow.rollout.request import OBSERVED, Request, Response, SampleKey
 from hybridflow.sampling.rollout_log import kept_response
 
@@ -26,16 +34,11 @@ class Replay:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._run_dir, self._folder = run_dir, run_dir / "rollouts"
-        self._unread = deque(list_segments(self._folder))
+        self._run_dir, self._folder = run_dir, run_dir / FOLDER
+        self._unread = deque(replayed_segments(run_dir))
         # Where each sample lies; its tokens are read when they are asked for.
         self._found: dict[SampleKey, tuple[SegmentName, int]] = {}
         self._places: dict[SegmentName, dict[str, Any]] = {}
-        if not self._unread:
-            raise DataError(
-                f"rollout.replay: {self._folder} holds no archive; name the directory of a run that was made with "
-                "rollout.archive=true"
-            )
 
     def find(self, requests: Sequence[Request]) -> dict[SampleKey, Response]:
         """Return a response to each request, by prompt index and index. Earlier prompt indices are forgotten.
@@ -69,11 +72,7 @@ class Replay:
     def _response(self, ask: Request, sample: Archived | None) -> Response:
         place = f"rollout.replay={self._run_dir}: prompt {ask.prompt_index}, sample {ask.index}"
         if sample is None:
-            raise DataError(
-                f"{place}: is not in the archive; replay a run that was made with rollout.archive=true (another one "
-                "keeps two prompts of a step), for no more steps than it made, on batches and groups no larger than "
-                "its own"
-            )
+            raise not_archived(self._run_dir, ask.key)
         if sample.prompt != ask.prompt.tolist():
             raise DataError(
                 f"{place}: was sampled for another prompt; give that run's data, data order (seed) and tokenizer"

@@ -7,8 +7,10 @@ import json
 import re
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hybridflow import cli
@@ -18,6 +20,8 @@ from hybridflow.exit_status import FAILURE, REQUEST, SOURCE, TARGET
 from hybridflow.observe.starts import StartRecord, add_start
 from hybridflow.recipe.inputs import check_inputs
 from hybridflow.recipe.load import load_recipe
+from hybridflow.rollout.archive import SegmentName, write_segment
+from hybridflow.rollout.log_file import LoggedSample
 from hybridflow.sections import to_dict
 from tests.support.hf_models import write_tokenizer
 from tests.support.recipes import POLICY, write_config
@@ -33,6 +37,15 @@ rollout: {max_new_tokens: 8, group_size: 2}
 trainer: {steps: 10, global_batch_size: 16}
 """
 _NUMBERS = itertools.count()
+_ONE = np.zeros(1, np.float32)
+SAMPLE = LoggedSample(
+    prompt_index=0,
+    index=0,
+    tokens=np.ones(1, np.int32),
+    log_probs=_ONE,
+    sampled_log_probs=_ONE,
+    versions=np.zeros(1, np.int32),
+)
 
 
 def write(path: Path, *rows: dict) -> Path:
@@ -337,6 +350,22 @@ def test_a_dry_run_compares_the_tokenizers_of_the_models(folders, capsys):
     assert status == REQUEST and "set tokenizer.path to that file" in error
     assert "tokenizer.path: missing; teacher.model.path='teacher' knows the tokens of teacher/tokenizer.json" in error
     assert dry(folders, capsys, *given, "tokenizer.path=teacher/tokenizer.json")[0] == 0
+
+
+def test_a_dry_run_looks_for_the_samples_to_replay(folders, capsys):
+    here, there = folders
+    write(here / "train.jsonl", {"prompt": "1+1=", "level": 3})
+    rows = [(1, replace(SAMPLE, prompt_index=prompt_index, index=index)) for prompt_index, index in [(0, 0), (1, 0)]]
+    write_segment(here / "old/rollouts", SegmentName(1, 1, 0), rows, {0: [1], 1: [1]}, {})
+    (here / "empty").mkdir()
+    given = [f"reward.function={module(here, OWN)}:score", "trainer.global_batch_size=2"]
+    status, _, error = dry(folders, capsys, *given, "rollout.replay=empty")
+    assert status != 0 and "rollout.replay: empty/rollouts holds no archive; name the directory of a run" in error
+    status, _, error = dry(folders, capsys, *given, "rollout.replay=old")
+    assert status != 0 and "rollout.replay=old: prompt 0, sample 1: is not in the archive; replay a run" in error
+    rows = [(1, replace(SAMPLE, index=1))]
+    write_segment(here / "old/rollouts", SegmentName(1, 1, 1), rows, {0: [1]}, {})
+    assert dry(folders, capsys, *given, "rollout.replay=old")[0] == 0
 
 
 def test_a_dry_run_says_that_a_chat_template_is_not_applied(folders, capsys):

@@ -41,7 +41,11 @@ convolution ``[channels, 1, kernel]`` over all queries, keys and values becomes 
 """
 
 
-ROUTER_BIASES = ("expert_bias", "e_score_correction_bias")
+VALUE_HEAD = "value_head.weight"
+"""Name of what gives one number in the place of logits."""
+
+EXPERT_BIAS = "expert_bias"
+ROUTER_BIASES = (EXPERT_BIAS, "e_score_correction_bias")
 """Names of the biases that choose experts, here and in ``transformers``. Rounded, they would choose others."""
 
 
@@ -132,7 +136,7 @@ EMBEDDINGS = (
     Rule(logical="embedding.word_embeddings.weight", hf=("model.embed_tokens.weight",)),
     Rule(logical="decoder.final_layernorm.weight", hf=("model.norm.weight",)),
     Rule(logical="output_layer.weight", hf=("lm_head.weight",)),
-    Rule(logical="value_head.weight", hf=("score.weight",)),
+    Rule(logical=VALUE_HEAD, hf=("score.weight",)),
 )
 """Of each of these a model has those that belong to it: tied embeddings have no output layer, scorers have a head."""
 

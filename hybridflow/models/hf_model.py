@@ -28,7 +28,6 @@ from hybridflow.reshard.views import DTYPE_NAMES, TORCH_DTYPES
 Filling = Literal["read", "later", "never"]
 """What fills a module's weights: the directory, somebody else before its use, or nobody: it has no memory."""
 
-VALUE_HEAD = "value_head.weight"
 ADAPTER = "default"
 """What PEFT calls the one adapter of a model."""
 

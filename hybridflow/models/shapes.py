@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from hybridflow.families.family import EXPERT_BIAS, VALUE_HEAD
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.reshard.spec import ITEM_BYTES, DType, ModelSpec, Place, TensorSpec, stage_of
@@ -23,8 +24,8 @@ DELTA_CHUNK = 64
 DELTA_TOKENS = 4096
 """Tokens of sequences that training takes through it at one time; more where one sequence has more."""
 
-LAYER_SCALAR, EXPERT_BIAS = "layer_scalar", "expert_bias"
-"""Ends of the names of what belongs to the weights and is no parameter."""
+LAYER_SCALAR = "layer_scalar"
+"""End of the name of what a layer's output is scaled by, which belongs to the weights and is no parameter."""
 
 EXPERT_NORMS = (
     *("shared_input_layernorm", "shared_output_layernorm"),
@@ -92,7 +93,7 @@ def model_spec(model: ModelConfig, *, has_value_head: bool = False) -> ModelSpec
         tensors += _feed_forward(model, layer)
     tensors.append(_whole("decoder.final_layernorm.weight", (model.hidden_size,), model.dtype, "output"))
     if has_value_head:
-        tensors.append(_whole("value_head.weight", (1, model.hidden_size), model.dtype, "output"))
+        tensors.append(_whole(VALUE_HEAD, (1, model.hidden_size), model.dtype, "output"))
     elif not is_tied:
         tensors.append(replace(embedding, name="output_layer.weight", place="output"))
     for layer in range(model.num_layers):

@@ -14,10 +14,10 @@ from hybridflow.checkpoint.manifest import NAME
 from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.config.recipe import FROZEN, MODEL_SECTIONS
 from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.families.family import VALUE_HEAD
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.hf_adapters import add_adapters
 from hybridflow.models.hf_model import (
-    VALUE_HEAD,
     Filling,
     TransformersActor,
     TransformersCritic,

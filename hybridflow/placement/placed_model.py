@@ -12,6 +12,7 @@ from torch import Tensor
 from hybridflow.algorithms.losses import Totals
 from hybridflow.config.roles import ActorConfig, CriticConfig, OptimizerConfig
 from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.families.family import VALUE_HEAD
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.adapters import base_spec, is_factor, whole_spec
 from hybridflow.models.gpt import Transformer
@@ -88,7 +89,7 @@ class PlacedModel(ModelOnMesh):
     def _initialize(self) -> None:
         # What is given or in a directory is read by load_given(); a value head or adapters may be what it lacks.
         factors = {tensor.name for tensor in self.spec.tensors if is_factor(tensor.name)}
-        self.initialize({"value_head.weight", *factors} if has_weights(self._job, self._role) else None)
+        self.initialize({VALUE_HEAD, *factors} if has_weights(self._job, self._role) else None)
 
     def make_trainable(self, settings: OptimizerConfig) -> Trainable:
         """Make gradients and an optimizer for the model. On a GPU its collectives overlap with computation."""

@@ -27,6 +27,7 @@ from hybridflow.data.tokenizer import JSON, PIECES, Tokenizer, open_tokenizer
 from hybridflow.errors import CheckpointError
 from hybridflow.families.assets import ADAPTER_CONFIG, TOKENIZERS
 from hybridflow.families.assets import FOLDER as ASSETS
+from hybridflow.families.family import VALUE_HEAD
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.adapters import base_spec, factor_spec
 from hybridflow.models.training import Trainable
@@ -278,7 +279,7 @@ class Checkpoints:
         return RolePart(
             ranks=saved.mesh.ranks,
             model=job.model_of(name),
-            has_value_head=any(tensor.name == "value_head.weight" for tensor in saved.spec.tensors),
+            has_value_head=any(tensor.name == VALUE_HEAD for tensor in saved.spec.tensors),
             layout=str(saved.mesh.layout),
             spec=saved.spec,
             shares=copied,

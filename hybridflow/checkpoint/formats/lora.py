@@ -38,14 +38,13 @@ from hybridflow.families.assets import (
     parse_json,
 )
 from hybridflow.families.config_json import Described, describe
-from hybridflow.families.family import Form
+from hybridflow.families.family import VALUE_HEAD, Form
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.adapters import FACTOR
 from hybridflow.models.shapes import model_spec
 from hybridflow.reshard.spec import Box, ModelSpec, TensorSpec
 from hybridflow.reshard.views import DTYPE_NAMES
 
-HEAD = "value_head.weight"
 _PARTS: dict[Form, tuple[str, ...]] = {
     "qkv": ("q", "k", "v"),
     "stack": ("gate", "up"),
@@ -284,8 +283,8 @@ def spec_of(source: Source) -> ModelSpec:
     weights = {spec.name: spec for spec in base.tensors}
     specs = []
     for name, entry in source.tensors.items():
-        if name == HEAD and HEAD in weights:
-            specs.append(dataclasses.replace(weights[HEAD], dtype=entry.dtype))
+        if name == VALUE_HEAD and VALUE_HEAD in weights:
+            specs.append(dataclasses.replace(weights[VALUE_HEAD], dtype=entry.dtype))
             continue
         match = FACTOR.fullmatch(name)
         weight = None if match is None else weights.get(f"{match[1]}.weight")
@@ -368,7 +367,7 @@ def check_factors(
     """
     found: dict[str, Factor] = {}
     for module in modules:
-        is_whole = settings.has_head and module.weight.name == HEAD
+        is_whole = settings.has_head and module.weight.name == VALUE_HEAD
         factors = [Factor(module, "whole")] if is_whole else [Factor(module, "A"), Factor(module, "B")]
         if is_whole or any(factor.name in tensors for factor in factors):
             found |= {factor.name: factor for factor in factors}
@@ -430,7 +429,7 @@ class MergedSource(Source):
             ConfigError: A finite number would become infinite in the weight's dtype.
         """
         weight = self._base.read(tensor)
-        if tensor == HEAD and tensor in self._adapter.tensors:
+        if tensor == VALUE_HEAD and tensor in self._adapter.tensors:
             return _rounded(self._adapter.read(tensor), weight.dtype, tensor)
         if tensor not in self._updates:
             return weight

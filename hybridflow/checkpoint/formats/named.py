@@ -22,8 +22,9 @@ from hybridflow.checkpoint.formats.source import Source
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.errors import ConfigError
 from hybridflow.families.assets import CONFIG, asset_names, parse_json, read_json
+from hybridflow.families.family import VALUE_HEAD
 from hybridflow.families.other_config import has_no_table, read_other_config
-from hybridflow.models.hf_model import VALUE_HEAD, renaming, scorer_of
+from hybridflow.models.hf_model import renaming, scorer_of
 from hybridflow.reshard.spec import DTYPE_WORDS
 
 _HEAD = "score.weight"

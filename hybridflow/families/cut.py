@@ -18,7 +18,8 @@ def check_cut(model: ModelConfig, layout: ParallelLayout, name: str) -> None:
     Raises:
         LayoutError: A part would be empty, or a tensor's parts not alike.
     """
-    check_widths(model, layout, name)
+    check_heads(model, layout.tp, name)
+    _check_widths(model, layout, name)
     _check_stages(model.num_layers, layout, name)
     if layout.cp > 1 and model.linear_layers:
         raise LayoutError(
@@ -37,20 +38,28 @@ def check_cut(model: ModelConfig, layout: ParallelLayout, name: str) -> None:
         )
 
 
-def check_widths(model: ModelConfig, layout: ParallelLayout, name: str) -> None:
-    """Refuse a layout that cannot cut a layer into equal parts; as ``check_cut``, without the stages."""
-    tp, ep = layout.tp, layout.ep
+def check_heads(model: ModelConfig, tp: int, name: str) -> None:
+    """Refuse a number of tensor parallel ranks that cannot share the heads of attention; as ``check_cut``."""
+    if model.num_attention_heads % tp:
+        raise LayoutError(
+            f"{name}: tp={tp} does not divide model.num_attention_heads={model.num_attention_heads}; choose a divisor"
+        )
+    for key, groups in (("num_query_groups", model.query_groups), ("global_query_groups", model.global_query_groups)):
+        if groups is not None and groups % tp and tp % groups:
+            raise LayoutError(f"{name}: tp={tp} neither divides nor is a multiple of model.{key}={groups}; change one")
+
+
+def _check_widths(model: ModelConfig, layout: ParallelLayout, name: str) -> None:
+    """Refuse a layout whose ranks cannot share all else of a layer."""
+    ep = layout.ep
     if model.num_experts is None and layout.etp is not None:
         raise LayoutError(f"{name}: etp={layout.etp} without experts in the model; leave etp out")
     inner = "tp" if model.num_experts is None or layout.etp is None else "etp"
-    widths = ("num_attention_heads", "linear_key_heads", "shared_ffn_hidden_size", "dense_ffn_hidden_size")
+    widths = ("linear_key_heads", "shared_ffn_hidden_size", "dense_ffn_hidden_size")
     for axis, key in (*(("tp", key) for key in widths), (inner, "ffn_hidden_size")):
         size, width = getattr(layout, axis), getattr(model, key)
         if width is not None and width % size:
             raise LayoutError(f"{name}: {axis}={size} does not divide model.{key}={width}; choose a divisor")
-    for key, groups in (("num_query_groups", model.query_groups), ("global_query_groups", model.global_query_groups)):
-        if groups is not None and groups % tp and tp % groups:
-            raise LayoutError(f"{name}: tp={tp} neither divides nor is a multiple of model.{key}={groups}; change one")
     if ep > 1 and (model.num_experts is None or model.num_experts % ep):
         found = "null" if model.num_experts is None else model.num_experts
         raise LayoutError(f"{name}: ep={ep} does not divide model.num_experts={found}; choose a divisor, or set ep=1")

@@ -18,9 +18,9 @@ from hybridflow.checkpoint.manifest import NAME, WEIGHT, Manifest, Piece, Tensor
 from hybridflow.checkpoint.model_dir import ASSET_NAMES, ModelDir, write_assets, write_manifest
 from hybridflow.checkpoint.store import BASE
 from hybridflow.checkpoint.tensor_file import TensorFileWriter
-from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.errors import CheckpointError, ConfigError, LayoutError
 from hybridflow.families.assets import CONFIG, FOLDER, identity_of, read_json
-from hybridflow.families.cut import check_widths
+from hybridflow.families.cut import check_heads
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.reshard.spec import Box, DType, TensorSpec, cut, expert_block, num_elements, stage_of
 
@@ -159,8 +159,10 @@ class ShardedTarget(Target):
     """
 
     def __init__(self, source: Source, layout: ParallelLayout = _WHOLE, *, dtype: DType | None = None) -> None:
-        # Stages may be empty: megatron-core has no say in them, and boxes can be cut so.
-        check_widths(source.model, layout, f"layout {layout}")
+        # All else is cut into boxes, whose sizes may differ.
+        check_heads(source.model, layout.tp, f"layout {layout}")
+        if source.model.num_experts is None and (layout.ep > 1 or layout.etp is not None):
+            raise LayoutError(f"layout {layout}: the model has no experts; leave ep and etp out")
         self._source, self._layout = source, layout
         self.tensors = {
             name: TensorEntry(written_dtype(name, entry, dtype), entry.shape) for name, entry in source.tensors.items()

@@ -23,13 +23,11 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 def source_of(prompt_index: int, weights: Sequence[int]) -> tuple[int, int]:
     """Return the source of a prompt index, and how many earlier prompt indices came from that source.
 
+    The weights are those of ``whole_weights``.
+
     The sources are halved, and halved again. When a half with the weights ``a`` and ``b`` has had n prompts, its first
     half has had the whole part of ``n a / (a + b)``. So among the first n prompts each source has had its share to
     within 1 for each halving, and any window of prompt indices has it to within twice that.
-
-    Args:
-        prompt_index: From 0.
-        weights: From ``whole_weights``.
     """
     low, high, count = 0, len(weights), prompt_index
     while high - low > 1:

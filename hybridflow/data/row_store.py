@@ -100,11 +100,7 @@ def rows_written(stem: Path) -> int:
 
 
 class PartFiles:
-    """The files of parts that are complete. May be used from any thread, and from forks.
-
-    Args:
-        folder: Where they are.
-    """
+    """The files of parts in a folder that are complete. May be used from any thread, and from forks."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -35,9 +35,6 @@ class Topic:
         heard: What the client last said of the brokers; empty: nothing since they last answered.
         is_cut: Whether the brokers no longer have what comes next.
 
-    Args:
-        kafka: The topic and where it is.
-
     Raises:
         DataError: The package is not installed, an option is none, or the variable of a secret is not set.
     """

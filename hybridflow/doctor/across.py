@@ -122,12 +122,6 @@ def leave(board: Board, start: Start, status: int, deadlines: Deadlines) -> int:
 
     Rank 0, which may keep the store, leaves last.
 
-    Args:
-        board: From ``look_across``.
-        start: Which rank this is.
-        status: On rank 0, the exit status.
-        deadlines: Of the waits.
-
     Raises:
         DeadlineError: Rank 0 does not tell.
     """

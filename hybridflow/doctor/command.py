@@ -123,12 +123,7 @@ def run(arguments: argparse.Namespace, flow_of: Callable[[Recipe], Flow]) -> int
 
 
 def check_machine(directory: Path, *, of_many: bool) -> list[Finding]:
-    """Run all checks of one machine.
-
-    Args:
-        directory: Of the run.
-        of_many: The machine is one of several nodes.
-    """
+    """Run all checks of one machine; ``of_many``: it is one of several nodes."""
     config, failure = read_config()
     return run_checks(
         {

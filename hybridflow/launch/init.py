@@ -270,9 +270,7 @@ def _has_chat_template(model: Path) -> bool:
 def _functions_of(values: Mapping[str, Any], *, is_named: bool) -> dict[Path, str]:
     """Return the files of the functions that a recipe names and that are not there, and what is to be in them.
 
-    Args:
-        values: The recipe.
-        is_named: Whether the user has named the reward, which may then be one that is installed.
+    A reward that the user has named may be one that is installed.
 
     Raises:
         ConfigError: A file is there, without its function.

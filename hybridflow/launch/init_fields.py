@@ -45,12 +45,7 @@ def first_row(path: str) -> Mapping[str, Any] | None:
 
 
 def fields_in(row: Mapping[str, Any], traits: AlgorithmTraits) -> tuple[dict[str, str], list[str]]:
-    """Return the keys of ``data`` that name the fields of a row, and those whose fields it lacks.
-
-    Args:
-        row: The first one.
-        traits: Of the algorithm.
-    """
+    """Return the keys of ``data`` that name the fields of the first row, and those whose fields it lacks."""
     named, lacking = {}, []
     for key in _needed(row, traits):
         if value_of(row, getattr(DataConfig, key)) is not None:

@@ -55,12 +55,7 @@ _EXAMPLES = """examples:
 
 
 def add_estimate(plans: Any, flow_of: Callable[[Recipe], Flow]) -> None:
-    """Add it to the sub-commands of ``plan``.
-
-    Args:
-        plans: The sub-commands.
-        flow_of: Returns the flow of a recipe's step.
-    """
+    """Add it to the sub-commands of ``plan``; ``flow_of`` returns the flow of a recipe's step."""
     parser = plans.add_parser(
         "estimate",
         help="show the time and memory of one configuration on described hardware",

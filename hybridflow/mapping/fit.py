@@ -158,9 +158,7 @@ def recipe_of(run_dir: Path) -> Recipe:
 def observed_run(run_dir: Path, recipe: Recipe) -> Observed:
     """Return what a step of a run took: the median of its latest steps, and of each phase.
 
-    Args:
-        run_dir: Of the run.
-        recipe: As ``recipe_of`` gives it.
+    The recipe is what ``recipe_of`` gives.
 
     Raises:
         DataError: It has no metrics.

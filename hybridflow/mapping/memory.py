@@ -485,14 +485,7 @@ def cache_room(recipe: Recipe, cache: int) -> int:
 
 
 def held_texts(recipe: Recipe, meshes: Mapping[str, DeviceMesh], machine: Hardware, tokens: int) -> int:
-    """Return how many texts a job has room for in the cache of each rank that generates.
-
-    Args:
-        recipe: The recipe.
-        meshes: Of its models.
-        machine: Where.
-        tokens: Of each text.
-    """
+    """Return how many texts of so many tokens a job has room for in the cache of each rank that generates."""
     mesh, room = meshes["actor.rollout"], recipe.rollout.cache_memory
     if recipe.rollout.engine.kind == "vllm" and not machine.is_cpu:
         return vllm_texts(recipe, mesh, machine.memory_bytes, tokens)
@@ -541,9 +534,7 @@ def _states_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh) -> int:
 def usable_bytes(recipe: Recipe, gpu_bytes: float | None) -> float | None:
     """Return the memory that a rank may need by the estimate: the recipe's budget, or a share of its GPU's.
 
-    Args:
-        recipe: The recipe.
-        gpu_bytes: Memory of a GPU. None: not known.
+    ``gpu_bytes`` is None where that is not known.
 
     Returns:
         Bytes. None: neither is known.
@@ -573,12 +564,7 @@ def planned_gpu_bytes(recipe: Recipe, site_gb: float | None) -> float | None:
 def with_micro_batches(recipe: Recipe, meshes: Mapping[str, DeviceMesh], gpu_bytes: float | None = None) -> Recipe:
     """Return the recipe with the largest micro-batches that fit, if it leaves their size open.
 
-    They change no result. If none fits, they are the smallest.
-
-    Args:
-        recipe: The recipe.
-        meshes: Of its models.
-        gpu_bytes: Memory of the smallest GPU. None: not known.
+    They change no result. If none fits, they are the smallest. ``gpu_bytes`` is of the smallest GPU; None: not known.
     """
     room = usable_bytes(recipe, gpu_bytes)
     if room is None or "trainer.micro_batch_tokens" not in recipe.defaults:

@@ -33,9 +33,7 @@ class Planned:
 def planned_run(run_dir: Path, flow_of: Callable[[Recipe], Flow]) -> Planned | None:
     """Return the estimate; None: no hardware is named, or the run cannot be estimated or has made too few steps.
 
-    Args:
-        run_dir: Of the run.
-        flow_of: Returns the flow of a recipe's step.
+    ``flow_of`` returns the flow of a recipe's step.
     """
     try:
         recipe = recipe_of(run_dir)

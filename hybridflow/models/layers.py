@@ -27,11 +27,7 @@ def transformer_layers(model: nn.Module, owner: str) -> Sequence[nn.Module]:
 
     Where there is no such list, the longest of modules that each have parameters: hybrids have a class for each kind.
 
-    Of virtual pipeline chunks those of all, one chunk after the other.
-
-    Args:
-        model: The model.
-        owner: Whose it is, in the error.
+    Of virtual pipeline chunks those of all, one chunk after the other. The error names the ``owner``.
 
     Raises:
         ConfigError: It has no such list.

@@ -105,10 +105,9 @@ class ExpertRouter(TopKRouter):
         return scores if self.expert_bias is None else scores + self.expert_bias
 
     def choose(self, scores: Tensor) -> Tensor:
-        """Return the experts with the highest scores, in ascending order, ``[tokens, experts_per_token]`` int64.
+        """Return the experts with the highest ``[tokens, experts]`` scores, in ascending order.
 
-        Args:
-            scores: ``[tokens, experts]``.
+        They are ``[tokens, experts_per_token]`` int64.
         """
         groups, most = self.model.router_groups, self.model.router_groups_per_token
         if groups is not None and most is not None:

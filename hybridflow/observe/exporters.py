@@ -193,10 +193,6 @@ class Callback:
 class Outlet:
     """Hands the steps to an exporter in a thread of its own, and tells of a failure once.
 
-    Args:
-        name: Name of the exporter, for messages.
-        exporter: The exporter.
-
     Attributes:
         takes_steps_alone: Whether it is to get the metrics of steps, and nothing that was measured between them.
     """

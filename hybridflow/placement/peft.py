@@ -91,12 +91,7 @@ def load_adapters(job: Job, model: PlacedModel) -> None:
 
 
 def adapter_config(job: Job, assets: Mapping[str, bytes]) -> bytes:
-    """Return PEFT's ``adapter_config.json`` of the actor's adapters.
-
-    Args:
-        job: The job.
-        assets: The actor's small files.
-    """
+    """Return PEFT's ``adapter_config.json`` of the actor's adapters; ``assets`` are the actor's small files."""
     lora = job.recipe.actor.lora
     assert lora is not None, "called without adapters"
     targets: list[str] | str = sorted(lora.targets)

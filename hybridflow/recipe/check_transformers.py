@@ -22,9 +22,7 @@ def transformers_meshes(recipe: Recipe) -> tuple[str, ...]:
 def check_transformers(recipe: Recipe, in_memory: Collection[str] = ()) -> None:
     """Refuse what a model that runs in ``transformers`` cannot do.
 
-    Args:
-        recipe: The recipe.
-        in_memory: Sections of models that a program has given.
+    A program has given the models of the sections ``in_memory``.
 
     Raises:
         ConfigError: A key asks for it.

@@ -75,11 +75,7 @@ def check_settings(recipe: Recipe, found: Mapping[str, ModelInfo]) -> None:
 
 
 def check_recipe(recipe: Recipe, in_memory: Mapping[str, ModelInfo] | None = None) -> None:
-    """Refuse keys that are right one by one and wrong together.
-
-    Args:
-        recipe: The recipe.
-        in_memory: As for ``recipe_from_dict``.
+    """Refuse keys that are right one by one and wrong together; ``in_memory`` is as for ``recipe_from_dict``.
 
     Raises:
         ConfigError: Two keys contradict each other.

@@ -76,11 +76,7 @@ def places(path: str, folder: Path | None) -> str:
 
 
 def check_inputs(recipe: Recipe, folder: Path | None) -> None:
-    """Refuse a recipe whose files are not there.
-
-    Args:
-        recipe: The recipe.
-        folder: Its directory, for messages; None: it is in no file.
+    """Refuse a recipe whose files are not there; messages name its folder, if it has one.
 
     Raises:
         MissingFileError: A file is neither in the working directory nor beside the recipe.

@@ -20,10 +20,6 @@ from hybridflow.recipe.resume import check_resume
 def try_run_dir(recipe: Recipe, *, resume: bool) -> None:
     """Find what a start of a run would meet in its directory, and write nothing.
 
-    Args:
-        recipe: The recipe.
-        resume: Whether the run is to go on from its latest checkpoint.
-
     Raises:
         ConfigError: Another run or job has the directory.
         CheckpointError: The latest checkpoint is damaged, or of a recipe that differs in a key that must match.

@@ -78,12 +78,7 @@ def tensors_alike(model: ModelSpec, *holdings: Holdings) -> list[tuple[ModelSpec
 
 
 class WeightHoldings:
-    """Weights as megatron-core lays them out: one shard a rank, the same on every data and context parallel rank.
-
-    Args:
-        model: The tensors.
-        mesh: Where they are.
-    """
+    """Weights as megatron-core lays them out: one shard a rank, the same on every data and context parallel rank."""
 
     def __init__(self, model: ModelSpec, mesh: DeviceMesh) -> None:
         self.mesh = mesh

@@ -29,9 +29,7 @@ COLUMNS = {"critic": ("values", "returns"), "cost_critic": ("cost_values", "cost
 class Critic(Role):
     """The value model. The value of a response token is that of the state before it.
 
-    Args:
-        job: The job.
-        role: ``critic``, or ``cost_critic``: which section of the recipe it is, and which mesh.
+    Its role, ``critic`` or ``cost_critic``, says which section of the recipe it is, and which mesh.
 
     Attributes:
         model: Its weights; None on a rank outside its mesh.

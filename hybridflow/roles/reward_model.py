@@ -26,9 +26,7 @@ from hybridflow.sampling.validation import measure, shown_samples, shown_trainin
 class RewardModel(Role):
     """A frozen model that scores responses.
 
-    Args:
-        job: The job.
-        role: ``reward``, or ``cost``: which section of the recipe it is, and which mesh.
+    Its role, ``reward`` or ``cost``, says which section of the recipe it is, and which mesh.
 
     Attributes:
         model: Its weights; None on a rank outside its mesh.

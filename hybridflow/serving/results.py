@@ -40,11 +40,7 @@ class _Where(NamedTuple):
 
 
 class Results:
-    """The parts of one output.
-
-    Args:
-        out: The output.
-    """
+    """The parts of one output."""
 
     def __init__(self, out: Path) -> None:
         self.out = out

@@ -19,11 +19,7 @@ _ASKS_FOR_CALLS = re.compile(r'<tool_call>.*"arguments\\?"', re.DOTALL)
 
 
 def read_tools(fields: Mapping[str, Any], template: str | None) -> list[Any]:
-    """Return what the model may call, from a request; empty: nothing.
-
-    Args:
-        fields: Of the request.
-        template: The chat template; None: there is none.
+    """Return what the model may call, from the fields of a request; empty: nothing.
 
     Raises:
         DataError: It is malformed, or cannot be had with this template.

@@ -160,11 +160,7 @@ def transformers_note(recipe: Recipe) -> tuple[str, ...]:
 
 
 def plan_job(recipe: Recipe, step: Step | None = None) -> JobPlan:
-    """Place and compile a recipe, the same on every rank and without any message.
-
-    Args:
-        recipe: The recipe.
-        step: Stages of a training step, in the place of the algorithm's.
+    """Place and compile a recipe, the same on every rank and without any message; ``step`` as for ``training_step``.
 
     Raises:
         LayoutError: A layout does not fit its ranks.

@@ -9,9 +9,6 @@ from hybridflow.trainer.validations import Validations
 class Progress:
     """The steps that a job has done; the same on all ranks.
 
-    Args:
-        recipe: The recipe.
-
     Attributes:
         step: Training steps done.
         next_prompt_index: Index of the first prompt that no step has used.

@@ -148,12 +148,7 @@ class Record:
         return Share(metrics, self.timeline.spans, sample_stats, self.timeline.costs, self._peak_flops)
 
     def end_step(self, step: int, shares: Sequence[Share]) -> dict[str, float]:
-        """Write down a step. Returns its metrics, the same on every rank.
-
-        Args:
-            step: Its number.
-            shares: Of each rank.
-        """
+        """Write down a step by the shares of all ranks. Returns its metrics, the same on every rank."""
         step_s = time.perf_counter() - self._began_perf_s
         self._profiler.end()
         metrics = step_metrics(shares, step_s)

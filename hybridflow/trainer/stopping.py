@@ -87,11 +87,9 @@ class Stopping:
         return self.reason is not None
 
     def agree(self, coordinator: Coordinator, *, before_update: bool = False) -> bool:
-        """Return whether the job stops here; the same on every rank. Collective: all ranks of the coordinator.
+        """Return whether the job stops here, as ``local_reason``; the same on every rank.
 
-        Args:
-            coordinator: The ranks that are to agree.
-            before_update: As for ``local_reason``.
+        Collective: all ranks of the coordinator.
         """
         return self.settle(coordinator.gather(self.local_reason(before_update=before_update), "whether to stop"))
 

@@ -159,12 +159,7 @@ def convert(
 
 
 def deal(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
-    """Deal files to each rank, balanced by bytes; a rank that has none is not needed.
-
-    Args:
-        sizes: Bytes of each file.
-        num_ranks: How many there are.
-    """
+    """Deal files of these sizes to each rank, balanced by bytes; a rank that has none is not needed."""
     dealt: list[list[str]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -178,19 +173,13 @@ def deal(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """A rank's view of a conversion: see ``convert``.
+    """A rank's view of a conversion. What has no line here is as for ``convert``.
 
     Attributes:
-        source: See there.
-        target: See there.
-        out: See there.
         folder: Where it is written aside.
         identity: The source's, before it was read.
         plan: Tells it from others.
         files: The files of this rank.
-        total_bytes: Bytes of all files.
-        place: See there.
-        show: See there.
     """
 
     source: Source

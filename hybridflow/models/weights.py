@@ -18,7 +18,7 @@ from hybridflow.models.initial import initial_factor, initial_matrix, initial_ra
 from hybridflow.models.layers import Chunks, chunks_of
 from hybridflow.models.specs import logical_tensors
 from hybridflow.reshard.fsdp import weight_holdings
-from hybridflow.reshard.spec import ModelSpec, Shard, TensorSpec, num_elements, shard
+from hybridflow.reshard.spec import ModelSpec, Shard, TensorSpec, num_elements, shard, slices
 
 
 def local_shards(
@@ -170,7 +170,7 @@ def initialize(
             continue
         whole = _initial_value(shapes[name], std, spec.num_layers, norm, seed=seed, variant=variant)
         for region in regions:
-            region.cleared().copy_(whole[tuple(slice(start, stop) for start, stop in region.part.box)])
+            region.cleared().copy_(whole[slices(region.part.box)])
 
 
 def _initial_value(tensor: TensorSpec, std: float, num_layers: int, norm: float, *, seed: int, variant: int) -> Tensor:

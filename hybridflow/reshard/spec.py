@@ -247,6 +247,11 @@ def expert_block(spec: TensorSpec, layout: ParallelLayout) -> int:
     return index // (count // layout.ep)
 
 
+def slices(box: Box) -> tuple[slice, ...]:
+    """Return the index of a box in its tensor."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
 def num_elements(box: Box) -> int:
     """Return the elements in a box; 0 where it is empty."""
     count = 1

@@ -37,7 +37,7 @@ from hybridflow.families.model import ModelConfig
 from hybridflow.foreign import MAX_SMALL_BYTES
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.observe.files import sync_path
-from hybridflow.reshard.spec import Box, DType, num_elements
+from hybridflow.reshard.spec import Box, DType, num_elements, slices
 from hybridflow.reshard.views import TORCH_DTYPES
 from hybridflow.sections import read_section, to_dict
 
@@ -112,7 +112,7 @@ class HDF5Source(Source):
                 raise ValueError(f"its {entry.num_bytes} bytes are more than the files have that it lies in")
         found = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
         for shard in shards:
-            found[tuple(slice(*span) for span in shard.box)] = self._values(shard, entry.dtype)
+            found[slices(shard.box)] = self._values(shard, entry.dtype)
         return found
 
     def assets(self) -> dict[str, bytes]:

@@ -25,7 +25,7 @@ from hybridflow.families.quantization import plain_assets, read_quantization
 from hybridflow.families.vision import TextNames, VisionModel, text_alone, text_names, vision_model, with_origin
 from hybridflow.families.weight_files import INDEX, SINGLE, find_weight_files
 from hybridflow.models.shapes import model_spec
-from hybridflow.reshard.spec import DTYPE_WORDS, Box, DType
+from hybridflow.reshard.spec import DTYPE_WORDS, Box, DType, slices
 from hybridflow.reshard.views import TORCH_DTYPES
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -215,11 +215,11 @@ class HuggingFaceSource(Source):
             if isinstance(file, CodedTensor):
                 value = file.read_box(wanted, dtype)
             else:
-                value = file.read(name)[_slices(wanted)].to(dtype)
+                value = file.read(name)[slices(wanted)].to(dtype)
             values.append(value if parts.expert is None else value[0])
         made = parts._replace(expert=None).to_logical(values, self.model)
         if inner is None:
-            return made[_slices(box)]
+            return made[slices(box)]
         return made if parts.form in ("same", "transposed") else made[slice(*box[0])]
 
     def names(self, tensor: str) -> list[str]:
@@ -401,10 +401,6 @@ def deal(entries: Mapping[str, TensorEntry], max_shard_bytes: int) -> list[dict[
         shards[-1][name] = entry
         room -= entry.num_bytes
     return shards
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)
 
 
 def open_files(path: Path, *, has_codes: bool = False, has_masks: bool = False) -> dict[str, TensorFile]:

@@ -25,7 +25,7 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.rotary import rotary_frequencies
 from hybridflow.models.shapes import model_spec
 from hybridflow.models.specs import logical_tensors, pipeline_layers
-from hybridflow.reshard.spec import TensorSpec, cut, stage_of
+from hybridflow.reshard.spec import TensorSpec, cut, slices, stage_of
 from hybridflow.reshard.views import DTYPE_NAMES
 
 _COMPUTED: dict[str, tuple[object, ...]] = {
@@ -235,5 +235,5 @@ def _join(spec: TensorSpec, local: Tensor, group: dist.ProcessGroup) -> Tensor:
     whole = torch.empty(spec.shape, dtype=local.dtype, device=local.device)
     for index, part in enumerate(parts):
         box, shape, _ = cut(spec, size, index)
-        whole[tuple(slice(start, stop) for start, stop in box)] = part.view(shape)
+        whole[slices(box)] = part.view(shape)
     return whole

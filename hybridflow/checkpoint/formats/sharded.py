@@ -22,7 +22,7 @@ from hybridflow.errors import CheckpointError, ConfigError, LayoutError
 from hybridflow.families.assets import CONFIG, FOLDER, identity_of, read_json
 from hybridflow.families.cut import check_heads
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.reshard.spec import Box, DType, TensorSpec, cut, expert_block, num_elements, stage_of
+from hybridflow.reshard.spec import Box, DType, TensorSpec, cut, expert_block, num_elements, slices, stage_of
 
 _WHOLE = ParallelLayout()
 
@@ -187,7 +187,7 @@ class ShardedTarget(Target):
 
     def parts(self, tensor: str, values: Tensor) -> list[Tensor]:
         """See ``Target``."""
-        return [values[tuple(slice(*span) for span in part.box)] for part in self._parts[tensor]]
+        return [values[slices(part.box)] for part in self._parts[tensor]]
 
     def open(self, path: Path, file: str) -> TensorFileWriter:
         """See ``Target``."""

@@ -16,7 +16,7 @@ from hybridflow.errors import CheckpointError
 from hybridflow.families.family import ROUTER_BIASES
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.shapes import model_spec
-from hybridflow.reshard.spec import Box, DType
+from hybridflow.reshard.spec import Box, DType, slices
 
 
 class Source(ABC):
@@ -66,7 +66,7 @@ class Source(ABC):
         Raises:
             CheckpointError: See ``read``.
         """
-        return self.read(tensor)[tuple(slice(start, stop) for start, stop in box)]
+        return self.read(tensor)[slices(box)]
 
     def read_as(self, tensor: str, dtype: torch.dtype) -> Tensor:
         """Read a whole logical tensor, converted to a dtype.

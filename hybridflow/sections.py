@@ -426,7 +426,7 @@ class _Reader:
             expected = f"{describe(hint)} {link} at most {LARGEST_INTEGER}"
             raise self._error(key, f"expected {expected}, found {_found(value)}")
         if not fits or not all(_within(value, bound) for bound in bounds):
-            remedy = "; {} means the defaults" if value is None and dataclasses.is_dataclass(kind) else ""
+            remedy = _remedy(kind, value, key) if dataclasses.is_dataclass(kind) else ""
             raise self._error(key, f"expected {describe(hint)}, found {_found(value)}{remedy}")
         return value
 
@@ -459,6 +459,18 @@ class _Reader:
             if f"{key}.".startswith(f"{given}.") or f"{given}.".startswith(f"{key}."):
                 return override
         return self.source
+
+
+def _remedy(kind: Any, value: object, key: str) -> str:
+    """Say how a section is written that was given as something else."""
+    if value is None:
+        return "; {} means the defaults"
+    if hasattr(kind, "as_section"):
+        written = kind.as_section(value) if isinstance(value, str) else None
+        return f"; write {written}" if written else ""
+    if hasattr(kind, "EXAMPLE"):
+        return ""
+    return f"; give its keys, as in {key}.{keys_of(kind)[0].name}=…"
 
 
 def _as_float(value: object) -> object:

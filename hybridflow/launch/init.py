@@ -14,7 +14,7 @@ from typing import Any
 
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.chat import template_in
-from hybridflow.errors import ConfigError, DataError, WriteError, did_you_mean
+from hybridflow.errors import ConfigError, DataError, WriteError
 from hybridflow.exit_status import DONE
 from hybridflow.families.hub_cache import data_set_hint, download_hint, find_model
 from hybridflow.flows.registry import ALGORITHMS
@@ -25,6 +25,7 @@ from hybridflow.plugins import split_name
 from hybridflow.recipe.defaults import one_line
 from hybridflow.recipe.load import recipe_from_dict
 from hybridflow.recipe.nested import put_under
+from hybridflow.recipe.other_names import algorithm_hint
 
 EXAMPLES = """examples:
   hybridflow init
@@ -171,7 +172,7 @@ def _ask(question: str, check: Callable[[str], None]) -> str:
 
 def _known_algorithm(text: str) -> None:
     if text not in ALGORITHMS:
-        hint = did_you_mean(text, ALGORITHMS)
+        hint = algorithm_hint(text)
         raise ConfigError(f"--algorithm {text!r}: {hint}expected one of {', '.join(ALGORITHMS)}")
 
 

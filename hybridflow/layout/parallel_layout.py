@@ -193,6 +193,19 @@ class ParallelLayout:
             sizes["dp"] = max(1, experts // (math.gcd(experts, ranks) or 1))
         return cls(**in_our_words(sizes))
 
+    @classmethod
+    def as_section(cls, text: str) -> str | None:
+        """Return how a recipe writes ``"tp2.pp2"``, which is ``"{tp: 2, pp: 2}"``; None for any other text."""
+        try:
+            cls.parse(text)
+        except LayoutError:
+            return None
+        sizes = (_PART.fullmatch(part) for part in text.split("."))
+        written = (
+            f"{size[1]}: {size[2]}" if size[1] else f"layers: [{size[4].replace('-', ', ')}]" for size in sizes if size
+        )
+        return f"{{{', '.join(written)}}}"
+
     in_our_words = staticmethod(in_our_words)
 
     def __str__(self) -> str:

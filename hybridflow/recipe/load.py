@@ -21,7 +21,7 @@ from hybridflow.recipe.checks import check_recipe, check_settings
 from hybridflow.recipe.defaults import brings_its_own, check_needed, fill_in, in_full, num_gpus
 from hybridflow.recipe.inputs import places, with_cached_models, with_paths_beside
 from hybridflow.recipe.nested import inner
-from hybridflow.recipe.other_names import refuse_other_names
+from hybridflow.recipe.other_names import algorithm_hint, refuse_other_names
 from hybridflow.recipe.stages import with_layers
 from hybridflow.sections import put_over, read_section, read_yaml, shorten, text_keys, to_dict
 from hybridflow.shipped import shipped
@@ -191,7 +191,7 @@ def recipe_from_dict(
     if recipe.algorithm not in ALGORITHMS:
         where = origins.get("algorithm", source)
         raise ConfigError(
-            f"{where}: algorithm: {did_you_mean(recipe.algorithm, ALGORITHMS)}expected one of {', '.join(ALGORITHMS)}, "
+            f"{where}: algorithm: {algorithm_hint(recipe.algorithm)}expected one of {', '.join(ALGORITHMS)}, "
             f"found {recipe.algorithm!r} (text)"
         )
     recipe = with_layers(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hybridflow.config.recipe import Recipe
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, did_you_mean
+from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.sections import parse_yaml, resume_rules, shorten
 
 _SAMPLES = "counts samples: prompts × rollout.group_size"
@@ -330,6 +332,7 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
         "use_wandb": ("metrics.wandb", "is {project: NAME}"),
         "wandb_run_name": "name",
     },
+    "PEFT": {"r": "actor.lora.rank"},
     "": {
         "micro_batch_size": ("trainer.micro_batch_tokens", _TOKENS),
         "trainer.micro_batch_size": ("trainer.micro_batch_tokens", _TOKENS),
@@ -364,8 +367,25 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
 }
 """Framework -> its name -> our key, and what the key says if that differs. Under no framework: names of several."""
 
-_IN_ANY_SECTION = ("TRL", "Megatron", "OpenRLHF")
+_IN_ANY_SECTION = ("TRL", "Megatron", "OpenRLHF", "PEFT")
 """Frameworks whose settings have no sections, so that their names may turn up in any of ours."""
+
+
+_AXIS = re.compile(r"(tensor|pipeline|data|context|expert)(_model)?_parallel(ism)?(_size|_degree)?")
+"""An axis of a layout as vLLM, torchtitan and others call it; ours begins with the same letter."""
+
+_ALGORITHMS_ELSEWHERE = {
+    "gae": "ppo",
+    "group_norm": "grpo",
+    "dr_grpo": "dr-grpo",
+    "reinforce": "reinforce++",
+    "reinforce_baseline": "reinforce++-baseline",
+    "reinforce_plus_plus": "reinforce++",
+    "reinforce_plus_plus_baseline": "reinforce++-baseline",
+}
+"""Names of algorithms in verl and OpenRLHF, and ours."""
+
+_NOT_THERE = ("orpo", "cpo", "simpo", "online-dpo")
 
 
 class OtherName(NamedTuple):
@@ -402,20 +422,49 @@ def find_other_name(key: str) -> OtherName | None:
             return _found(framework, key)
     if _is_ours(key):
         return None
-    last = key.rpartition(".")[2]
+    section, _, last = key.rpartition(".")
     flat = next((name for name in _IN_ANY_SECTION if last in NAMES[name]), None)
     if flat is not None:
-        return _found(flat, last)
-    # Names of verl with other sections, or none: those that end alike, of the same section of ours, the shortest.
-    if any(each.rpartition(".")[2] == last for each in _keys()):
-        return None
+        return _within(section, _found(flat, last))
+    axis = _AXIS.fullmatch(last)
+    if axis is not None:
+        return _within(section, OtherName("", last, f"actor.update.{axis[1][0]}p", ""))
+    return _of_verl(key, section, last)
+
+
+def algorithm_hint(name: str) -> str:
+    """Return what to say in the middle of a message of an algorithm that is not there; may be empty."""
+    if name in _NOT_THERE:
+        return f"{name} is not there; of its kind are dpo, ipo and kto; "
+    ours = _ALGORITHMS_ELSEWHERE.get(name)
+    return did_you_mean(name, ALGORITHMS) if ours is None else f"{name} is {ours} here; "
+
+
+def _within(section: str, found: OtherName) -> OtherName:
+    """Return the name with the key of the section in which a person wrote it, if that has such a key."""
+    own = f"{section}.{found.key.rpartition('.')[2]}"
+    return found._replace(key=own) if own in _keys() else found
+
+
+def _of_verl(key: str, section: str, last: str) -> OtherName | None:
+    """Return the name of verl that a key with other sections, or none, ends like."""
     top = key.partition(".")[0]
     ends = sorted(
         (name for name in NAMES["verl"] if name.rpartition(".")[2] == last),
         key=lambda name: (_found("verl", name).key.partition(".")[0] != top, len(name)),
     )
     alike = [name for name in ends if f".{name}".endswith(f".{key}")]
-    return _found("verl", (alike or ends)[0]) if ends else None
+    if alike and (section or not _ends_a_key(last)):
+        return _found("verl", alike[0])
+    if not ends or _ends_a_key(last):
+        return None
+    found = _found("verl", ends[0])
+    # A short word, such as "type", says nothing without its section.
+    return found if not section or "_" in last or found.key.partition(".")[0] == top else None
+
+
+def _ends_a_key(name: str) -> bool:
+    return any(each.rpartition(".")[2] == name for each in _keys())
 
 
 _FIRST = ("cluster.", "trainer.", "actor.", "rollout.")
@@ -479,7 +528,9 @@ def _keys_of_override(override: str) -> Iterator[tuple[str, str]]:
     """Yield what messages call an override, with its key and the keys of the section that it gives."""
     key, _, text = override.partition("=")
     where = f"override {shorten(override)!r}"
-    yield where, key
+    # A section of theirs within is told of too, where the whole is nobody's.
+    parts = key.split(".")
+    yield from ((where, ".".join(parts[:count])) for count in range(len(parts), 0, -1))
     section = parse_yaml(text, where) if text.lstrip().startswith("{") else None
     if isinstance(section, Mapping):
         yield from ((where, inner) for inner in _dotted(section, f"{key}."))

@@ -88,6 +88,28 @@ def test_a_bound_that_is_counted_from_another_number_is_told_of():
         ("trainer.micro_batch_size=8", "trainer.micro_batch_size is trainer.micro_batch_tokens here (trainer.micro_b"),
         ("data.val=a.jsonl", "data.val is data.held_out here"),
         ("cluster.num_nodes=2", "NeMo-RL's cluster.num_nodes is cluster.ranks here"),
+        # The key of the section in which it stands.
+        ("actor.update={tensor_parallel: 2}", "tensor_parallel is actor.update.tp here"),
+        ("actor.rollout.tensor_parallel_size=2", "tensor_parallel_size is actor.rollout.tp here"),
+        ("critic.layout.pipeline_model_parallel_size=2", "is critic.layout.pp here"),
+        ("critic.optimizer.learning_rate=2", "TRL's learning_rate is critic.optimizer.lr here"),
+        ("data_parallel_size=2", "data_parallel_size is actor.update.dp here"),
+        ("actor.lora.r=8", "PEFT's r is actor.lora.rank here"),
+        # Their last word is one of ours, elsewhere.
+        ("rollout.name=vllm", "verl's actor_rollout_ref.rollout.name is rollout.engine.kind here"),
+        ("actor.optim.lr=1e-6", "verl's actor_rollout_ref.actor.optim.lr is actor.optimizer.lr here"),
+        # A section of theirs, with a key that is in no list.
+        ("rollout.multi_turn.enable=true", "verl's actor_rollout_ref.rollout.multi_turn is rollout.environment here"),
+        # A word that says something else in another section.
+        ("reward.type=function", "reward.type: unknown key; keys of reward: function, "),
+        ("algorithm=gae", "algorithm: gae is ppo here; expected one of cispo, "),
+        ("algorithm=reinforce", "algorithm: reinforce is reinforce++ here; expected one of cispo, "),
+        ("algorithm=orpo", "algorithm: orpo is not there; of its kind are dpo, ipo and kto; expected one of cispo, "),
+        # Something else in the place of a section.
+        ("actor.update=tp2.pp2", "such as {tp: 2, dp: 8}, found 'tp2.pp2' (text); write {tp: 2, pp: 2}"),
+        ("actor.update=pp2.layers3-5", "found 'pp2.layers3-5' (text); write {pp: 2, layers: [3, 5]}"),
+        ("kl=0", "found 0 (an integer); give its keys, as in kl.coef=…"),
+        ("rollout.engine=vllm", "found 'vllm' (text); give its keys, as in rollout.engine.kind=…"),
     ],
 )
 def test_their_names_are_answered_with_ours(recipe_file, override, says):

@@ -313,7 +313,7 @@ def test_a_penalty_or_a_comparison_that_does_nothing_is_refused(recipe_file, ove
         (["actor.recompute_layers=2"], ["actor.recompute_layers=2: counts the layers of actor.recompute=full", "none"]),
         (["critic.recompute=always"], ["critic.recompute", "expected one of none, selective, full"]),
         (["actor.gradient_checkpointing=true"], ["actor.recompute", "none, selective or full"]),
-        (["critic.gradient_checkpointing=true"], ["TRL's gradient_checkpointing is actor.recompute here"]),
+        (["critic.gradient_checkpointing=true"], ["TRL's gradient_checkpointing is critic.recompute here"]),
         (["actor.update.layers=even"], ["actor.update.layers: expected a list of integers or one of auto or null"]),
     ],
 )

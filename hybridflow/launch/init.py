@@ -251,11 +251,12 @@ def _fields(arguments: argparse.Namespace) -> dict[str, str]:
     if row is None:
         return {}
     named, lacking = fields_in(row, ALGORITHMS[arguments.algorithm].traits)
-    if lacking:
-        complain(
-            f"{arguments.data}: its first row has the fields {', '.join(map(repr, sorted(row)))}; set "
-            f"{' and '.join(f'data.{key}' for key in lacking)} in the recipe to the names of yours"
-        )
+    there = f"{arguments.data}: its first row has the fields {', '.join(map(repr, sorted(row)))}"
+    needed = [f"data.{key}" for key in lacking if key != "answer_field"]
+    if needed:
+        complain(f"{there}; set {' and '.join(needed)} in the recipe to the names of yours")
+    elif lacking:
+        complain(f"{there}, and none known for an answer; set data.answer_field in the recipe, or rewards get none")
     return named
 
 

@@ -53,8 +53,8 @@ def fields_in(row: Mapping[str, Any], traits: AlgorithmTraits) -> tuple[dict[str
         found = [name for name in _OTHER_NAMES[key] if value_of(row, name) is not None]
         if found:
             named[key] = found[0]
-        elif key != "answer_field":
-            # Rewards may do without an answer.
+        elif key != "answer_field" or len(row) > 1:
+            # Rewards may do without an answer, of which a row of the prompt alone says enough.
             lacking.append(key)
     return named, lacking
 

@@ -79,6 +79,7 @@ def is_function(node):
         ("grpo", {"prompt": "1+2=", "solution": "3"}, {"answer_field": "solution"}, None),
         ("grpo", {"prompt": [USER], "reward_model": {"ground_truth": "3"}}, VERL, None),
         ("grpo", {"prompt": "1+2="}, {}, None),
+        ("grpo", {"query": "1+2=", "gold": "3"}, {"prompt_field": "query"}, "data.answer_field"),
         ("grpo", {"text": "1+2=3"}, {}, "data.prompt_field"),
         (
             "sft",

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from hybridflow.checkpoint.convert.command import add_convert
 from hybridflow.checkpoint.inspect_command import add_inspect_and_diff
 from hybridflow.config.recipe import Recipe
 from hybridflow.doctor.command import add_doctor
-from hybridflow.errors import ConfigError, HybridflowError, MissingFileError
+from hybridflow.errors import ConfigError, HybridflowError, MissingFileError, did_you_mean
 from hybridflow.exit_status import DONE, FAILURE, REQUEUE, exit_status, system_status
 from hybridflow.launch.checks import planned_recipe
 from hybridflow.launch.command import (
@@ -146,9 +146,11 @@ def _lacks_file(error: MissingFileError) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
-    arguments.words = list(sys.argv[1:] if argv is None else argv)
+    parser, commands = _parser()
+    words = list(sys.argv[1:] if argv is None else argv)
+    _answer_with_command(parser, words, commands)
+    arguments, rest = parser.parse_known_args(words)
+    arguments.words = words
     # argparse does not take settings that follow an option, as in: train quickstart --resume trainer.steps=10
     strangers = [word for word in rest if word.startswith("-")]
     if arguments.recipe is None:
@@ -170,6 +172,38 @@ _OPTIONS_ELSEWHERE = {
     "--resume": "a job of `hybridflow launch slurm` always resumes",
     "--nodes": "`hybridflow launch slurm` and `hybridflow plan job` take it",
 }
+
+
+_COMMANDS_ELSEWHERE = {
+    **dict.fromkeys(
+        ("evaluate", "eval"),
+        "`hybridflow train RECIPE model=DIR warm_start=null trainer.steps=0 run_dir=runs/eval` evaluates a model",
+    ),
+    **dict.fromkeys(("export", "merge"), "`hybridflow convert runs/NAME DIR --to hf` writes a model"),
+    "resume": "`hybridflow train RECIPE --resume` continues a run",
+}
+
+
+def _answer_with_command(parser: argparse.ArgumentParser, words: Sequence[str], commands: Collection[str]) -> None:
+    """End with the command that a person meant who gave a recipe, or a word of others, in its place."""
+    if words[:1] == ["launch"] and len(words) > 1 and words[1] not in ("slurm", "local") and _is_recipe(words[1]):
+        parser.error(f"launch {words[1]}: where is missing; write hybridflow launch slurm {words[1]}, or local or mpi")
+    first = words[0] if words else "-"
+    if first in commands or first.startswith("-"):
+        return
+    if first in _COMMANDS_ELSEWHERE:
+        parser.error(f"{first}: not a command; {_COMMANDS_ELSEWHERE[first]}")
+    if _is_recipe(first):
+        parser.error(f"{first}: not a command; write hybridflow train {first}")
+    parser.error(f"{first}: not a command; {did_you_mean(first, commands)}the commands are {', '.join(commands)}")
+
+
+def _is_recipe(word: str) -> bool:
+    try:
+        find_recipe(word)
+    except MissingFileError:
+        return False
+    return True
 
 
 def _answer_with_key(parser: argparse.ArgumentParser, option: str, words: Sequence[str]) -> None:
@@ -195,7 +229,8 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
+    """Return the parser, and the names of its commands."""
     parser = _Parser(
         prog="hybridflow",
         description="RL post-training of language models on HPC clusters.",
@@ -251,7 +286,7 @@ def _parser() -> argparse.ArgumentParser:
     add_rollouts(commands)
     add_report(commands, _planned_of)
     add_doctor(commands, _flow_of)
-    return parser
+    return parser, commands.choices
 
 
 def _plan_job(arguments: argparse.Namespace) -> int:

@@ -156,6 +156,26 @@ def test_options_of_others_are_answered_with_keys(words, says, capsys):
     assert ended.value.code == 2 and says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["quickstart"], "quickstart: not a command; write hybridflow train quickstart"),
+        (
+            ["evaluate", "runs/a"],
+            "evaluate: not a command; `hybridflow train RECIPE model=DIR warm_start=null tr",
+        ),
+        (["resume"], "resume: not a command; `hybridflow train RECIPE --resume` continues a run"),
+        (["export"], "export: not a command; `hybridflow convert runs/NAME DIR --to hf` writes a model"),
+        (["trian", "grpo"], "trian: not a command; did you mean train? the commands are train, plan, init"),
+        (["launch", "grpo"], "launch grpo: where is missing; write hybridflow launch slurm grpo, or local or mpi"),
+    ],
+)
+def test_a_recipe_in_the_place_of_a_command_is_answered_with_the_command(words, says, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["--tp=2", "--tensor-parallel-size=2", "--pp=2"])
 def test_axes_are_answered_with_the_layout(option, capsys):
     for words in (["serve", "--model", "m"], ["convert", "m", "out", "--to", "megatron"]):

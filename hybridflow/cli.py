@@ -47,6 +47,7 @@ from hybridflow.recipe.defaults import defaults_text
 from hybridflow.recipe.inputs import check_inputs
 from hybridflow.recipe.load import find_recipe, load_recipe, recipe_for_ranks
 from hybridflow.recipe.other_names import key_of_option
+from hybridflow.recipe.run_dir import try_run_dir
 from hybridflow.report.command import add_report
 from hybridflow.rollout.rollouts_command import add_rollouts
 from hybridflow.serving.command import add_serving
@@ -359,8 +360,9 @@ def _train(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     check_inputs(recipe, find_recipe(arguments.recipe).parent)
     if arguments.dry_run:
+        try_run_dir(recipe, resume=arguments.resume)
         _print_plan(settle_layouts(recipe, arguments)[0], None)
-        print_out("\ninputs\n" + "\n".join(try_here(recipe, resume=arguments.resume)))
+        print_out("\ninputs\n" + "\n".join(try_here(recipe)))
         return 0
     choose_log(arguments)
     start = find_start()

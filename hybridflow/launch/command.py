@@ -213,9 +213,8 @@ def _train_words(arguments: argparse.Namespace) -> list[str]:
     return ["train", arguments.recipe, *arguments.overrides, *(["--resume"] if arguments.resume else []), *log]
 
 
-def try_here(recipe: Recipe, *, resume: bool) -> list[str]:
-    """Try run directory and inputs of a recipe whose ranks are processes of this machine; see ``try_inputs``."""
-    try_run_dir(recipe, resume=resume)
+def try_here(recipe: Recipe) -> list[str]:
+    """Try the inputs of a recipe whose ranks are processes of this machine; see ``try_inputs``."""
     _see_modules()
     return try_inputs(recipe)
 
@@ -271,9 +270,11 @@ def _local(arguments: argparse.Namespace) -> int:
         check_inputs(recipe, find_recipe(arguments.recipe).parent)
     if not arguments.prints and not arguments.dry_run:
         return train_here(recipe, arguments)
+    if arguments.dry_run:
+        try_run_dir(recipe, resume=arguments.resume)
     recipe, arguments.overrides = settle_layouts(recipe, arguments)
     plan_job(recipe)
-    found = try_here(recipe, resume=arguments.resume) if arguments.dry_run else []
+    found = try_here(recipe) if arguments.dry_run else []
     ranks, threads = recipe.cluster.ranks, recipe.cluster.threads_per_rank
     for rank in range(ranks):
         # A free port is found when they start.
@@ -286,12 +287,15 @@ def _local(arguments: argparse.Namespace) -> int:
 
 def _mpi(arguments: argparse.Namespace) -> int:
     choose_log(arguments)
-    recipe, arguments.overrides = settle_layouts(load_recipe(arguments.recipe, arguments.overrides), arguments)
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if arguments.dry_run:
+        try_run_dir(recipe, resume=arguments.resume)
+    recipe, arguments.overrides = settle_layouts(recipe, arguments)
     plan_job(recipe)
     if not arguments.prints:
         check_inputs(recipe, find_recipe(arguments.recipe).parent)
     command = mpi_command(_train_words(arguments), recipe.cluster.ranks, arguments.hostfile)
-    found = try_here(recipe, resume=arguments.resume) if arguments.dry_run else []
+    found = try_here(recipe) if arguments.dry_run else []
     if arguments.prints or arguments.dry_run:
         print(shlex.join(command))
         _print_found(found)

@@ -273,6 +273,9 @@ def test_a_dry_run_refuses_the_directory_of_a_run_unless_it_resumes(folders, cap
         and "run: holds a run with a checkpoint of step 3; add --resume (resume=True in Python) to go on from it"
         in error
     )
+    # Before the plan is made and printed.
+    assert cli.main(["train", str(there / "own.yaml"), "run_dir=run", "--dry-run"]) == 2
+    assert capsys.readouterr().out == ""
     assert refused(folders, capsys, "run", "--resume", "seed=7", f"reward.function={saved.reward.function}") == (0, "")
     status, error = refused(folders, capsys, "run", "--resume", f"reward.function={saved.reward.function}")
     assert status == 3 and "the checkpoint was written with seed=7, the recipe now has " in error

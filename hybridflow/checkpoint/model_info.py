@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hybridflow.checkpoint import manifest
-from hybridflow.checkpoint.job_file import checkpoints_folder, complete_steps, step_path
+from hybridflow.checkpoint.job_file import checkpoints_folder, complete_steps, latest_step, step_path
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import CONFIG, FOLDER, read_json
 from hybridflow.families.model_info import ModelInfo
@@ -34,6 +34,19 @@ def read_model_info(folder: Path) -> ModelInfo:
             f"{found}; {_remedy(folder)}"
         )
     return read_info(read_json(path), where=str(path), assets=folder)
+
+
+def latest_actor(folder: Path) -> Path:
+    """Return the actor of a run's latest checkpoint, or of a checkpoint; any other directory as it is.
+
+    Raises:
+        CheckpointError: The note of the run's latest checkpoint is damaged.
+    """
+    if (folder / CONFIG).is_file() or (folder / manifest.NAME).is_file():
+        return folder
+    step = latest_step(folder)
+    actor = (folder if step is None else step_path(folder, step)) / "actor"
+    return actor if (actor / manifest.NAME).is_file() else folder
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:

@@ -53,9 +53,9 @@ class ModelConfig:
     """Set the shape of a language model, key by key or by ``path``.
 
     Attributes:
-        path: Hugging Face directory, or model directory of ours, that holds weights and settings. Only ``max_context``,
-            ``vocab_divisible_by``, ``init_std``, ``dtype`` and the last two keys may differ from it. None means weights
-            from the seed.
+        path: Hugging Face directory, or model directory of ours, that holds weights and settings. A run means the actor
+            of its latest checkpoint, except for a critic. Only ``max_context``, ``vocab_divisible_by``, ``init_std``,
+            ``dtype`` and the last two keys may differ from it. None means weights from the seed.
         num_layers: Transformer layers.
         hidden_size: Width of the activations between layers.
         ffn_hidden_size: Width inside each gated feed-forward block. With experts, the width inside each expert.

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.recipe import MODEL_SECTIONS, Recipe
+from hybridflow.checkpoint.model_info import latest_actor
+from hybridflow.config.recipe import CRITICS, MODEL_SECTIONS, Recipe
 from hybridflow.data.files import is_address
 from hybridflow.data.tokenizer import JSON, Tokenizer, check_same_pieces, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError, MissingFileError
@@ -53,17 +54,23 @@ def with_paths_beside(values: Any, folder: Path) -> Any:
     return found
 
 
-def with_cached_models(values: Any) -> Any:
-    """Return a recipe's values in which a model's name of the hub is the directory of its copy in the cache.
+def with_model_directories(values: Any) -> Any:
+    """Return a recipe's values in which a name of the hub is the copy in the cache, and a run its latest actor.
+
+    Of a run that a critic names, it does not know whether the critic or the actor is meant.
 
     Args:
         values: Nested mappings.
+
+    Raises:
+        CheckpointError: The note of a run's latest checkpoint is damaged.
     """
     found = copy.deepcopy(values)
-    for key in MODEL_SECTIONS.values():
+    for role, key in MODEL_SECTIONS.items():
         section = inner(found, key)
         if isinstance(section, dict) and _is_path(section.get("path")):
-            section["path"] = str(find_model(section["path"]))
+            folder = find_model(section["path"])
+            section["path"] = str(folder if role in CRITICS else latest_actor(folder))
     return found
 
 

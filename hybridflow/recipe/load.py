@@ -19,7 +19,7 @@ from hybridflow.families.model_info import ModelInfo
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.recipe.checks import check_recipe, check_settings
 from hybridflow.recipe.defaults import brings_its_own, check_needed, fill_in, in_full, num_gpus
-from hybridflow.recipe.inputs import places, with_cached_models, with_paths_beside
+from hybridflow.recipe.inputs import places, with_model_directories, with_paths_beside
 from hybridflow.recipe.nested import inner
 from hybridflow.recipe.other_names import algorithm_hint, refuse_other_names
 from hybridflow.recipe.stages import with_layers
@@ -177,7 +177,7 @@ def recipe_from_dict(
         values = _with_defaults(values)
     if folder is not None:
         values = with_paths_beside(values, folder)
-    values = with_cached_models(values)
+    values = with_model_directories(values)
     given = copy.deepcopy(values)
     try:
         found = _settings_of_paths(values, in_memory, folder)
@@ -268,7 +268,7 @@ def _settings_of_paths(values: Any, in_memory: Mapping[str, ModelInfo], folder: 
         if key == "teacher.model" and path is None and inner(values, "teacher") is not None:
             raise ConfigError(
                 "teacher.model.path: missing; a model that was not trained teaches nothing, name its directory (of a "
-                "run of ours: runs/NAME/checkpoints/STEP/actor)"
+                "run of ours: runs/NAME)"
             )
         if isinstance(path, str):
             try:

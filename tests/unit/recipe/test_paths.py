@@ -30,6 +30,25 @@ def recipe_file(tmp_path):
     return path
 
 
+def test_a_run_is_the_actor_of_its_latest_checkpoint(recipe_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = load_recipe(recipe_file).model
+    for step, context in (("step_000002", 32), ("step_000003", 48)):
+        actor = tmp_path / "run/checkpoints" / step / "actor"
+        actor.mkdir(parents=True)
+        held = Manifest(model=replace(settings, max_context=context), tensors={}, pieces=(), file_bytes={})
+        (actor / "manifest.json").write_text(to_json(held))
+    for given, step, context in (
+        ("run", "step_000003", 48),
+        ("run/checkpoints/step_000002", "step_000002", 32),
+        ("run/checkpoints/step_000002/actor", "step_000002", 32),
+    ):
+        model = load_recipe(recipe_file, [f"model={given}"]).model
+        assert (model.path, model.max_context) == (f"run/checkpoints/{step}/actor", context)
+    (tmp_path / "run/checkpoints/latest").write_text("step_000002\n")
+    assert load_recipe(recipe_file, ["model=run"]).model.path == "run/checkpoints/step_000002/actor"
+
+
 def test_settings_are_read_and_need_not_be_written(recipe_file, tmp_path):
     model = load_recipe(recipe_file).model
     assert model == ModelConfig(
@@ -106,12 +125,12 @@ def test_critic_and_reward_are_cut_as_what_they_are(recipe_file, tmp_path):
         ({}, ["model.path=."], ["model.path='.'", "a directory without either"]),
         (
             {},
-            ["model.path=run"],
+            ["critic.model.path=run"],
             ["a directory without either", "of a run name a model: run/checkpoints/step_000003/"],
         ),
         (
             {},
-            ["model.path=run/checkpoints/step_000003"],
+            ["critic.model.path=run/checkpoints/step_000003"],
             ["of a checkpoint name a model: run/checkpoints/step_000003/a"],
         ),
         ({}, ["model.path=run/checkpoints/step_000002/actor"], ["run has step_000003: name one of them"]),

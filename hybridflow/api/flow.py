@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hybridflow.api.parts import Part, objects_of, tokenizer_of
@@ -15,6 +15,9 @@ from hybridflow.dataflow.graph import Node, Step, step
 from hybridflow.dataflow.role import Role
 from hybridflow.errors import ConfigError, GraphError
 from hybridflow.trainer.roles import NODE
+
+_STAGES = tuple(item.name for item in fields(Step))
+"""In the order in which a step runs them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,9 @@ class RoleFlow:
             )
         if self.algorithm is not None and other.algorithm is not None:
             raise GraphError(f"two updates, of {self.algorithm} and of {other.algorithm}; a flow has one")
+        if other.algorithm is None:
+            # Algorithms bring nodes of several stages.
+            _check_order(self.step, other.step)
         return RoleFlow(
             step=self.step >> other.step,
             parts=tuple(dict.fromkeys((*self.parts, *other.parts))),
@@ -90,6 +96,21 @@ class RoleFlow:
         ) as session:
             self._run_dirs.append(session.recipe.run_dir)
             return session.run(epochs=1) if steps is None else session.run(max(0, steps - session.step))
+
+
+def _check_order(before: Step, after: Step) -> None:
+    """Refuse nodes that run before others which the flow has on their left: a step runs stage by stage.
+
+    Raises:
+        GraphError: Names the stages.
+    """
+    last = next((stage for stage in reversed(_STAGES) if getattr(before, stage).elements), None)
+    first = next((stage for stage in _STAGES if getattr(after, stage).elements), None)
+    if last is not None and first is not None and _STAGES.index(first) < _STAGES.index(last):
+        raise GraphError(
+            f"the stage {first} stands behind the stage {last}, and runs before it; write the flow in the order "
+            "actor.sample() >> reward.score() >> ppo.update()"
+        )
 
 
 class FlowNode:

@@ -691,6 +691,10 @@ def test_flows_refused(folder: Path) -> None:
         flow >> "update"
     with pytest.raises(GraphError, match="two updates"):
         flow >> PPO().update() >> GRPO().update()
+    with pytest.raises(GraphError, match="the stage sample stands behind the stage score, and runs before it"):
+        Reward("length").score() >> actor(folder).sample()
+    with pytest.raises(GraphError, match="the stage score stands behind the stage update"):
+        actor(folder).sample() >> PPO().update() >> Reward("length").score()
     with pytest.raises(ConfigError, match="learns nothing"):
         flow.run(PROMPTS)
     with pytest.raises(ConfigError, match="one of the two"):

@@ -72,7 +72,7 @@ def dry_run(arguments: argparse.Namespace) -> int:
     """Check model, layout, prompts and the parts of earlier starts, and print what would be done."""
     model, layout = model_settings(arguments), layout_of(arguments, arguments.ranks)
     check_cut(model, layout, f"--layout {layout}")
-    prompts, sha256 = read_prompts(arguments.prompts)
+    prompts, sha256 = read_prompts(arguments.prompts, arguments.prompt_field)
     run = identity(arguments, sha256, model.dtype, model.max_context)
     Results(arguments.out).check(run, is_forced=arguments.force)
     tasks, bad = _tasks(prompts, find_tokenizer(arguments), arguments, model.known_vocab_size, model.max_context)
@@ -102,7 +102,7 @@ def generate(arguments: argparse.Namespace, world: World) -> int:
     """
     began_s = time.monotonic()
     with current_activity("reading the prompts"):
-        prompts, sha256 = read_prompts(arguments.prompts)
+        prompts, sha256 = read_prompts(arguments.prompts, arguments.prompt_field)
     with current_activity("reading the model"):
         placed = place_model(arguments, world)
     with current_activity("preparing"):

@@ -120,6 +120,12 @@ def _add_generate(commands: Any) -> None:
         help="JSON lines, Parquet, a directory of datasets, or HDF5 with the strings in `prompt`",
     )
     generate.add_argument(
+        "--prompt-field",
+        default="prompt",
+        metavar="NAME",
+        help="field of the file that holds the prompt (default: prompt); outer.inner names a field of a field",
+    )
+    generate.add_argument(
         "--out", required=True, type=Path, metavar="FILE", help="JSON lines; HDF5 if the name ends in .h5 or .hdf5"
     )
     generate.add_argument(

@@ -13,6 +13,7 @@ from typing import Any
 
 from hybridflow.data.chat import KWARGS, chat_template, read_kwargs, read_messages, render_chat
 from hybridflow.data.files import File
+from hybridflow.data.prompts import value_of
 from hybridflow.data.readers import cut, format_of, place_of, read
 from hybridflow.data.rows import HERE, Row, are_messages
 from hybridflow.data.tokenizer import Tokenizer, start_of
@@ -43,15 +44,19 @@ class Prompt:
     error: str | None = None
 
 
-def read_prompts(path: Path) -> tuple[list[Prompt], str]:
+def read_prompts(path: Path, field_name: str = "prompt") -> tuple[list[Prompt], str]:
     """Return the prompts of a file, and the sha256 of what they were read from.
+
+    Args:
+        path: The file.
+        field_name: The field that is ``prompt`` here; ``outer.inner`` names a field of a field.
 
     Raises:
         DataError: It cannot be read, or holds no line.
     """
     hasher, prompts = hashlib.sha256(), []
     try:
-        for prompt_index, (place, row) in enumerate(_rows(path)):
+        for prompt_index, (place, row) in enumerate(_rows(path, field_name)):
             hasher.update(f"{row}\n".encode("utf-8", "surrogatepass"))
             prompts.append(_of_row(prompt_index, place, row))
     except OSError as error:
@@ -61,20 +66,26 @@ def read_prompts(path: Path) -> tuple[list[Prompt], str]:
     return prompts, hasher.hexdigest()
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Row | DataError]]:
+def _rows(path: Path, field_name: str) -> Iterator[tuple[str, Row | DataError]]:
     """Yield the rows of a file, each with its place."""
     if path.suffix in HDF5_SUFFIXES:
         from hybridflow.data.arrays import read_texts
 
         yield from (
-            (f"{path}: prompt {index}", {"prompt": text}) for index, text in enumerate(read_texts(path, "prompt"))
+            (f"{path}: prompt {index}", {"prompt": text}) for index, text in enumerate(read_texts(path, field_name))
         )
         return
     file = File(os.fspath(path), path.stat().st_size, version="")
     for piece in cut(file, format_of(file.path, None), max_row_bytes=_MOST_ROW_BYTES):
         for index, row in enumerate(read(piece, max_row_bytes=_MOST_ROW_BYTES)):
             if row is not None:
-                yield place_of(piece, index), row
+                yield place_of(piece, index), row if isinstance(row, DataError) else _renamed(row, field_name)
+
+
+def _renamed(row: Row, field_name: str) -> Row:
+    """Return the row with the field as its ``prompt``."""
+    value = value_of(row, field_name)
+    return row if field_name == "prompt" or value is None else {**row, "prompt": value}
 
 
 def encode_prompt(
@@ -193,7 +204,8 @@ def _checked(prompt: Prompt) -> Prompt:
 def _options(fields: dict[str, Any]) -> Options:
     given = [name for name in _FORMS if name in fields]
     if len(given) != 1:
-        raise DataError(f"found {' and '.join(given) or 'none'} of {', '.join(_FORMS)}; give one of them")
+        there = "" if given else f" (found {', '.join(fields) or 'no field'}), or name its field with --prompt-field"
+        raise DataError(f"found {' and '.join(given) or 'none'} of {', '.join(_FORMS)}; give one of them{there}")
     value = fields[given[0]]
     if given[0] == "prompt" and not (value and isinstance(value, str)) and not are_messages(value):
         raise DataError(f"prompt: found {value!r:.60}, expected a text that is not empty, or a list of messages")

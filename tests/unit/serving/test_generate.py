@@ -149,6 +149,22 @@ def test_bad_lines_are_kept_with_what_is_wrong_and_the_others_are_unharmed(tmp_p
             read_prompts(tmp_path / name)
 
 
+def test_the_prompt_may_have_another_name(tmp_path):
+    rows = [{"question": "a", "id": 1}, {"extra": {"question": "b"}}, {"prompt": "c", "question": "d"}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    named, plain_hash = read_prompts(tmp_path / "p.jsonl", "question")
+    assert [prompt.fields.get("prompt") for prompt in named] == ["a", None, "d"]
+    assert named[0].fields == {"question": "a", "id": 1, "prompt": "a"}
+    inner, _ = read_prompts(tmp_path / "p.jsonl", "extra.question")
+    assert [prompt.fields.get("prompt") for prompt in inner] == [None, "b", "c"]
+    found, other_hash = read_prompts(tmp_path / "p.jsonl")
+    assert found[0].error == (
+        "found none of prompt, prompt_ids, messages; give one of them (found question, id), or name its field with "
+        "--prompt-field"
+    )
+    assert plain_hash != other_hash, "another output"
+
+
 def test_files_of_prompts_are_read_as_those_of_training(tmp_path):
     messages = [{"role": "user", "content": "a"}]
     rows = [{"prompt": "é", "id": 1}, {"prompt": messages}, {"messages": messages, "prompt": None}]

@@ -281,7 +281,7 @@ def _as_json(arguments: argparse.Namespace, source: Source, target: Target, summ
             "layout": arguments.layout,
             "dtype": arguments.dtype,
         },
-        "small_files": sorted(source.assets()),
+        "small_files": _names(source, arguments.to),
     }
     if summary is None:
         found = list(_rows(source, target))
@@ -312,7 +312,7 @@ def _table(arguments: argparse.Namespace, source: Source, summary: Summary) -> s
         "tensors": f"{summary.num_tensors}, of which {summary.num_cast} cast to another dtype",
         "written": f"{format_bytes(summary.total_bytes)} in {len(summary.hashes)} file(s)",
     }
-    rows["small files"] = _small_files(source)
+    rows["small files"] = _small_files(source, arguments.to)
     if summary.found_parts:
         rows["found"] = f"{format_bytes(summary.found_bytes)} complete, left by an earlier attempt"
     rows["time"] = f"{format_seconds(summary.seconds)}, {summary.mb_per_s:.0f} MB/s"
@@ -325,13 +325,20 @@ def _adapter(source: Source) -> str | None:
     return None if source.adapter_path is None else str(source.adapter_path)
 
 
-def _small_files(source: Source) -> str:
+def _names(source: Source, to: str) -> list[str]:
+    """Return the names of the small files that come along: an adapter of PEFT leaves its base's where they are."""
+    from hybridflow.checkpoint.formats.peft_dir import OF_BASE
+
+    return sorted(name for name in source.assets() if to != "peft" or name not in OF_BASE)
+
+
+def _small_files(source: Source, to: str) -> str:
     """Return the names of the small files that came along, and what to do where the tokenizer is not among them."""
     from hybridflow.checkpoint.formats.lora import is_adapter
     from hybridflow.families.assets import VOCABULARIES, ends_in
 
     assets = source.assets()
-    found = ", ".join(sorted(assets)) or "none"
+    found = ", ".join(_names(source, to)) or "none"
     # An adapter has that of its base.
     if is_adapter(source) or any(name in assets for name in VOCABULARIES):
         return found

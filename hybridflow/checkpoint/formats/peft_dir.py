@@ -44,7 +44,7 @@ from hybridflow.reshard.spec import DType
 
 WEIGHTS = "adapter_model.safetensors"
 _ENDS: dict[Literal["A", "B", "whole"], str] = {"A": "lora_A.weight", "B": "lora_B.weight", "whole": "weight"}
-_OF_BASE = (CONFIG, GENERATION)
+OF_BASE = (CONFIG, GENERATION)
 """Small files that lie with the base alone."""
 
 
@@ -132,7 +132,7 @@ class PeftSource(Source):
         return identity_of([self.path / name for name in (*self._asset_names(), WEIGHTS)])
 
     def _asset_names(self) -> tuple[str, ...]:
-        return (ADAPTER_CONFIG, *(name for name in asset_names(self.path) if name not in _OF_BASE))
+        return (ADAPTER_CONFIG, *(name for name in asset_names(self.path) if name not in OF_BASE))
 
     def _entry(self, key: str, factor: Factor) -> TensorEntry:
         """Return a tensor's entry in the logical view; one that does not fit keeps its shape, for a check to report."""
@@ -159,7 +159,7 @@ class PeftTarget(Target):
         self._assets = {
             name: data
             for name, data in assets.items()
-            if name not in _OF_BASE and (has_code or not CODE.fullmatch(name))
+            if name not in OF_BASE and (has_code or not CODE.fullmatch(name))
         }
         self._model = source.model
         # One that ran in transformers has the names there already.

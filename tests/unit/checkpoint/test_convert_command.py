@@ -141,7 +141,12 @@ def test_adapter_is_merged_and_converted(here, capsys):
         merged["model.layers.1.self_attn.o_proj.weight"], original["model.layers.1.self_attn.o_proj.weight"]
     )
     assert convert("adapters/math", "out/cut", "--to", "megatron", "--layout", "tp2", "--base", "models/llama") == 0
+    capsys.readouterr()
     assert convert("out/cut", "out/adapter", "--to", "peft") == 0
+    # No config.json, which lies with the base alone.
+    (listed,) = re.findall("small files (.*)", capsys.readouterr().out)
+    written = {path.name for path in (here / "out/adapter").iterdir()}
+    assert {*listed.split(", ")} == written - {"adapter_model.safetensors"}
     assert same(weights(here / "out/adapter"), weights(here / "adapters/math"))
     capsys.readouterr()
     assert convert("adapters/math", "out/hf", "--to", "hf") == 2

@@ -186,6 +186,9 @@ class Scorer:
             # What the function's own lines raise is not about its form, unless a text was taken for something else.
             is_form = outcome.is_form or isinstance(outcome.__cause__, TypeError)
             forms = f"; a reward function is one of {SIGNATURES}" if self.kind.source and is_form else ""
+            # As TRL's functions do, of which those for conversations read completions[0][0]["content"].
+            is_item = isinstance(outcome.__cause__, IndexError | TypeError) and "string ind" in str(outcome.__cause__)
+            forms = "; prompts and responses are texts here, not lists of messages" if is_item else forms
             log = "" if outcome.__cause__ is None or own_log() is None else f"; traceback in {own_log()}"
             raise RewardError(
                 f"{where}{log}; mend the function or the sample, or set {self.role}.on_failure to score or drop{forms}"

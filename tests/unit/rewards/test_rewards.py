@@ -151,6 +151,15 @@ def test_what_is_wrong_with_one_sample_harms_no_other(form, wrong, timed):
     assert ("a reward function is one of" in str(raised.value)) is is_form
 
 
+@pytest.mark.parametrize("response", ["", "12"])
+def test_a_function_that_takes_texts_for_messages_is_told_so(response):
+    def as_of_trl(completions, **kwargs):
+        return [float(completion[0]["content"] == "12") for completion in completions]
+
+    with pytest.raises(RewardError, match="; prompts and responses are texts here, not lists of messages$"):
+        scorer(as_of_trl).scores(samples([response]))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_right_scores_come_in_order_whatever_the_form(form):
     for settings in ({}, {"timeout_s": 30.0}, {"max_in_flight": 2}, {"cache": 10}):

@@ -8,9 +8,13 @@ import pytest
 
 from hybridflow import cli
 from hybridflow.errors import ConfigError
-from hybridflow.mapping.memory import MeshMemory, RankMemory, job_memory, with_micro_batches
+from hybridflow.families.model import ModelConfig
+from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.mapping.memory import MeshMemory, RankMemory, job_memory, packed_bytes, with_micro_batches
 from hybridflow.mapping.memory_check import check_memory
 from hybridflow.mapping.memory_table import memory_summary, memory_table
+from hybridflow.models.shapes import model_spec
 from hybridflow.recipe.load import load_recipe
 from hybridflow.recipe.meshes import role_meshes
 from tests.support.recipes import POLICY, SCORER, write_config
@@ -61,6 +65,18 @@ def test_fp8_takes_two_more_copies_of_one_byte_and_a_rollout_with_weights_of_its
     # Ten layers that it could have shared.
     assert rounded["actor.rollout"].weights == (80 * LAYER + 2 * EMBEDDING + 8192) * 2
     assert rounded["critic"] == plain["critic"] and rounded["reference"] == plain["reference"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_cpu_packs_the_matrices_that_a_stage_multiplies_with(tied):
+    sizes = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2, "num_query_groups": 2}
+    model = ModelConfig(**sizes, vocab_size=40, max_context=64, dtype="fp32", tied_embeddings=tied)
+    mesh = DeviceMesh(name="actor.rollout", layout=ParallelLayout(pp=2), ranks=(0, 1), ranks_per_node=2)
+    # One layer: query, key and value 3 · 32 rows of 32, projection 32 of 32, gate and up 2 · 64 of 32, down 32 of 64.
+    layer = (96 * 32 + 32 * 32 + 128 * 32 + 32 * 64) * 4
+    # The output's 40 rows fill two panels of 32, on the last stage alone, also where it is the embedding.
+    found = [packed_bytes(model_spec(model), model, mesh, rank) for rank in mesh.ranks]
+    assert found == [layer, layer + 64 * 32 * 4]
 
 
 def test_70b_first_and_last_stage_have_the_embeddings():

@@ -41,6 +41,8 @@ convolution ``[channels, 1, kernel]`` over all queries, keys and values becomes 
 """
 
 
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
 VALUE_HEAD = "value_head.weight"
 """Name of what gives one number in the place of logits."""
 
@@ -133,9 +135,9 @@ COMMON_KEYS = {
 NO_DROPOUT = {"attention_dropout": (0.0,), "hidden_act": ("silu",)}
 
 EMBEDDINGS = (
-    Rule(logical="embedding.word_embeddings.weight", hf=("model.embed_tokens.weight",)),
+    Rule(logical=EMBEDDING, hf=("model.embed_tokens.weight",)),
     Rule(logical="decoder.final_layernorm.weight", hf=("model.norm.weight",)),
-    Rule(logical="output_layer.weight", hf=("lm_head.weight",)),
+    Rule(logical=OUTPUT, hf=("lm_head.weight",)),
     Rule(logical=VALUE_HEAD, hf=("score.weight",)),
 )
 """Of each of these a model has those that belong to it: tied embeddings have no output layer, scorers have a head."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from hybridflow.errors import CheckpointError
 from hybridflow.families.assets import CONFIG, parse_json, to_json
-from hybridflow.families.family import Rule
+from hybridflow.families.family import EMBEDDING, Rule
 from hybridflow.families.tables import FAMILIES
 
 ORIGIN = "_name_or_path"
@@ -277,7 +277,7 @@ def text_names(shapes: Mapping[str, tuple[int, ...]], kind: VisionModel, where: 
         CheckpointError: There is no language model.
     """
     rules = FAMILIES[kind.family].rules
-    (embedding,) = (rule.hf[0] for rule in rules if rule.logical == "embedding.word_embeddings.weight")
+    (embedding,) = (rule.hf[0] for rule in rules if rule.logical == EMBEDDING)
     head = next((name for name in _HEADS if name in shapes), _HEADS[0])
     known = [TextNames(prefix, head) for prefix in _PREFIXES]
     found = next((each for each in known if each.of(embedding) in shapes), None)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hybridflow.config.recipe import CRITICS, FROZEN, MODEL_MESHES, REWARDS, Recipe
 from hybridflow.config.roles import LoRAConfig, OptimizerConfig
-from hybridflow.families.family import ROUTER_BIASES
+from hybridflow.families.family import OUTPUT, ROUTER_BIASES
 from hybridflow.families.fp8 import LAYERS
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
@@ -464,7 +464,7 @@ def _is_packed(tensor: TensorSpec, is_last: bool) -> bool:
     """Return whether a stage multiplies with it; of tied embeddings the last does."""
     if tensor.place == "embedding":
         return is_last and tensor.also_held_by == "output"
-    is_output = tensor.name == "output_layer.weight"
+    is_output = tensor.name == OUTPUT
     return is_output or "linear_" in tensor.name and tensor.name.endswith("weight")
 
 

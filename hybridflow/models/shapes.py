@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from hybridflow.families.family import EXPERT_BIAS, VALUE_HEAD
+from hybridflow.families.family import EMBEDDING, EXPERT_BIAS, OUTPUT, VALUE_HEAD
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.reshard.spec import ITEM_BYTES, DType, ModelSpec, Place, TensorSpec, stage_of
@@ -79,7 +79,7 @@ def model_spec(model: ModelConfig, *, has_value_head: bool = False) -> ModelSpec
     """
     is_tied = model.tied_embeddings and not has_value_head
     embedding = TensorSpec(
-        name="embedding.word_embeddings.weight",
+        name=EMBEDDING,
         shape=(model.known_vocab_size, model.hidden_size),
         dtype=model.dtype,
         tp_dim=0,
@@ -95,7 +95,7 @@ def model_spec(model: ModelConfig, *, has_value_head: bool = False) -> ModelSpec
     if has_value_head:
         tensors.append(_whole(VALUE_HEAD, (1, model.hidden_size), model.dtype, "output"))
     elif not is_tied:
-        tensors.append(replace(embedding, name="output_layer.weight", place="output"))
+        tensors.append(replace(embedding, name=OUTPUT, place="output"))
     for layer in range(model.num_layers):
         tensors += _buffers(model, layer)
     return ModelSpec(tensors=tuple(tensors), num_layers=model.num_layers)

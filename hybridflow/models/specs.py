@@ -24,14 +24,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from torch import Tensor, nn
 
 from hybridflow.errors import ReshardError
+from hybridflow.families.family import EMBEDDING, OUTPUT
 from hybridflow.models.gpt import ValueHead
 from hybridflow.models.layers import Chunks, chunks_of
 from hybridflow.models.user_model import Uncut
 from hybridflow.reshard.spec import ModelSpec, Place, TensorSpec
 from hybridflow.reshard.views import DTYPE_NAMES
 
-EMBEDDING = "embedding.word_embeddings.weight"
-OUTPUT = "output_layer.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 # An expert's tensor in a SequentialMLP, and in a TEGroupedMLP, which numbers the weights of one module.
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<index>\d+)\.(?P<rest>.*)")

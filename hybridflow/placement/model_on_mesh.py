@@ -14,7 +14,7 @@ from hybridflow.config.roles import LoRAConfig
 from hybridflow.config.types import Fp8
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import CheckpointError
-from hybridflow.families.family import VALUE_HEAD
+from hybridflow.families.family import OUTPUT, VALUE_HEAD
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.fsdp import local_part, shard_model
@@ -242,7 +242,7 @@ def _check_tensors(source: Source, spec: ModelSpec) -> None:
     for name in [*expected, *source.tensors]:
         found = tuple(source.tensors[name].shape) if name in source.tensors else None
         is_new_head = name == VALUE_HEAD and not source.has_value_head
-        is_old_head = name == "output_layer.weight" and VALUE_HEAD in expected
+        is_old_head = name == OUTPUT and VALUE_HEAD in expected
         if found != expected.get(name) and not is_new_head and not is_old_head:
             raise CheckpointError(
                 f"{source.path}: {name}: found {'no such tensor' if found is None else list(found)}, expected "

@@ -19,7 +19,7 @@ from hybridflow.checkpoint.tensor_file import HeldTensors, TensorFile, TensorFil
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import CONFIG, asset_names, identity_of, parse_json, read_assets, read_json, to_json
 from hybridflow.families.config_json import Described, describe, read_config, update_config
-from hybridflow.families.family import Form, Rule
+from hybridflow.families.family import EMBEDDING, OUTPUT, Form, Rule
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.quantization import plain_assets, read_quantization
 from hybridflow.families.vision import TextNames, VisionModel, text_alone, text_names, vision_model, with_origin
@@ -29,7 +29,6 @@ from hybridflow.reshard.spec import DTYPE_WORDS, Box, DType, slices
 from hybridflow.reshard.views import TORCH_DTYPES
 
 MAX_SHARD_BYTES = 5_000_000_000
-_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 class Parts(NamedTuple):
@@ -191,7 +190,7 @@ class HuggingFaceSource(Source):
             if stacked is not None:
                 return stacked
         values = [self._where[name].read(name) for name in parts.names]
-        if tensor == _EMBEDDING and self._output_copy is not None:
+        if tensor == EMBEDDING and self._output_copy is not None:
             self._check_copy(parts.names[0], self._output_copy)
         return parts.to_logical(values, self.model)
 
@@ -251,7 +250,7 @@ class HuggingFaceSource(Source):
         extra = [name for name in self._where if name not in expected and not ignored.fullmatch(name)]
         extra = [name for name in extra if skipped is None or not name.startswith(skipped)]
         missing = [name for name in expected if name not in self._where]
-        copies = [name for rule in described.family.rules if rule.logical == _OUTPUT for name in rule.hf]
+        copies = [name for rule in described.family.rules if rule.logical == OUTPUT for name in rule.hf]
         output = copies[0] if self._names is None else self._names.of(copies[0])
         copy = None
         if described.model.tied_embeddings and not described.has_value_head and output in extra:
@@ -350,7 +349,7 @@ class HuggingFaceTarget(Target):
 
     def _largest(self) -> str:
         """Return the tensor whose number format the settings tell."""
-        return _EMBEDDING
+        return EMBEDDING
 
     def _config(self, original: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the ``config.json`` to write; ``original`` traveled along."""

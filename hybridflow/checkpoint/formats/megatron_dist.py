@@ -35,6 +35,7 @@ from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.checkpoint.model_dir import within, write_bytes
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.families.assets import asset_names, identity_of, read_assets, read_json
+from hybridflow.families.family import EMBEDDING, OUTPUT
 from hybridflow.families.model import ModelConfig
 from hybridflow.models.shapes import model_spec
 from hybridflow.reshard.spec import Box, DType, TensorSpec, intersect, num_elements
@@ -211,9 +212,9 @@ class MegatronDistSource(Source):
                     f"{self._folder / METADATA}: has no {spec.name}; expected {forms[0][0].key}: restore it from a copy"
                 )
             found[spec.name] = there[0]
-        if model.tied_embeddings and "output_layer.weight" in self._stored:
+        if model.tied_embeddings and OUTPUT in self._stored:
             raise CheckpointError(
-                f"{self._folder / METADATA}: holds output_layer.weight, though args have "
+                f"{self._folder / METADATA}: holds {OUTPUT}, though args have "
                 "untie_embeddings_and_output_weights=False; give the args that belong to it"
             )
         for key in self._stored:
@@ -230,7 +231,7 @@ class MegatronDistSource(Source):
             stored = self._stored[part.key]
             expected = (*part.counts, *part.shape)
             rows = stored.shape[0] if stored.shape else 0
-            if name in ("embedding.word_embeddings.weight", "output_layer.weight") and rows >= part.shape[0]:
+            if name in (EMBEDDING, OUTPUT) and rows >= part.shape[0]:
                 # Behind the vocabulary there is padding.
                 expected = (self._padded if isinstance(self._padded, int) else rows, *part.shape[1:])
             if stored.shape != expected or stored.dtype not in DTYPE_NAMES:
@@ -335,7 +336,7 @@ class MegatronDistTarget(Target):
             raise ConfigError(f"max_shard_bytes={max_shard_bytes}: expected at least 1")
         self._source, self._model = source, source.model
         dtypes = {name: written_dtype(name, entry, dtype) for name, entry in source.tensors.items()}
-        self._args = to_args(self._model, dtypes["embedding.word_embeddings.weight"])
+        self._args = to_args(self._model, dtypes[EMBEDDING])
         specs = model_spec(self._model).tensors
         self._items = {spec.name: _items(spec, self._model, dtypes[spec.name]) for spec in specs}
         _check_dtypes(self._items)

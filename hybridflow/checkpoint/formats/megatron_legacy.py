@@ -25,13 +25,13 @@ from hybridflow.checkpoint.formats.unpickle import MappedFile, StoredTensor, Tor
 from hybridflow.checkpoint.manifest import TensorEntry
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.families.assets import identity_of
+from hybridflow.families.family import EMBEDDING, OUTPUT
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import model_spec
 from hybridflow.reshard.spec import TensorSpec
 from hybridflow.reshard.views import DTYPE_NAMES
 
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
-_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 # An expert's tensor in a SequentialMLP, and in a TEGroupedMLP, which numbers the weights of one module.
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<index>\d{1,6})\.(?P<rest>.+)")
@@ -73,7 +73,7 @@ class MegatronLegacySource(Source):
         padded = args.get("padded_vocab_size")
         self._padded = padded if isinstance(padded, int) else None
         self._held = self._find_tensors()
-        self._copies = self._held.pop(_OUTPUT, {}) if self.model.tied_embeddings else {}
+        self._copies = self._held.pop(OUTPUT, {}) if self.model.tied_embeddings else {}
         self._specs = self._check_names()
         self.tensors: Mapping[str, TensorEntry] = {name: self._entry(name) for name in self._specs}
 
@@ -85,7 +85,7 @@ class MegatronLegacySource(Source):
         if len(spec.shape) == 3:
             # Gate and up apart, as in the view of ``reshard.spec``.
             parts = [part.unflatten(0, (2, -1)) for part in parts]
-        if tensor == _EMBEDDING:
+        if tensor == EMBEDDING:
             self._check_copies(parts)
         whole = parts[0] if dim is None or len(parts) == 1 else torch.cat(parts, dim)
         # Behind the vocabulary there is padding.
@@ -207,7 +207,7 @@ class MegatronLegacySource(Source):
         for tp, copy in self._copies.items():
             if copy.tensor.shape != tuple(parts[tp].shape) or not torch.equal(copy.tensor.read(), parts[tp]):
                 raise CheckpointError(
-                    f"{copy.path}: {copy.name} is not equal to {_EMBEDDING}, though args say that they are tied; "
+                    f"{copy.path}: {copy.name} is not equal to {EMBEDDING}, though args say that they are tied; "
                     "restore the file from a copy"
                 )
 

@@ -31,7 +31,6 @@ from hybridflow.recipe.nested import inner
 from hybridflow.rewards.kinds import make_kind
 from hybridflow.rewards.sample import Sample
 from hybridflow.rewards.scorer import Scorer
-from hybridflow.rollout.archive import FOLDER, not_archived, read_places, replayed_segments
 from hybridflow.rollout.calls import CallFailed, Calls
 from hybridflow.rollout.engines.wire import token_of
 from hybridflow.sections import to_dict
@@ -95,6 +94,9 @@ def _try_replay(recipe: Recipe) -> None:
     rollout = recipe.rollout
     if rollout.replay is None:
         return
+    # Brings numpy, which begins threads; ranks are forked from a process without.
+    from hybridflow.rollout.archive import FOLDER, not_archived, read_places, replayed_segments
+
     num_prompts = recipe.trainer.global_batch_size // rollout.group_size
     missing = {(prompt_index, index) for prompt_index in range(num_prompts) for index in range(rollout.group_size)}
     for name in replayed_segments(Path(rollout.replay)):

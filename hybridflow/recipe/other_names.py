@@ -387,6 +387,9 @@ _ALGORITHMS_ELSEWHERE = {
 
 _NOT_THERE = ("orpo", "cpo", "simpo", "online-dpo")
 
+_MOST_PARTS = 8
+"""Of a section of theirs that is looked for in a key."""
+
 
 class OtherName(NamedTuple):
     """A setting of another framework.
@@ -528,8 +531,9 @@ def _keys_of_override(override: str) -> Iterator[tuple[str, str]]:
     """Yield what messages call an override, with its key and the keys of the section that it gives."""
     key, _, text = override.partition("=")
     where = f"override {shorten(override)!r}"
+    yield where, key
     # A section of theirs within is told of too, where the whole is nobody's.
-    parts = key.split(".")
+    parts = key.split(".")[:-1][:_MOST_PARTS]
     yield from ((where, ".".join(parts[:count])) for count in range(len(parts), 0, -1))
     section = parse_yaml(text, where) if text.lstrip().startswith("{") else None
     if isinstance(section, Mapping):

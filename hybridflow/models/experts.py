@@ -46,9 +46,6 @@ if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
 
 
-_PRODUCTS = "linear_fc1", "linear_fc2"
-
-
 class RoutedLayer(TransformerLayer):
     """megatron-core's layer, whose router is told what travels with the attention plan."""
 
@@ -114,9 +111,8 @@ class ExpertLayer(BaseMoELayer):
         return self._of_experts("weight")
 
     def _of_experts(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
-        experts = self.experts.local_experts
-        first, second = ([getattr(getattr(each, part), name) for each in experts] for part in _PRODUCTS)
-        return first, second
+        first = [getattr(each.linear_fc1, name) for each in self.experts.local_experts]
+        return first, [getattr(each.linear_fc2, name) for each in self.experts.local_experts]
 
     @property
     def _shares_tokens(self) -> bool:
@@ -245,8 +241,8 @@ class ExpertLayer(BaseMoELayer):
         """
         config = self.config
         if is_grouped(hidden, config):
-            bounds = config.activation_func_clamp_value, config.glu_linear_offset
-            gate = partial(gated, activation=config.activation_func, clamp=bounds[0], offset=bounds[1])
+            bounds = {"clamp": config.activation_func_clamp_value, "offset": config.glu_linear_offset}
+            gate = partial(gated, activation=config.activation_func, **bounds)
             return grouped_experts(
                 *(hidden, order, counts, weights, *self.stacks, gate),
                 biases=self._of_experts("bias") if config.add_bias_linear else None,

@@ -77,10 +77,9 @@ BESIDE = replace(
     routed_scaling=1.5,
     normalized_experts=True,
 )
-# What DeepSeek-V3 has beside, and its attention; the gate is that of Qwen2-MoE.
+# What DeepSeek-V3 has beside, and its attention.
 SHARED = replace(
-    MIXTURE,
-    num_layers=2,
+    BESIDE,
     num_query_groups=None,
     qk_norm=False,
     kv_lora_rank=20,
@@ -88,16 +87,8 @@ SHARED = replace(
     qk_nope_head_dim=10,
     qk_rope_head_dim=6,
     v_head_dim=12,
-    num_dense_layers=1,
-    dense_ffn_hidden_size=32,
-    shared_ffn_hidden_size=16,
-    shared_expert_gate=True,
-    router_score="sigmoid",
-    router_bias=True,
     router_groups=2,
     router_groups_per_token=1,
-    routed_scaling=1.5,
-    normalized_experts=True,
 )
 # What Qwen3.5 has: linear attention in most layers, with two value heads for each key head, and gated attention. Its
 # epsilon is large, since outputs near 0 have the rounding errors of larger terms, which a norm would show.

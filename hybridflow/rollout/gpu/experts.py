@@ -38,7 +38,8 @@ class GpuExperts:
         self._bias: Tensor | None = layer.router.expert_bias
         self._num_chosen: int = layer.router.topk
         model = layer.router.model
-        self._choice = model.routed_scaling, layer.router.is_softmax, model.normalized_experts
+        self._scale, self._is_normalized = model.routed_scaling, model.normalized_experts
+        self._is_softmax: bool = layer.router.is_softmax
         self.shared: Any = layer.shared_experts
         self._is_gelu = is_gelu
         self._weights = layer.stacks
@@ -60,10 +61,9 @@ class GpuExperts:
         num_chosen, (first, second) = self._num_chosen, self._addresses
         chosen = normed.new_empty(len(normed), num_chosen, dtype=torch.int32)
         shares = normed.new_empty(len(normed), num_chosen, dtype=torch.float32)
-        is_softmax = self._choice[1]
         # As in training, sigmoids are of products in fp32.
-        logits = linear(normed, self._router) if is_softmax else linear(normed.float(), self._router.float())
-        ops.route(chosen, shares, logits, self._bias, *self._choice)
+        logits = linear(normed, self._router) if self._is_softmax else linear(normed.float(), self._router.float())
+        ops.route(chosen, shares, logits, self._bias, self._scale, self._is_softmax, self._is_normalized)
         order, bounds = (normed.new_empty(each, dtype=torch.int64) for each in (chosen.numel(), len(first) + 1))
         ops.sort_pairs(order, bounds, chosen)
         inner = normed.new_empty(len(order), len(self._weights[0][0]) // 2)

@@ -326,10 +326,11 @@ def _adapter(source: Source) -> str | None:
 
 
 def _names(source: Source, to: str) -> list[str]:
-    """Return the names of the small files that come along: an adapter of PEFT leaves its base's where they are."""
-    from hybridflow.checkpoint.formats.peft_dir import OF_BASE
+    """Return the names of the small files that come along."""
+    from hybridflow.checkpoint.formats.peft_dir import small_files
 
-    return sorted(name for name in source.assets() if to != "peft" or name not in OF_BASE)
+    assets = source.assets()
+    return sorted(small_files(assets) if to == "peft" else assets)
 
 
 def _small_files(source: Source, to: str) -> str:

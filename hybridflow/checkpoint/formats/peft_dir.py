@@ -44,7 +44,7 @@ from hybridflow.reshard.spec import DType
 
 WEIGHTS = "adapter_model.safetensors"
 _ENDS: dict[Literal["A", "B", "whole"], str] = {"A": "lora_A.weight", "B": "lora_B.weight", "whole": "weight"}
-OF_BASE = (CONFIG, GENERATION)
+_OF_BASE = (CONFIG, GENERATION)
 """Small files that lie with the base alone."""
 
 
@@ -132,13 +132,21 @@ class PeftSource(Source):
         return identity_of([self.path / name for name in (*self._asset_names(), WEIGHTS)])
 
     def _asset_names(self) -> tuple[str, ...]:
-        return (ADAPTER_CONFIG, *(name for name in asset_names(self.path) if name not in OF_BASE))
+        return (ADAPTER_CONFIG, *(name for name in asset_names(self.path) if name not in _OF_BASE))
 
     def _entry(self, key: str, factor: Factor) -> TensorEntry:
         """Return a tensor's entry in the logical view; one that does not fit keeps its shape, for a check to report."""
         dtype, shape = self._file.entries[key]
         fits = len(shape) == 2 and shape == factor.shape(shape[0] if factor.side == "A" else shape[1])
         return TensorEntry(dtype, factor.logical_shape(shape[1]) if fits and factor.side == "B" else shape)
+
+
+def small_files(assets: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return those that lie with an adapter: settings stay with the base, and code that no tokenizer names."""
+    has_code = names_code(assets.get(TOKENIZER_CONFIG))
+    return {
+        name: data for name, data in assets.items() if name not in _OF_BASE and (has_code or not CODE.fullmatch(name))
+    }
 
 
 class PeftTarget(Target):
@@ -155,12 +163,7 @@ class PeftTarget(Target):
 
     def __init__(self, source: Source, dtype: DType | None = None) -> None:
         assets = source.assets()
-        has_code = names_code(assets.get(TOKENIZER_CONFIG))
-        self._assets = {
-            name: data
-            for name, data in assets.items()
-            if name not in OF_BASE and (has_code or not CODE.fullmatch(name))
-        }
+        self._assets = small_files(assets)
         self._model = source.model
         # One that ran in transformers has the names there already.
         self._has_vision = has_vision(assets) and source.model.implementation == "megatron"

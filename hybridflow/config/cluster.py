@@ -15,8 +15,8 @@ class ClusterConfig:
         ranks: Number of ranks. Without a launcher, ``hybridflow train`` starts this many processes on this machine. A
             recipe that leaves out ``actor.update`` too has as many as the launcher started, or one for each GPU.
         ranks_per_node: Ranks on each node. None means all ranks on one node.
-        deadline_s: Longest wait for another rank, in seconds. Set it above the longest phase in which some ranks wait
-            for others. A dead or silent rank is found much earlier.
+        deadline_s: Longest wait for another rank, or for a call of a reward function, in seconds. Set it above the
+            longest phase in which some ranks wait for others. A dead or silent rank is found much earlier.
         start_deadline_s: Longest wait for all ranks to join, in seconds.
         dead_after_s: Time without a sign of life after which a rank counts as dead, in seconds.
         threads_per_rank: CPU threads of each rank.

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 _open: list[tuple[str, float]] = []
 """Work of the main thread, and since when; outermost first."""
 
+_waits: list[tuple[str, float]] = []
+"""Waits of the main thread for a user's code."""
+
 _between = "start"
 
 
@@ -26,6 +29,26 @@ def current_activity(name: str) -> Iterator[None]:
         raise
     finally:
         _open.pop()
+
+
+@contextmanager
+def waiting_for(what: str, since_s: float) -> Iterator[None]:
+    """Say that the main thread waits for a user's code in a ``with`` block.
+
+    Args:
+        what: That code, for messages.
+        since_s: When it last did something, on the monotonic clock.
+    """
+    _waits.append((what, since_s))
+    try:
+        yield
+    finally:
+        _waits.pop()
+
+
+def waited_for() -> tuple[str, float] | None:
+    """Return what ``waiting_for`` was told, while its block runs; for another thread to ask."""
+    return next(iter(_waits[-1:]), None)
 
 
 def now() -> str:

@@ -30,7 +30,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, NoReturn, Protocol
 
 from hybridflow.errors import DeadlineError
-from hybridflow.observe.activity import now
+from hybridflow.exit_status import FAILURE
+from hybridflow.observe.activity import now, waited_for
 from hybridflow.observe.rank_log import note, tell
 from hybridflow.parallel.cause import (
     Cause,
@@ -93,6 +94,7 @@ class Watch:
         address: Address of rank 0's machine.
         key: Key of the connections.
         dead_after_s: A rank that is silent for so long is lost, in seconds.
+        deadline_s: Longest wait of the main thread for one answer of a user's code, in seconds.
         signals: The signals that this process catches; None: it catches none.
 
     Attributes:
@@ -113,11 +115,13 @@ class Watch:
         address: str,
         key: bytes,
         dead_after_s: float,
+        deadline_s: float,
         signals: CaughtSignals | None = None,
     ) -> None:
         self.stop_reason: str | None = None
         self.before_exit: Callable[[str], None] | None = None
-        self._rank, self._size, self._dead_after_s, self._signals = rank, size, dead_after_s, signals
+        self._rank, self._size, self._signals = rank, size, signals
+        self._dead_after_s, self._deadline_s = dead_after_s, deadline_s
         self._host = socket.gethostname()
         self._beat_s = min(max(_POLL_S, size / _BEATS_PER_S), dead_after_s / 4)
         self._requests: SimpleQueue[Message] = SimpleQueue()
@@ -126,6 +130,8 @@ class Watch:
         # Counts while this process is awake: after a suspension of the whole job nobody is late.
         self._clock_s = self._beat_at_s = 0.0
         self._activity = ""
+        # The main thread's wait for a user's code, and when it was first seen.
+        self._wait_for_user, self._wait_seen_s = waited_for(), 0.0
         self._links: dict[int, Link] = {}
         self._guests: list[Link] = []
         self._ready: set[int] = set()
@@ -212,6 +218,7 @@ class Watch:
                 self._take_requests()
                 self._listen()
                 self._beat()
+                self._limit_user_code()
                 if self._hub is not None:
                     self._hub.turn(self._clock_s)
                     self._is_over |= self._goodbye_s < float("inf") and self._hub.have_all_left()
@@ -345,6 +352,21 @@ class Watch:
                 link.send(message)
             else:
                 link.flush()
+
+    def _limit_user_code(self) -> None:
+        """End the job if the main thread has waited too long for a user's code: other ranks may wait likewise."""
+        wait = waited_for()
+        if wait is None or wait != self._wait_for_user:
+            self._wait_for_user, self._wait_seen_s = wait, self._clock_s
+        elif self._clock_s >= self._wait_seen_s + self._deadline_s:
+            self._wait_seen_s = float("inf")
+            text = (
+                f"{wait[0]}: no answer within cluster.deadline_s={self._deadline_s:g} s (main thread at "
+                f"{own_place(self._host).line}; all threads: log of this rank); mend it, set its timeout_s, or raise "
+                "cluster.deadline_s"
+            )
+            cause = Cause(kind="explained", rank=self._rank, host=self._host, activity=now(), text=text, status=FAILURE)
+            self._to_hub({"failure": asdict(cause)})
 
     def _judge_hub(self, link: Link) -> None:
         """Check whether rank 0 still lives; leave if it does not."""

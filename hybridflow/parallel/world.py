@@ -199,6 +199,7 @@ class World:
             address=start.meets_at,
             key=key_for(self.secret, f"watch {start.name}"),
             dead_after_s=dead_after_s,
+            deadline_s=self.deadline_s,
             signals=signals,
         )
         return self.watch

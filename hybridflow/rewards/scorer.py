@@ -21,6 +21,7 @@ from typing import Any
 
 from hybridflow.config.rewards import RewardConfig
 from hybridflow.errors import RewardError
+from hybridflow.observe.activity import waiting_for
 from hybridflow.observe.rank_log import own_log
 from hybridflow.plugins import place_of
 from hybridflow.rewards.arguments import SIGNATURES
@@ -176,12 +177,11 @@ class Scorer:
             if len(self._known) > self.settings.cache:
                 self._known.popitem(last=False)
 
+    def _named(self) -> str:
+        return f"{self.role} {self.kind.name!r}{f' ({self.kind.source})' if self.kind.source else ''}"
+
     def _score_of_failed(self, sample: Sample, outcome: Unscored, count: int) -> float:
-        source = f" ({self.kind.source})" if self.kind.source else ""
-        where = (
-            f"{self.role} {self.kind.name!r}{source} on {sample.place} with response {sample.response[:200]!r}: "
-            f"{outcome}"
-        )
+        where = f"{self._named()} on {sample.place} with response {sample.response[:200]!r}: {outcome}"
         if self.settings.on_failure == "error":
             # What the function's own lines raise is not about its form, unless a text was taken for something else.
             is_form = outcome.is_form or isinstance(outcome.__cause__, TypeError)
@@ -209,6 +209,7 @@ class Scorer:
             runner.submit(number, self._timed([samples[place] for place in chunk.places]))
 
         size = len(samples) if self.kind.most_samples is None else self.kind.most_samples
+        what, moved_s = self._named(), time.monotonic()
         try:
             for first in range(0, len(samples), max(size, 1)):
                 begin(_Chunk(tuple(range(first, min(first + size, len(samples))))))
@@ -216,11 +217,14 @@ class Scorer:
                 now = time.monotonic()
                 while waiting and waiting[0][0] <= now:
                     begin(heapq.heappop(waiting)[1])
+                    moved_s = now
                 if not begun:
                     time.sleep(waiting[0][0] - now)
                     continue
                 wait_s = min([_WAIT_S, *(max(at - now, 0.0) for at, _ in waiting[:1])])
-                for number, result in runner.ended(wait_s):
+                with waiting_for(what, moved_s):
+                    ended = runner.ended(wait_s)
+                for number, result in ended:
                     chunk = begun.pop(number)
                     outcomes = self._read(result, len(chunk.places))
                     again = self._again(chunk, outcomes)
@@ -230,6 +234,8 @@ class Scorer:
                     for place, outcome in zip(chunk.places, outcomes, strict=True):
                         if place not in tried_again:
                             yield place, outcome
+                # Whoever takes the outcomes may take its time, too.
+                moved_s = time.monotonic() if ended else moved_s
         finally:
             runner.drop()
 

@@ -105,9 +105,8 @@ def slow_to_die(prompt, response, answer):
     return 1.0
 
 def endless(prompt, response, answer):
-    while os.environ["RANK"] == "1":
+    while True:
         time.sleep(0.01)
-    return 1.0
 
 def fails_while_others_wait(prompt, response, answer):
     if os.environ["RANK"] == "1":
@@ -236,16 +235,27 @@ def test_rank_that_is_stopped_ends_the_others(folder, monkeypatch, victim):
     assert "no sign of life for 2 s" in done.err.splitlines()[0] and done.err.count("\n") == 2, done.err
 
 
-def test_rank_that_hangs_is_found_by_where_it_stands(rewards):
-    argv = ["train", "tiny.yaml", "reward.function=rewards:endless", "cluster.deadline_s=3"]
-    done = fork_ranks(argv, rewards)
+def test_rank_that_hangs_is_found_by_where_it_stands(folder, monkeypatch):
+    monkeypatch.setenv("VICTIM", "1")
+    hang = in_the_middle_of_an_update(lambda: time.sleep(600))
+    done = fork_ranks(["train", "tiny.yaml", "cluster.deadline_s=3"], folder, hook=hang)
     assert done.codes == (1, 1)
-    lost = f"hybridflow: rank 0 on {HOST}, in reward.score_validation: validation: lost contact with some"
-    assert done.err.startswith(lost)
-    assert "(deadline 3 s)" in done.err and done.err.count("\n") == 2, done.err
-    assert "in reward.score_validation, at rewards.py:" in where_it_stands(done, 1) and " endless" in where_it_stands(
-        done, 1
-    )
+    assert done.err.startswith(f"hybridflow: rank 0 on {HOST}, in actor.update (train step 1): ")
+    assert "lost contact with some" in done.err and "(deadline 3 s)" in done.err, done.err
+    assert "in actor.update (train step 1), at test_failures.py:" in where_it_stands(done, 1)
+    assert done.err.count("\n") == 2, done.err
+
+
+@pytest.mark.parametrize("how", [[], ["reward.max_in_flight=2"]], ids=["in place", "in threads"])
+def test_reward_that_hangs_on_all_ranks_ends_the_job(rewards, how):
+    done = fork_ranks(["train", "tiny.yaml", "reward.function=rewards:endless", "cluster.deadline_s=3", *how], rewards)
+    assert done.codes == (1, 1)
+    what = r"in reward\.score_validation: reward 'rewards:endless' \(rewards\.py:\d+\): no answer within "
+    where = r"calls\.py:\d+ \w+" if how else r"rewards\.py:\d+ endless"
+    remedy = r"mend it, set its timeout_s, or raise cluster\.deadline_s"
+    line = rf"hybridflow: rank \d on {HOST}, {what}cluster\.deadline_s=3 s \(main thread at {where}; .*\); {remedy}\n"
+    assert re.fullmatch(line, done.err), done.err
+    assert ", in endless\n" in (rewards / f"run/logs/0001/rank-0000{done.err.split()[2]}.log").read_text()
 
 
 def test_failure_does_not_wait_for_a_busy_rank(rewards):

@@ -422,7 +422,8 @@ class Memory:
 
 def test_ranks_share_a_stop_and_leave_in_order():
     store = Memory()
-    watches = [Watch(store, rank=rank, size=3, address="127.0.0.1", key=KEY, dead_after_s=20) for rank in range(3)]
+    limits = {"dead_after_s": 20, "deadline_s": 20}
+    watches = [Watch(store, rank=rank, size=3, address="127.0.0.1", key=KEY, **limits) for rank in range(3)]
     watches[2].ask_stop("was asked nicely")
     wait_until(lambda: all(watch.stop_reason is not None for watch in watches))
     assert {watch.stop_reason for watch in watches} == {f"rank 2 on {socket.gethostname()} was asked nicely"}
@@ -436,11 +437,41 @@ def test_ranks_share_a_stop_and_leave_in_order():
 
 
 def test_one_rank_alone_has_no_port():
-    watch = Watch(Memory(), rank=0, size=1, address="", key=KEY, dead_after_s=20)
+    watch = Watch(Memory(), rank=0, size=1, address="", key=KEY, dead_after_s=20, deadline_s=20)
     watch.ask_stop("time is up")
     wait_until(lambda: watch.stop_reason is not None)
     assert watch.stop_reason == f"rank 0 on {socket.gethostname()} time is up"
     watch.close()
+
+
+WAITS = """
+import time
+from hybridflow.observe.activity import waiting_for
+from hybridflow.parallel.watch import Watch
+
+Watch(None, rank=0, size=1, address="", key=b"", dead_after_s=20, deadline_s=1.5)
+for _ in range(10):
+    with waiting_for("answers", time.monotonic()):
+        time.sleep(0.3)
+since_s = time.monotonic()
+for _ in range(2):
+    with waiting_for("a call that is asked for twice", since_s):
+        time.sleep(1.2)
+    time.sleep(1.2)
+print("all ended", flush=True)
+while True:
+    with waiting_for("reward 'mine' (rewards.py:3)", since_s):
+        time.sleep(0.1)
+"""
+
+
+def test_only_a_wait_for_one_answer_of_user_code_ends_a_job_that_has_no_other_rank():
+    done = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "all ended\n"), done.stderr
+    assert (
+        ": reward 'mine' (rewards.py:3): no answer within cluster.deadline_s=1.5 s (main thread at <string>:1"
+        in done.stderr
+    )
 
 
 STUCK = """
@@ -457,7 +488,7 @@ def fill(descriptor):
     except BlockingIOError:
         os.set_blocking(descriptor, True)
 
-watch = Watch(None, rank=0, size=1, address="", key=b"", dead_after_s=20)
+watch = Watch(None, rank=0, size=1, address="", key=b"", dead_after_s=20, deadline_s=20)
 rank_log._log_fd = os.pipe()[1]
 watch.before_exit = lambda line: threading.Event().wait()
 fill(rank_log._log_fd)

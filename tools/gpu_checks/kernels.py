@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import traceback
 from collections.abc import Mapping
@@ -155,7 +156,7 @@ def _check_experts(sizes: Any) -> dict[str, tuple[float, float]]:
     second = _random(sizes, num_experts, sizes.hidden, sizes.ffn) / math.sqrt(sizes.ffn)
     chosen = torch.zeros(sizes.rows, num_chosen, dtype=torch.int32, device=device)
     shares = torch.zeros(sizes.rows, num_chosen, device=device)
-    ops.route(chosen, shares, logits, True)
+    ops.route(chosen, shares, logits, None, 1.0, True, True)
     pairs = chosen.new_empty(chosen.numel(), dtype=torch.int64), chosen.new_empty(num_experts + 1, dtype=torch.int64)
     ops.sort_pairs(*pairs, chosen)
     order, (experts, expected) = pairs[0], chosen.flatten().sort(stable=True)
@@ -186,6 +187,7 @@ def _check_grouped(sizes: Any) -> dict[str, tuple[float, float]]:
     import torch
     from torch.nn.functional import silu
 
+    from hybridflow.models.gated import gated
     from hybridflow.models.grouped import grouped_experts
 
     num_experts, num_chosen = 6, 2
@@ -203,12 +205,13 @@ def _check_grouped(sizes: Any) -> dict[str, tuple[float, float]]:
         sums = _side_by_side(*([torch.zeros_like(each, dtype=torch.float32) for each in kind] for kind in matrices))
         for matrix, total in zip((*one, *two), (*sums[0], *sums[1]), strict=True):
             matrix.main_grad = total
-        output = grouped_experts(given[0], order, counts, given[1], one, two, silu, adds_gradients=True)
+        gate = functools.partial(gated, activation=silu)
+        output = grouped_experts(given[0], order, counts, given[1], one, two, gate, adds_gradients=True)
         expected = torch.zeros_like(output, dtype=torch.float32)
         for expert, (upper, lower) in enumerate(zip(one, two, strict=True)):
-            gate, up = (given[0].float() @ upper.float().T).chunk(2, dim=-1)
+            active, up = (given[0].float() @ upper.float().T).chunk(2, dim=-1)
             share = (given[1] * (chosen == expert)).float().sum(1, keepdim=True)
-            expected = expected + share * (silu(gate) * up) @ lower.float().T
+            expected = expected + share * (silu(active) * up) @ lower.float().T
         gradient = _random(sizes, *output.shape).flip(0)
         both = (torch.autograd.grad(each, given, gradient.to(each.dtype)) for each in (output, expected))
         pairs = list(zip(*both, strict=True))

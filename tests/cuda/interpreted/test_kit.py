@@ -1,0 +1,15 @@
+"""The GPU kit's comparisons with plain torch, in Triton's interpreter: a fault of the kit's own would cost a GPU."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from gpu_checks import kernels
+
+
+def test_the_kernels_are_as_close_as_the_kit_asks():
+    try:
+        found = kernels.main("", is_dry=True)
+    finally:
+        dist.destroy_process_group()
+    assert found["passed"], found["result"]
+    assert len(found["figures"]) > 20

@@ -349,6 +349,11 @@ class SdpaCoreAttention(MegatronModule):
         self.softmax_offset = nn.Parameter(torch.empty(heads, dtype=self.config.params_dtype))
         set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
+    @property
+    def whole_scoring(self) -> Scoring:
+        """Return how scores are made, sinks included."""
+        return self.scoring if self.softmax_offset is None else replace(self.scoring, sinks=self.softmax_offset)
+
     def forward(
         self,
         query: Tensor,
@@ -368,8 +373,7 @@ class SdpaCoreAttention(MegatronModule):
         num_tokens, num_padded = len(attention_bias.positions), len(query)
         # What stands behind the tokens sees nothing and is not seen.
         query, key, value = (each[:num_tokens, 0] for each in (query, key, value))
-        scoring = self.scoring if self.softmax_offset is None else replace(self.scoring, sinks=self.softmax_offset)
-        context = attention_bias.attend(self.local_layer, query, key, value, scoring)
+        context = attention_bias.attend(self.local_layer, query, key, value, self.whole_scoring)
         context = context.flatten(1)[:, None]
         return context if num_padded == num_tokens else pad(context, (0, 0, 0, 0, 0, num_padded - num_tokens))
 

@@ -110,6 +110,11 @@ class ExpertLayer(BaseMoELayer):
         """Return the weights of the experts here: of gate and input, ``[2 * ffn, hidden]``, and of output."""
         return self._of_experts("weight")
 
+    @property
+    def biases(self) -> tuple[list[Tensor], list[Tensor]] | None:
+        """Return the biases of the experts here, of which the second are whole on each rank; None: there are none."""
+        return self._of_experts("bias") if self.config.add_bias_linear else None
+
     def _of_experts(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
         first = [getattr(each.linear_fc1, name) for each in self.experts.local_experts]
         return first, [getattr(each.linear_fc2, name) for each in self.experts.local_experts]
@@ -245,7 +250,7 @@ class ExpertLayer(BaseMoELayer):
             gate = partial(gated, activation=config.activation_func, **bounds)
             return grouped_experts(
                 *(hidden, order, counts, weights, *self.stacks, gate),
-                biases=self._of_experts("bias") if config.add_bias_linear else None,
+                biases=self.biases,
                 num_sharers=self._expert_tp,
                 adds_gradients=adds_weight_gradients(self.experts.local_experts[0].linear_fc1),
             )

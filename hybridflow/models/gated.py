@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
@@ -23,6 +24,12 @@ def quick_gelu(gate: Tensor) -> Tensor:
 
 _KINDS: dict[object, int] = {silu: 0, gelu_tanh: 1, quick_gelu: 2}
 """The activations that the GPU's kernel knows."""
+
+
+def kernel_gate(config: TransformerConfig) -> tuple[int, float, float]:
+    """Return activation, clamp and offset of a model's gates, as the GPU's kernels take them."""
+    kind = _KINDS[config.activation_func]
+    return kind, config.activation_func_clamp_value or 0.0, config.glu_linear_offset
 
 
 def gated(

@@ -189,8 +189,8 @@ class Transformer(GPTModel):
         rotated_pairs: Of each kind of layers that differ in the rotary embedding, the pairs of dims that it turns.
         has_latent_attention: Whether keys and values are compressed.
         is_common: Whether its layers compute what the kernels for decoding know, and no more. Those for a CPU know no
-            linear attention, no gates on the output of attention, and no rotation of a part of a head or of
-            neighboring dims.
+            linear attention, no gates on the output of attention, no rotation of a part of a head or of neighboring
+            dims, no sinks, no biases but those of queries, keys and values, and no bounds of gates.
         dropout: Dropout on the inputs of its adapters; None: none.
         flops: Operations that the whole model needs; None: they are not counted.
         sequence_switch: Splits activations by tokens over the tensor-parallel ranks; None: they are never split.
@@ -411,9 +411,7 @@ def _finish_mixtures(transformer: Transformer, *, is_empty: bool) -> None:
 
 def _is_common(model: ModelConfig) -> bool:
     has_wide_norms = model.qk_norm and model.qk_norm_over == "projection"
-    is_other_gate = model.activation == "quick_gelu" or model.glu_clamp is not None or model.glu_offset != 0
-    is_other = is_other_gate or model.linear_bias or model.attention_sinks
-    is_other = is_other or model.kv_lora_rank is not None
+    is_other = model.kv_lora_rank is not None
     is_other = is_other or model.has_global_heads or model.value_norm or model.layer_scalars or model.expert_norms
     return model.pre_norms and not has_wide_norms and not is_other
 

@@ -77,6 +77,20 @@ BESIDE = replace(
     routed_scaling=1.5,
     normalized_experts=True,
 )
+# What GPT-OSS has: sinks, windows in some layers, biases of all products, and bounds of the gate that many values meet.
+BOUNDED = replace(
+    MIXTURE,
+    num_layers=2,
+    qk_norm=False,
+    qkv_bias=True,
+    linear_bias=True,
+    attention_sinks=True,
+    window_layers=(0,),
+    activation="quick_gelu",
+    glu_clamp=0.02,
+    glu_offset=1.0,
+    normalized_experts=True,
+)
 # What DeepSeek-V3 has beside, and its attention.
 SHARED = replace(
     BESIDE,
@@ -159,6 +173,15 @@ def make_model(
         if name.endswith(".B"):
             factor.data.normal_(std=std, generator=generator)
     return built, mesh, groups, spec
+
+
+def fill_biases(model: Transformer) -> None:
+    """Give biases values: they begin as 0, which hides one that is left out, or added by each rank."""
+    generator = torch.Generator().manual_seed(11)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            # On all ranks alike, since some biases are whole on each.
+            parameter.data.normal_(std=0.1, generator=generator)
 
 
 def samples(count: int, seed: int = 0) -> tuple[list[torch.Tensor], list[int]]:

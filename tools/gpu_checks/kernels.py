@@ -76,7 +76,7 @@ def _check_layer(sizes: Any) -> dict[str, tuple[float, float]]:
     total = hidden + product
     normed, inner = torch.empty_like(hidden), both.new_empty(sizes.rows, sizes.ffn)
     ops.add_norm(hidden, normed, product, None, weight, 1e-6, 0.0)
-    ops.gate(inner, both, False)
+    ops.gate(inner, both, 0, 0.0, 0.0)
     gate, up = both.float().chunk(2, dim=1)
     return {
         "sum": (relative_gap(hidden, total), _BF16),
@@ -144,7 +144,7 @@ def _check_weights(sizes: Any) -> dict[str, tuple[float, float]]:
 
 
 def _check_experts(sizes: Any) -> dict[str, tuple[float, float]]:
-    """Two of eight experts for each row, and the products with their matrices."""
+    """Two of eight experts for each row, and the products with their matrices, then with biases and bounds too."""
     import torch
     from torch.nn.functional import silu
 
@@ -162,24 +162,35 @@ def _check_experts(sizes: Any) -> dict[str, tuple[float, float]]:
     order, (experts, expected) = pairs[0], chosen.flatten().sort(stable=True)
     bounds = torch.searchsorted(experts, torch.arange(num_experts + 1, dtype=torch.int32, device=device))
     misplaced = int((order != expected).sum() + (pairs[1] != bounds).sum())
-    where = torch.tensor([[each.data_ptr() for each in weights] for weights in (first, second)], device=device)
-    inner = given.new_empty(len(order), sizes.ffn)
-    ops.expert_product(inner, given, where[0], *pairs, shares, num_chosen, False)
-    output = given.new_empty(len(order), sizes.hidden)
-    ops.expert_product(output, inner, where[1], *pairs, None, num_chosen, False)
-    wanted_inner, wanted = torch.empty_like(inner, dtype=torch.float32), torch.empty_like(output, dtype=torch.float32)
-    for expert in range(num_experts):
-        row = (chosen.flatten() == expert).nonzero()[:, 0]
-        gate, up = (given[row // num_chosen].float() @ first[expert].float().T).chunk(2, dim=1)
-        wanted_inner[row] = silu(gate) * up * shares.flatten()[row, None]
-        wanted[row] = inner[row].float() @ second[expert].float().T
+    biases = _random(sizes, num_experts, 2 * sizes.ffn), _random(sizes, num_experts, sizes.hidden)
+    tensors = first, second, *biases
+    where = torch.tensor([[each.data_ptr() for each in kind] for kind in tensors], device=device)
     largest = logits.float().topk(num_chosen).values.softmax(-1)
-    return {
-        "experts' pairs": (misplaced, 0),
-        "experts' shares": (relative_gap(shares, largest), _BF16),
-        "experts' gates": (relative_gap(inner, wanted_inner), _BF16),
-        "experts": (relative_gap(output, wanted), _BF16),
-    }
+    found = {"experts' pairs": (misplaced, 0), "experts' shares": (relative_gap(shares, largest), _BF16)}
+    for name, is_plain in {"": True, ", biases and bounds": False}.items():
+        how = (0, 0.0, 0.0) if is_plain else (2, 1.5, 1.0)
+        first_bias, last_bias = (None, None) if is_plain else where[2:]
+        inner = given.new_empty(len(order), sizes.ffn)
+        ops.expert_product(inner, given, where[0], *pairs, shares, first_bias, num_chosen, True, *how)
+        output = given.new_empty(len(order), sizes.hidden)
+        ops.expert_product(output, inner, where[1], *pairs, shares, last_bias, num_chosen, False, *how)
+        wanted_inner, wanted = (torch.empty_like(each, dtype=torch.float32) for each in (inner, output))
+        for expert in range(num_experts):
+            row = (chosen.flatten() == expert).nonzero()[:, 0]
+            share = shares.flatten()[row, None]
+            mixed = given[row // num_chosen].float() @ first[expert].float().T
+            wanted[row] = inner[row].float() @ second[expert].float().T
+            if is_plain:
+                gate, up = mixed.chunk(2, dim=1)
+                wanted_inner[row] = silu(gate) * up * share
+            else:
+                gate, up = (mixed + biases[0][expert].float()).chunk(2, dim=1)
+                gate, up = gate.clamp(max=1.5), up.clamp(-1.5, 1.5) + 1
+                wanted_inner[row] = gate * (1.702 * gate).sigmoid() * up * share
+                wanted[row] += biases[1][expert].float() * share
+        found[f"experts' gates{name}"] = relative_gap(inner, wanted_inner), _BF16
+        found[f"experts{name}"] = relative_gap(output, wanted), _BF16
+    return found
 
 
 def _check_grouped(sizes: Any) -> dict[str, tuple[float, float]]:
@@ -240,7 +251,7 @@ def _side_by_side(*kinds: list[Any]) -> list[list[Any]]:
 
 
 def _check_attention(sizes: Any) -> dict[str, tuple[float, float]]:
-    """Prefill in tiles, then a decode step with whole and with split keys; with and without window and cap."""
+    """Prefill in tiles, then a decode step with whole and with split keys; with and without window, cap and sinks."""
     import numpy as np
     import torch
 
@@ -265,8 +276,12 @@ def _check_attention(sizes: Any) -> dict[str, tuple[float, float]]:
     is_last = rows % context == context - 1
     most = rows_per_tile(sizes.dtype, sharers)
     found: dict[str, tuple[float, float]] = {}
-    plain = Scoring(scale=head**-0.5)
-    for name, scoring in {"": plain, ", window and cap": Scoring(scale=head**-0.5, softcap=20.0, window=17)}.items():
+    scorings = {
+        "": Scoring(scale=head**-0.5),
+        ", window and cap": Scoring(scale=head**-0.5, softcap=20.0, window=17),
+        ", sinks": Scoring(scale=head**-0.5, sinks=_random(sizes, groups * sharers)),
+    }
+    for name, scoring in scorings.items():
         expected = _attend(mixed.view(num_sequences, context, groups, sharers + 2, head), rotary, norms, scoring)
         for kind, chosen, splits in (("prefill", ~is_last, 1), ("decode", is_last, 1), ("split decode", is_last, 4)):
             sequences, positions = rows[chosen] // context, rows[chosen] % context
@@ -296,7 +311,11 @@ def _attend(mixed: Any, rotary: Any, norms: tuple[Any, Any], scoring: Any) -> An
         scores = scoring.scale * torch.einsum("bqsh,bkh->bsqk", query, key[:, :, 0])
         if scoring.softcap:
             scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-        weights = scores.masked_fill_(is_hidden, -math.inf).softmax(-1)
+        scores.masked_fill_(is_hidden, -math.inf)
+        if scoring.sinks is not None:
+            sinks = scoring.sinks.view(groups, -1, 1, 1)[group].float()
+            scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
+        weights = scores.softmax(-1)[..., :context]
         outputs.append(torch.einsum("bsqk,bkh->bqsh", weights, value[:, :, 0].float()))
     return torch.stack(outputs, dim=2).reshape(num_sequences * context, -1)
 

@@ -18,14 +18,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hybridflow.models.experts import ExpertLayer
+from hybridflow.models.gated import kernel_gate
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.lora import merged_weight
 from hybridflow.rollout.blocks import PANEL
 from hybridflow.rollout.cpu.kernels import Batch, Layer, Shape, Slots, Step, Vocabulary, load_kernels
 from hybridflow.rollout.paged import PagedAttention, PagedCache, cache_shape, state_bytes
 
-_ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
-"""``GATED_SILU`` and ``GATED_GELU`` of kernels.c."""
+_GATES = {(0, 0.0, 0.0): 1, (1, 0.0, 0.0): 2}
+"""``kernel_gate`` → ``GATED_SILU`` and ``GATED_GELU`` of kernels.c."""
 
 
 def runs_on_cpu(model: Transformer) -> bool:
@@ -45,6 +46,9 @@ def runs_on_cpu(model: Transformer) -> bool:
         and not config.rotary_interleaved
         and config.num_query_groups >= config.tensor_model_parallel_size
         and not any(isinstance(layer.mlp, ExpertLayer) for layer in layers)
+        and not config.add_bias_linear
+        and kernel_gate(config) in _GATES
+        and all(layer.self_attention.core_attention.softmax_offset is None for layer in layers)
     )
 
 
@@ -74,7 +78,7 @@ class CpuTransformer:
         sharers = config.num_attention_heads // config.num_query_groups
         hidden, inner = config.hidden_size, layers[0].mlp.linear_fc1.weight.shape[0] // 2
         self._shape = Shape(
-            *(hidden, groups, sharers, head, inner, _ACTIVATIONS[config.activation_func.__name__]),
+            *(hidden, groups, sharers, head, inner, _GATES[kernel_gate(config)]),
             config.layernorm_epsilon,
             1.0 if config.layernorm_zero_centered_gamma else 0.0,
         )

@@ -124,7 +124,8 @@ class GpuAttention:
             partial = query.new_empty(self._splits, *query.shape, dtype=torch.float32)
             sums = query.new_empty(2, self._splits, *query.shape[:-1], dtype=torch.float32)
         scores = scoring.scale, scoring.softcap or 0.0, scoring.window or 0
-        ops.attend(context, partial, sums, query, *where, *self._tiles, layer, self._rows_per_tile, *scores)
+        tiles = *self._tiles, scoring.sinks
+        ops.attend(context, partial, sums, query, *where, *tiles, layer, self._rows_per_tile, *scores)
         if partial is not None:
             ops.combine(context, partial, sums)
         if is_gated:

@@ -83,9 +83,9 @@ def sort_pairs(order, bounds, chosen, num_pairs, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def expert_product(result, source, matrices, order, bounds, shares, inputs, outputs, num_chosen,
-                   IS_GATED: tl.constexpr, IS_GELU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                   DEPTH: tl.constexpr):  # fmt: skip
+def expert_product(result, source, matrices, order, bounds, shares, biases, inputs, outputs, num_chosen,
+                   IS_GATED: tl.constexpr, HAS_BIAS: tl.constexpr, KIND: tl.constexpr, CLAMP: tl.constexpr,
+                   OFFSET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
     """Multiply the rows of each expert with its matrix; a program for each expert and ``COLUMNS`` outputs.
 
     A pair is a token and one of its experts. An expert without pairs reads nothing.
@@ -97,12 +97,17 @@ def expert_product(result, source, matrices, order, bounds, shares, inputs, outp
             int64.
         order: Pairs by expert, ``[pairs]`` int64.
         bounds: Where the pairs of each expert begin, and the last one's end, ``[experts + 1]`` int64.
-        shares: By which the gated product of a pair is multiplied, ``[pairs]`` fp32.
+        shares: By which the gated product of a pair is multiplied, or its bias where that is not gated, ``[pairs]``
+            fp32.
+        biases: Addresses of ``[outputs]``, with ``IS_GATED`` of two, ``[experts]`` int64, with ``HAS_BIAS``.
         inputs: Width of a row of the source.
         outputs: Width of a row of the result.
         num_chosen: Pairs of each token.
         IS_GATED: Whether there are two products, of which the activated first one multiplies the second.
-        IS_GELU: Whether the gate is activated by GELU, approximated with tanh; else by SiLU.
+        HAS_BIAS: Whether there are biases.
+        KIND: How the gate is activated, see ``activated``.
+        CLAMP: Bound of the gate from above, and of the other half both ways; 0: none.
+        OFFSET: Added to the other half.
         ROWS: Pairs at a time; a power of 2, at least 16.
         COLUMNS: Outputs at a time; a power of 2, at least 16.
         DEPTH: Inputs at a time; a power of 2, at least 16.
@@ -134,7 +139,17 @@ def expert_product(result, source, matrices, order, bounds, shares, inputs, outp
             if IS_GATED:
                 upper = tl.load(weights + outputs * inputs, mask=is_weight, other=0.0)
                 other += tl.dot(given, upper, input_precision="ieee")
+        if IS_GATED or HAS_BIAS:
+            share = tl.load(shares + pair, mask=is_row, other=0.0)[:, None]
+        if HAS_BIAS:
+            bias = tl.load(biases + expert).to(tl.pointer_type(element)) + column
+            added = tl.load(bias, mask=is_column, other=0.0).to(tl.float32)[None, :]
+            total += added if IS_GATED else added * share
         if IS_GATED:
-            total = activated(total, IS_GELU) * other * tl.load(shares + pair, mask=is_row, other=0.0)[:, None]
+            if HAS_BIAS:
+                other += tl.load(bias + outputs, mask=is_column, other=0.0).to(tl.float32)[None, :]
+            if CLAMP > 0:
+                total, other = tl.minimum(total, CLAMP), tl.clamp(other, -CLAMP, CLAMP)
+            total = activated(total, KIND) * (other + OFFSET) * share
         is_result = is_row[:, None] & is_column[None, :]
         tl.store(result + pair[:, None] * outputs + column[None, :], total.to(element), mask=is_result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from hybridflow.models.experts import ExpertLayer
+from hybridflow.models.gated import kernel_gate
 from hybridflow.rollout.gpu import ops
 
 
@@ -19,7 +21,6 @@ class GpuExperts:
 
     Args:
         layer: The layer.
-        is_gelu: Whether the gate is activated by GELU, approximated with tanh; else by SiLU.
 
     Attributes:
         shared: Module of the shared expert, which is the caller's to compute; None: there is none.
@@ -33,42 +34,56 @@ class GpuExperts:
         is_here = config.expert_model_parallel_size == 1 and is_cut_alike
         return is_here and not layer.router.has_groups
 
-    def __init__(self, layer: ExpertLayer, *, is_gelu: bool) -> None:
+    def __init__(self, layer: ExpertLayer) -> None:
         self._router: Tensor = layer.router.weight
+        self._router_bias: Tensor | None = layer.router.bias
         self._bias: Tensor | None = layer.router.expert_bias
         self._num_chosen: int = layer.router.topk
         model = layer.router.model
         self._scale, self._is_normalized = model.routed_scaling, model.normalized_experts
         self._is_softmax: bool = layer.router.is_softmax
         self.shared: Any = layer.shared_experts
-        self._is_gelu = is_gelu
+        self._gate = kernel_gate(layer.config)
         self._weights = layer.stacks
         assert all(weight.is_contiguous() for weights in self._weights for weight in weights), "kernels read rows"
+        self._biases = layer.biases or ()
+        # The ranks of tp sum their outputs, so that one of them adds the last bias.
+        self._adds_last_bias = layer.attn_tp_group.rank() == 0
         device = self._router.device
         self._found: list[list[int]] = []
-        self._addresses = torch.zeros(2, layer.num_local_experts, dtype=torch.int64, device=device)
+        count = len(self._weights) + len(self._biases)
+        self._addresses = torch.zeros(count, layer.num_local_experts, dtype=torch.int64, device=device)
 
     def locate(self) -> None:
         """Write down where the weights are."""
-        found = [[weight.data_ptr() for weight in weights] for weights in self._weights]
+        found = [[each.data_ptr() for each in tensors] for tensors in (*self._weights, *self._biases)]
         if found != self._found:
-            assert not any(place % 16 for places in found for place in places), "kernels read 16 bytes at a time"
+            places = itertools.chain(*found[: len(self._weights)])
+            assert not any(place % 16 for place in places), "kernels read 16 bytes at a time"
             self._found = found
             self._addresses.copy_(torch.tensor(found))
 
     def __call__(self, normed: Tensor) -> Tensor:
         """Map ``[tokens, hidden]`` to the same shape."""
-        num_chosen, (first, second) = self._num_chosen, self._addresses
+        num_chosen, (first, second, *biases) = self._num_chosen, self._addresses
+        first_bias, last_bias = biases or (None, None)
         chosen = normed.new_empty(len(normed), num_chosen, dtype=torch.int32)
         shares = normed.new_empty(len(normed), num_chosen, dtype=torch.float32)
-        # As in training, sigmoids are of products in fp32.
-        logits = linear(normed, self._router) if self._is_softmax else linear(normed.float(), self._router.float())
-        ops.route(chosen, shares, logits, self._bias, self._scale, self._is_softmax, self._is_normalized)
+        ops.route(chosen, shares, self._logits(normed), self._bias, self._scale, self._is_softmax, self._is_normalized)
         order, bounds = (normed.new_empty(each, dtype=torch.int64) for each in (chosen.numel(), len(first) + 1))
         ops.sort_pairs(order, bounds, chosen)
+        pairs = order, bounds, shares
         inner = normed.new_empty(len(order), len(self._weights[0][0]) // 2)
-        ops.expert_product(inner, normed, first, order, bounds, shares, num_chosen, self._is_gelu)
+        ops.expert_product(inner, normed, first, *pairs, first_bias, num_chosen, True, *self._gate)
         output = normed.new_empty(len(order), normed.shape[1])
-        ops.expert_product(output, inner, second, order, bounds, None, num_chosen, False)
+        last_bias = last_bias if self._adds_last_bias else None
+        ops.expert_product(output, inner, second, *pairs, last_bias, num_chosen, False, *self._gate)
         # All have equally many experts, so that the sum has one order.
         return output.view(len(normed), num_chosen, normed.shape[1]).sum(1)
+
+    def _logits(self, normed: Tensor) -> Tensor:
+        if self._is_softmax:
+            return linear(normed, self._router, self._router_bias)
+        # As in training, sigmoids are of products in fp32.
+        bias = None if self._router_bias is None else self._router_bias.float()
+        return linear(normed.float(), self._router.float(), bias)

@@ -176,10 +176,11 @@ def gate_heads(context, mixed, SHARERS: tl.constexpr, HEAD: tl.constexpr, HEADS:
 
 
 @triton.jit(do_not_specialize=["layer", "num_rows", "table_width"])
-def attend(context, partial, sums, query, caches, tables, sequences, positions, firsts, counts, layer, num_rows,
+def attend(context, partial, sums, query, caches, tables, sequences, positions, firsts, counts, sinks, layer, num_rows,
            table_width, scale, softcap, window, GROUPS: tl.constexpr, SHARERS: tl.constexpr, HEAD: tl.constexpr,
            BLOCK_TOKENS: tl.constexpr, SPLITS: tl.constexpr, HAS_TILES: tl.constexpr, HAS_CAP: tl.constexpr,
-           HAS_WINDOW: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+           HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+           WIDTH: tl.constexpr):  # fmt: skip
     """Attend to the cached tokens of each row's own sequence, up to the row itself.
 
     A program computes a tile of rows of one sequence, for one query group, over one share of the keys. The shares are
@@ -196,6 +197,7 @@ def attend(context, partial, sums, query, caches, tables, sequences, positions, 
         positions: As for ``store``; they rise within a tile.
         firsts: First row of each tile, ``[tiles]`` int32; without ``HAS_TILES`` each row is a tile.
         counts: Rows of each tile, ``[tiles]`` int32.
+        sinks: One more score of each head, whose weight goes to no value, ``[groups, sharers]``, with ``HAS_SINKS``.
         layer: Which layer's cache.
         num_rows: Rows.
         table_width: Blocks in a row of the table.
@@ -210,6 +212,7 @@ def attend(context, partial, sums, query, caches, tables, sequences, positions, 
         HAS_TILES: Whether tiles are given.
         HAS_CAP: Whether scores are capped.
         HAS_WINDOW: Whether rows see a window.
+        HAS_SINKS: Whether there are sinks.
         QUERIES: Power of 2, at least 16 and at least the rows of a tile times ``SHARERS``.
         KEYS: Keys at a time; a power of 2, at least 16.
         WIDTH: Power of 2, at least ``HEAD``.
@@ -241,6 +244,12 @@ def attend(context, partial, sums, query, caches, tables, sequences, positions, 
     stop = tl.minimum(start + per_split * KEYS, end)
     largest = tl.full([QUERIES], -float("inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
+    if HAS_SINKS:
+        # As if the first share had seen a key whose value is 0.
+        has_sink = is_row & (split == 0)
+        sink = tl.load(sinks + group * SHARERS + place % SHARERS, mask=has_sink, other=-float("inf"))
+        largest = sink.to(tl.float32)
+        total = has_sink.to(tl.float32)
     result = tl.zeros([QUERIES, WIDTH], tl.float32)
     for base in range(start, stop, KEYS):
         key_at = base + tl.arange(0, KEYS)

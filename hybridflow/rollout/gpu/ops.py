@@ -112,6 +112,7 @@ def attend(
     positions: Tensor,
     firsts: Tensor | None,
     counts: Tensor | None,
+    sinks: Tensor | None,
     layer: int,
     rows_per_tile: int,
     scale: float,
@@ -124,7 +125,7 @@ def attend(
     kernels.attend[(tiles, groups, splits)](
         *(context, context if partial is None else partial, context if sums is None else sums, query, caches, tables),
         *(sequences, positions, positions if firsts is None else firsts, positions if counts is None else counts),
-        *(layer, rows, tables.shape[1], scale, softcap, window),
+        *(query if sinks is None else sinks, layer, rows, tables.shape[1], scale, softcap, window),
         GROUPS=groups,
         SHARERS=sharers,
         HEAD=head,
@@ -133,6 +134,7 @@ def attend(
         HAS_TILES=firsts is not None,
         HAS_CAP=softcap > 0,
         HAS_WINDOW=window > 0,
+        HAS_SINKS=sinks is not None,
         QUERIES=queries,
         # On an H100 attention takes 7 to 12 percent longer in decoding with 32 keys at a time.
         KEYS=16 if query.dtype.itemsize == 4 else 64 if queries == 16 and head <= 128 else 32,
@@ -191,11 +193,11 @@ def delta_step(
 
 
 @_operator(mutates=("result",))
-def gate(result: Tensor, mixed: Tensor, is_gelu: bool) -> None:
+def gate(result: Tensor, mixed: Tensor, kind: int, clamp: float, offset: float) -> None:
     rows, inner = result.shape
     grid = rows, triton.cdiv(inner, layer_kernels.GATE_COLUMNS)
-    plain = dict(CLAMP=0.0, OFFSET=0.0)
-    layer_kernels.gate[grid](result, mixed, inner, KIND=int(is_gelu), **plain, BLOCK=layer_kernels.GATE_COLUMNS)
+    how = dict(KIND=kind, CLAMP=clamp, OFFSET=offset)
+    layer_kernels.gate[grid](result, mixed, inner, **how, BLOCK=layer_kernels.GATE_COLUMNS)
 
 
 @_operator(mutates=("chosen", "shares"))
@@ -235,16 +237,24 @@ def expert_product(
     matrices: Tensor,
     order: Tensor,
     bounds: Tensor,
-    shares: Tensor | None,
+    shares: Tensor,
+    biases: Tensor | None,
     num_chosen: int,
-    is_gelu: bool,
+    is_gated: bool,
+    kind: int,
+    clamp: float,
+    offset: float,
 ) -> None:
     (pairs, outputs), inputs, columns = result.shape, source.shape[1], 64
     is_half = source.dtype.itemsize == 2
     expert_kernels.expert_product[(len(matrices), triton.cdiv(outputs, columns))](
-        *(result, source, matrices, order, bounds, result if shares is None else shares, inputs, outputs, num_chosen),
-        IS_GATED=shares is not None,
-        IS_GELU=is_gelu,
+        *(result, source, matrices, order, bounds, shares, matrices if biases is None else biases),
+        *(inputs, outputs, num_chosen),
+        IS_GATED=is_gated,
+        HAS_BIAS=biases is not None,
+        KIND=kind,
+        CLAMP=clamp,
+        OFFSET=offset,
         # Twice as many as an expert has on average: one with more has its matrix read again.
         ROWS=min(_power(triton.cdiv(2 * pairs, len(matrices)), 16), 32),
         COLUMNS=columns,

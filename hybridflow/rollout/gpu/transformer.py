@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from hybridflow.models.experts import ExpertLayer
+from hybridflow.models.gated import kernel_gate
 from hybridflow.models.gated_delta_net import GatedDeltaNet
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.lora import Adapter, adapter_of
@@ -84,9 +85,9 @@ class GpuTransformer:
         self.sharers = config.num_attention_heads // config.num_query_groups
         self._eps = config.layernorm_epsilon
         self._centre = 1.0 if config.layernorm_zero_centered_gamma else 0.0
-        self._is_gelu = config.activation_func.__name__ == "gelu_tanh"
+        self._gate = kernel_gate(config)
         tables = model.rotary_tables()
-        self.layers = [_layer(each, self._is_gelu, tables.get(at)) for at, each in enumerate(model.decoder.layers)]
+        self.layers = [_layer(each, tables.get(at)) for at, each in enumerate(model.decoder.layers)]
         adapters = [each for each in model.modules() if isinstance(each, Adapter)]
         # Of factors a captured graph reads copies, wherever an update leaves the factors themselves.
         copied = {id(factor) for adapter in adapters for factor in adapter.parameters()}
@@ -156,7 +157,7 @@ class GpuTransformer:
         for index, layer in enumerate(self.layers):
             ops.add_norm(hidden, normed, product, post, layer.input_norm, self._eps, self._centre)
             context = self._attend(index, layer, self._linear(layer.qkv, normed), attention)
-            product = self._over_group(self._linear(layer.projection, context))
+            product = self._over_group(self._partial(layer.projection, context))
             ops.add_norm(hidden, normed, product, layer.attention_norm, layer.mlp_norm, self._eps, self._centre)
             product, post = self._feed_forward(layer, normed), layer.output_norm
         return product, post
@@ -194,8 +195,8 @@ class GpuTransformer:
         """Return this rank's part of the output of a feed-forward block that is not a mixture."""
         both = self._linear(mlp.linear_fc1, normed)
         inner = both.new_empty(len(both), both.shape[1] // 2)
-        ops.gate(inner, both, self._is_gelu)
-        return self._linear(mlp.linear_fc2, inner)
+        ops.gate(inner, both, *self._gate)
+        return self._partial(mlp.linear_fc2, inner)
 
     def _sum(self, hidden: Tensor, product: Tensor | None, post: Tensor | None) -> Tensor:
         """Return the output of a stage that is not the last."""
@@ -207,8 +208,12 @@ class GpuTransformer:
             product = normed
         return hidden + product
 
-    def _linear(self, module: Any, inputs: Tensor) -> Tensor:
-        product = linear(inputs, module.weight, getattr(module, "bias", None))
+    def _partial(self, module: Any, inputs: Tensor) -> Tensor:
+        """Return this rank's part of a product that is summed over the ranks, of which one adds the bias."""
+        return self._linear(module, inputs, has_bias=self._tp_rank == 0)
+
+    def _linear(self, module: Any, inputs: Tensor, *, has_bias: bool = True) -> Tensor:
+        product = linear(inputs, module.weight, getattr(module, "bias", None) if has_bias else None)
         if id(module) not in self._factors:
             return product
         scale, a, b = self._factors[id(module)]
@@ -241,7 +246,7 @@ class GpuTransformer:
         return found
 
 
-def _layer(layer: TransformerLayer, is_gelu: bool, rotary: Tensor | None) -> _Layer:
+def _layer(layer: TransformerLayer, rotary: Tensor | None) -> _Layer:
     attention, mlp = layer.self_attention, layer.mlp
     first = None if isinstance(mlp, ExpertLayer) else mlp.linear_fc1
     delta = attention if isinstance(attention, GatedDeltaNet) else None
@@ -257,13 +262,13 @@ def _layer(layer: TransformerLayer, is_gelu: bool, rotary: Tensor | None) -> _La
         qkv=qkv,
         projection=projection,
         delta=delta,
-        mlp=GpuExperts(mlp, is_gelu=is_gelu) if is_quick else mlp,
+        mlp=GpuExperts(mlp) if is_quick else mlp,
         input_norm=input_norm,
         mlp_norm=mlp_norm,
         head_norms=None if query_norm is None or key_norm is None else (query_norm, key_norm),
         attention_norm=_norm(getattr(attention, "post_layernorm", None)),
         output_norm=_norm(getattr(mlp, "post_layernorm", None)),
-        scoring=attention.core_attention.scoring if delta is None else None,
+        scoring=attention.core_attention.whole_scoring if delta is None else None,
         rotary=rotary,
     )
 

@@ -29,6 +29,7 @@ SEED_OSS = dict(head=128, groups=8, sharers=10, hidden=5120, ffn=27648)
 GPT_OSS = dict(head=64, groups=8, sharers=8, hidden=2880, ffn=2880)
 GLM4_9B = dict(head=128, groups=2, sharers=16, hidden=4096, ffn=13696)
 QWEN3_5_9B = dict(head=256, groups=4, sharers=4, pairs=32)
+GELU = (1, 0.0, 0.0)
 LLAMA3_1B = dict(head=64, groups=8, sharers=4, hidden=2048, ffn=8192)
 
 
@@ -40,7 +41,9 @@ def ints(*shape):
     return torch.zeros(shape, dtype=torch.int32)
 
 
-def attend_in_cache(dtype, shape, *, has_tiles, splits=1, is_special=True, is_interleaved=False, rows=4):
+def attend_in_cache(
+    dtype, shape, *, has_tiles, splits=1, is_special=True, is_interleaved=False, has_sinks=False, rows=4
+):
     """Launch the kernels that rotate, cache and attend, for a step of decoding or a prefill."""
     head, groups, sharers = shape["head"], shape["groups"], shape["sharers"]
     most = rows_per_tile(dtype, sharers) if has_tiles else 1
@@ -54,7 +57,8 @@ def attend_in_cache(dtype, shape, *, has_tiles, splits=1, is_special=True, is_in
     sums = torch.zeros(2, splits, *query.shape[:-1]) if splits > 1 else None
     tiles = (ints(rows), ints(rows)) if has_tiles else (None, None)
     caps = (50.0, 4096) if is_special else (0.0, 0)
-    ops.attend(torch.zeros_like(query), partial, sums, query, *where, *tiles, 0, most, 0.1, *caps)
+    sinks = torch.zeros(groups * sharers, dtype=dtype) if has_sinks else None
+    ops.attend(torch.zeros_like(query), partial, sums, query, *where, *tiles, sinks, 0, most, 0.1, *caps)
     if partial is not None:
         ops.combine(torch.zeros_like(query), partial, sums)
 
@@ -73,7 +77,7 @@ def around_attention(dtype, shape, vocabulary):
     rows, width = 4, shape["hidden"]
     hidden, weight = torch.zeros(rows, width, dtype=dtype), torch.zeros(width, dtype=dtype)
     ops.add_norm(hidden, hidden.clone(), hidden.clone(), weight, weight, 1e-6, 1.0)
-    ops.gate(torch.zeros(rows, shape["ffn"], dtype=dtype), torch.zeros(rows, 2 * shape["ffn"], dtype=dtype), True)
+    ops.gate(torch.zeros(rows, shape["ffn"], dtype=dtype), torch.zeros(rows, 2 * shape["ffn"], dtype=dtype), *GELU)
     logits, parts = torch.zeros(rows, vocabulary, dtype=dtype), ops.num_parts(vocabulary)
     terms, ids, quiet = torch.zeros(5, rows, parts), ints(rows, parts), torch.zeros(rows, dtype=torch.uint8)
     floors, shares = ints(rows), torch.zeros(rows)
@@ -97,7 +101,7 @@ def linear_attention(dtype, key_heads, sharers, key, value):
     ops.delta_step(context, mixed, conv, heads, heads, norm, longs(2, 2), of_rows, of_rows, 0, key, 1e-6)
 
 
-def experts(dtype, tokens, *, is_gelu=False):
+def experts(dtype, tokens, *, how=(0, 0.0, 0.0), has_bias=False):
     """Launch the kernels of 128 experts, of which each token has 8."""
     pairs = 8 * tokens
     logits, given, inner = (torch.zeros(rows, 128, dtype=dtype) for rows in (tokens, tokens, pairs))
@@ -105,8 +109,9 @@ def experts(dtype, tokens, *, is_gelu=False):
     ops.route(ints(tokens, 8), torch.zeros(tokens, 8), logits.float(), torch.zeros(logits.shape[1]), 2.5, False, True)
     where = longs(128), longs(pairs), longs(129)
     ops.sort_pairs(*where[1:], ints(tokens, 8))
-    ops.expert_product(inner, given, *where, torch.zeros(tokens, 8), 8, is_gelu)
-    ops.expert_product(torch.zeros(pairs, 128, dtype=dtype), inner, *where, None, 8, False)
+    shares, biases = torch.zeros(tokens, 8), longs(128) if has_bias else None
+    ops.expert_product(inner, given, *where, shares, biases, 8, True, *how)
+    ops.expert_product(torch.zeros(pairs, 128, dtype=dtype), inner, *where, shares, biases, 8, False, *how)
 
 
 def edited(dtype, vocabulary):
@@ -184,13 +189,20 @@ MORE = {
     "Seed-OSS, a step": lambda: attend_in_cache(BF16, SEED_OSS, has_tiles=False, is_special=False),
     "Seed-OSS, a prefill": lambda: attend_in_cache(BF16, SEED_OSS, has_tiles=True, is_special=False),
     "GPT-OSS, training": lambda: train(BF16, GPT_OSS),
+    "GPT-OSS, a step": lambda: attend_in_cache(BF16, GPT_OSS, has_tiles=False, has_sinks=True),
+    "GPT-OSS, a step with split keys": lambda: attend_in_cache(
+        BF16, GPT_OSS, has_tiles=False, has_sinks=True, splits=8
+    ),
+    "GPT-OSS, a prefill": lambda: attend_in_cache(BF16, GPT_OSS, has_tiles=True, has_sinks=True),
+    "experts with biases and bounds, a step": lambda: experts(BF16, 64, how=(2, 7.0, 1.0), has_bias=True),
+    "experts with biases and bounds, a prefill": lambda: experts(BF16, 2048, how=(2, 7.0, 1.0), has_bias=True),
     "1B, a prefill": lambda: attend_in_cache(BF16, LLAMA3_1B, has_tiles=True),
     "7B in fp32, a prefill": lambda: attend_in_cache(FP32, QWEN2_7B, has_tiles=True),
     "Gemma 2 in fp32, a step": lambda: attend_in_cache(FP32, GEMMA2_9B, has_tiles=False),
     "four value heads for a key head, a step of linear attention": lambda: linear_attention(BF16, 2, 4, 128, 128),
     "attention with gates in fp32": lambda: gated_attention(FP32, QWEN3_5_9B),
     "linear attention in fp32, a step": lambda: linear_attention(FP32, 16, 2, 128, 128),
-    "experts with GELU, a small prefill": lambda: experts(BF16, 512, is_gelu=True),
+    "experts with GELU, a small prefill": lambda: experts(BF16, 512, how=GELU),
     "experts in fp32, a prefill": lambda: experts(FP32, 2048),
     "70B in fp32, between the products of training": lambda: between_products(FP32, LLAMA3_70B),
     "7B, training": lambda: train(BF16, QWEN2_7B),

@@ -140,7 +140,6 @@ FAMILIES = tuple(name for name in _CONFIGS if name not in ("qwen3_5_text", "gemm
 """Those whose layers are all alike."""
 BY_MODULES = (
     "gemma4_text",
-    "gpt_oss",
     "minimax_m2",
     "olmo2",
     "olmo3",

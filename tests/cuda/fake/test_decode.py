@@ -111,6 +111,28 @@ GLM_4_5_AIR = replace(
     router_bias=True,
 )
 
+GPT_OSS_20B = replace(
+    QWEN3_30B,
+    # Of 24 layers.
+    hidden_size=2880,
+    ffn_hidden_size=2880,
+    num_attention_heads=64,
+    num_query_groups=8,
+    head_dim=64,
+    vocab_size=201088,
+    qk_norm=False,
+    qkv_bias=True,
+    linear_bias=True,
+    attention_sinks=True,
+    window=128,
+    window_layers=(0, 2),
+    activation="quick_gelu",
+    glu_clamp=7.0,
+    glu_offset=1.0,
+    num_experts=32,
+    experts_per_token=4,
+)
+
 LORA = LoRAConfig(rank=16, alpha=32.0)
 
 
@@ -131,6 +153,8 @@ def on_the_device(self, *shape, dtype):
         pytest.param(QWEN3_30B, 2, 8, 16, True, None, id="30B of 128 experts, one rank of tp2, edited logits"),
         pytest.param(QWEN3_5_35B, 1, 64, 17, False, None, id="35B with linear attention and a shared expert"),
         pytest.param(GLM_4_5_AIR, 2, 64, 21, False, None, id="106B with a shared expert, one rank of tp2"),
+        pytest.param(GPT_OSS_20B, 1, 64, 12, False, None, id="20B with sinks and biases"),
+        pytest.param(GPT_OSS_20B, 2, 8, 15, True, None, id="20B with sinks and biases, one rank of tp2, keys split"),
         pytest.param(QWEN3_5_9B, 1, 64, 9, False, None, id="9B with linear attention"),
         pytest.param(QWEN3_5_9B, 4, 8, 16, True, LORA, id="9B with linear attention, one rank of tp4, adapters"),
     ],

@@ -34,6 +34,20 @@ def random(*shape: int, dtype: torch.dtype = FP32, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+GATES = [(0, 0.0, 0.0), (1, 0.0, 0.0), (2, 0.7, 1.0)]
+"""Gates of Llama, Gemma and GPT-OSS: activation, bound and offset; many values are out of the bound."""
+
+
+def gate_parts(mixed: Tensor, how: tuple[int, float, float]) -> tuple[Tensor, Tensor]:
+    """Return the activated gate and the other half, ``[..., inner]`` each."""
+    kind, bound, offset = how
+    gates, others = mixed.chunk(2, -1)
+    if bound:
+        gates, others = gates.clamp(max=bound), others.clamp(-bound, bound)
+    active = [silu(gates), gelu(gates, approximate="tanh"), gates * (1.702 * gates).sigmoid()][kind]
+    return active, others + offset
+
+
 def normalized(values: Tensor, weight: Tensor, eps: float, centre: float) -> Tensor:
     values = values.float()
     return values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * (weight.float() + centre)
@@ -58,12 +72,11 @@ def test_sums_are_normalized(kind, rows, width, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "inner"), [(1, 1), (3, 100), (2, 1025)])
-@pytest.mark.parametrize("is_gelu", [False, True])
-def test_gates(is_gelu, rows, inner, dtype):
+@pytest.mark.parametrize("how", GATES)
+def test_gates(how, rows, inner, dtype):
     mixed, result = random(rows, 2 * inner, dtype=dtype), torch.empty(rows, inner, dtype=dtype)
-    ops.gate(result, mixed, is_gelu)
-    gates, others = mixed.float().chunk(2, 1)
-    active = gelu(gates, approximate="tanh") if is_gelu else silu(gates)
+    ops.gate(result, mixed, *how)
+    active, others = gate_parts(mixed.float(), how)
     close(result, active.to(dtype).float() * others, dtype)
 
 
@@ -93,33 +106,37 @@ def test_experts_are_chosen_by_sigmoids_and_a_bias_that_is_in_no_share(has_bias,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("tokens", "experts", "num_chosen", "hidden", "ffn", "is_gelu"),
+    ("tokens", "experts", "num_chosen", "hidden", "ffn", "how", "has_bias"),
     [
-        pytest.param(1, 4, 2, 16, 24, False, id="one token"),
-        pytest.param(7, 5, 2, 70, 100, True, id="an expert without tokens, odd widths"),
-        pytest.param(45, 2, 2, 33, 65, False, id="more tokens than a block"),
+        pytest.param(1, 4, 2, 16, 24, GATES[0], False, id="one token"),
+        pytest.param(7, 5, 2, 70, 100, GATES[1], False, id="an expert without tokens, odd widths"),
+        pytest.param(45, 2, 2, 33, 65, GATES[0], False, id="more tokens than a block"),
+        pytest.param(7, 3, 2, 33, 65, GATES[2], True, id="biases, and bounds of the gate"),
     ],
 )
-def test_pairs_meet_the_matrices_of_their_experts(tokens, experts, num_chosen, hidden, ffn, is_gelu, dtype):
+def test_pairs_meet_the_matrices_of_their_experts(tokens, experts, num_chosen, hidden, ffn, how, has_bias, dtype):
     first = [random(2 * ffn, hidden, dtype=dtype, seed=each) / hidden**0.5 for each in range(experts)]
     second = [random(hidden, ffn, dtype=dtype, seed=9 + each) / ffn**0.5 for each in range(experts)]
-    matrices = torch.tensor([[each.data_ptr() for each in weights] for weights in (first, second)])
+    biases = [[random(len(each), dtype=dtype, seed=len(each)) for each in weights] for weights in (first, second)]
+    tensors = [first, second, *(biases if has_bias else ())]
+    matrices, *of_biases = torch.tensor([[each.data_ptr() for each in kind] for kind in tensors]).split(2)
+    first_bias, last_bias = of_biases[0] if has_bias else (None, None)
     given, shares = random(tokens, hidden, dtype=dtype), random(tokens, num_chosen).abs() + 0.5
     # All but the last expert, where there are more than are chosen.
     chosen = random(tokens, max(experts - 1, num_chosen), seed=5).argsort(1)[:, :num_chosen]
     pairs = torch.empty(tokens * num_chosen, dtype=torch.int64), torch.empty(experts + 1, dtype=torch.int64)
     ops.sort_pairs(*pairs, chosen.to(torch.int32))
     inner = torch.full((tokens * num_chosen, ffn), torch.nan, dtype=dtype)
-    ops.expert_product(inner, given, matrices[0], *pairs, shares, num_chosen, is_gelu)
+    ops.expert_product(inner, given, matrices[0], *pairs, shares, first_bias, num_chosen, True, *how)
     output = torch.full((tokens * num_chosen, hidden), torch.nan, dtype=dtype)
-    ops.expert_product(output, inner, matrices[1], *pairs, None, num_chosen, False)
+    ops.expert_product(output, inner, matrices[1], *pairs, shares, last_bias, num_chosen, False, *how)
     for token in range(tokens):
         for place, expert in enumerate(chosen[token].tolist()):
-            gates, others = (given[token].float() @ first[expert].float().T).chunk(2)
-            active = gelu(gates, approximate="tanh") if is_gelu else silu(gates)
-            pair = token * num_chosen + place
-            close(inner[pair], active * others * shares[token, place], dtype, steps=8)
-            close(output[pair], inner[pair].float() @ second[expert].float().T, dtype, steps=8)
+            upper, lower = (has_bias * kind[expert].float() for kind in biases)
+            active, others = gate_parts(given[token].float() @ first[expert].float().T + upper, how)
+            pair, share = token * num_chosen + place, shares[token, place]
+            close(inner[pair], active * others * share, dtype, steps=8)
+            close(output[pair], inner[pair].float() @ second[expert].float().T + lower * share, dtype, steps=8)
 
 
 @pytest.mark.parametrize(("num_pairs", "experts"), [(1, 1), (20, 7), (2048, 3), (5000, 16)])
@@ -231,16 +248,19 @@ def test_contexts_are_multiplied_by_the_sigmoids_of_their_gates(groups, sharers,
     close(context, expected, dtype)
 
 
-def attended(query: Tensor, keys: list[Tensor], values: list[Tensor], where, scale, softcap, window) -> Tensor:
+def attended(query: Tensor, keys: list[Tensor], values: list[Tensor], where, scoring, sinks=None) -> Tensor:
     """Attend row by row: ``[rows, groups, sharers, head]``."""
-    expected = torch.zeros(query.shape)
+    (scale, softcap, window), expected = scoring, torch.zeros(query.shape)
     for row, (sequence, position) in enumerate(zip(*(each.tolist() for each in where), strict=True)):
         if position < 0:
             continue
         seen = slice(max(0, position + 1 - window) if window else 0, position + 1)
         scores = torch.einsum("gsh,tgh->gst", query[row].float(), keys[sequence][seen]) * scale
         scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-        expected[row] = torch.einsum("gst,tgh->gsh", scores.softmax(-1), values[sequence][seen])
+        shares = scores.exp() / (
+            scores.exp().sum(-1, keepdim=True) + (0 if sinks is None else sinks.float().exp()[..., None])
+        )
+        expected[row] = torch.einsum("gst,tgh->gsh", shares, values[sequence][seen])
     return expected
 
 
@@ -252,18 +272,21 @@ PREFILL = ([0] * 39 + [1] + [2] * 5, [*range(1, 40), 0, *range(13, 18)])
 
 SCORINGS = [(0.0, 0), (1.5, 0), (0.0, 5), (1.5, 20), (0.0, 1)]
 SHAPES = [
-    *(pytest.param(FP32, 2, 3, 16, *each, id=f"fp32, cap {each[0]}, window {each[1]}") for each in SCORINGS),
-    pytest.param(FP32, 1, 7, 12, 1.5, 20, id="12 dims, 7 sharers"),
-    pytest.param(BF16, 2, 1, 64, 1.5, 20, id="bf16"),
-    pytest.param(FP16, 1, 4, 40, 0.0, 5, id="fp16, 40 dims"),
+    *(pytest.param(FP32, 2, 3, 16, *each, False, id=f"fp32, cap {each[0]}, window {each[1]}") for each in SCORINGS),
+    pytest.param(FP32, 1, 7, 12, 1.5, 20, False, id="12 dims, 7 sharers"),
+    pytest.param(BF16, 2, 1, 64, 1.5, 20, False, id="bf16"),
+    pytest.param(FP16, 1, 4, 40, 0.0, 5, False, id="fp16, 40 dims"),
+    pytest.param(FP32, 2, 3, 16, 0.0, 0, True, id="sinks"),
+    pytest.param(FP32, 3, 2, 16, 1.5, 5, True, id="sinks, cap and window"),
+    pytest.param(BF16, 2, 4, 64, 0.0, 5, True, id="sinks, bf16"),
 ]
 
 
-@pytest.mark.parametrize(("dtype", "groups", "sharers", "head", "softcap", "window"), SHAPES)
+@pytest.mark.parametrize(("dtype", "groups", "sharers", "head", "softcap", "window", "has_sinks"), SHAPES)
 @pytest.mark.parametrize(
     "kind", ["a step", "a step, keys split", "tiles", pytest.param("tiles, keys split", marks=pytest.mark.long)]
 )
-def test_rows_attend_to_their_own_sequence(kind, dtype, groups, sharers, head, softcap, window):
+def test_rows_attend_to_their_own_sequence(kind, dtype, groups, sharers, head, softcap, window, has_sinks):
     cache = Paged([40, 1, 18], groups, head, dtype)
     keys, values = cache.fill()
     where = tuple(map(torch.tensor, PREFILL if kind.startswith("tiles") else STEP))
@@ -276,11 +299,11 @@ def test_rows_attend_to_their_own_sequence(kind, dtype, groups, sharers, head, s
     if kind.endswith("split"):
         # More shares than there are keys for some rows.
         partial, sums = torch.full((5, *query.shape), torch.nan), torch.full((2, 5, *query.shape[:-1]), torch.nan)
-    scoring = 0.3, softcap, window
-    ops.attend(context, partial, sums, query, cache.addresses, cache.tables, *where, *tiles, 1, most, *scoring)
+    scoring, sinks = (0.3, softcap, window), random(groups, sharers, dtype=dtype, seed=3) if has_sinks else None
+    ops.attend(context, partial, sums, query, cache.addresses, cache.tables, *where, *tiles, sinks, 1, most, *scoring)
     if partial is not None:
         ops.combine(context, partial, sums)
-    close(context, attended(query, keys, values, where, *scoring), dtype, steps=8)
+    close(context, attended(query, keys, values, where, scoring, sinks), dtype, steps=8)
 
 
 def test_rows_are_cut_into_tiles_of_one_sequence():
@@ -514,11 +537,11 @@ def test_no_rows(operator):
     if operator == "add_norm":
         ops.add_norm(none, none.clone(), none.clone(), None, torch.ones(8), 1e-5, 0.0)
     elif operator == "gate":
-        ops.gate(torch.empty(0, 4), none, False)
+        ops.gate(torch.empty(0, 4), none, *GATES[0])
     elif operator == "attend":
         cache = Paged([1], 1, 16, FP32)
         query = torch.empty(0, 1, 2, 16)
         where = cache.addresses, cache.tables, longs, longs
-        ops.attend(torch.empty_like(query), None, None, query, *where, None, None, 0, 1, 1.0, 0.0, 0)
+        ops.attend(torch.empty_like(query), None, None, query, *where, None, None, None, 0, 1, 1.0, 0.0, 0)
     else:
         assert [len(each) for each in sampled(none, longs, longs, torch.empty(0), quiet, 8)] == [0, 0, 0]

@@ -82,8 +82,9 @@ class GpuExperts:
         return output.view(len(normed), num_chosen, normed.shape[1]).sum(1)
 
     def _logits(self, normed: Tensor) -> Tensor:
-        if self._is_softmax:
-            return linear(normed, self._router, self._router_bias)
+        router, bias = self._router, self._router_bias
+        if self._is_softmax or normed.dtype == torch.float32:
+            return linear(normed, router, bias)
         # As in training, sigmoids are of products in fp32.
-        bias = None if self._router_bias is None else self._router_bias.float()
-        return linear(normed.float(), self._router.float(), bias)
+        logits = torch.mm(normed, router.t(), out_dtype=torch.float32)
+        return logits if bias is None else logits + bias

@@ -91,6 +91,10 @@ BOUNDED = replace(
     glu_offset=1.0,
     normalized_experts=True,
 )
+# What OLMo 2 and 3 have: norms of queries and keys over all heads, and none before attention and feed-forward block.
+WIDE = replace(
+    TINY, num_layers=2, qkv_bias=False, qk_norm=True, qk_norm_over="projection", pre_norms=False, post_norms=True
+)
 # What DeepSeek-V3 has beside, and its attention.
 SHARED = replace(
     BESIDE,
@@ -175,13 +179,13 @@ def make_model(
     return built, mesh, groups, spec
 
 
-def fill_biases(model: Transformer) -> None:
-    """Give biases values: they begin as 0, which hides one that is left out, or added by each rank."""
+def vary_vectors(model: Transformer) -> None:
+    """Change biases and norms: they begin as 0 and 1, which hides one that is left out, or added by each rank."""
     generator = torch.Generator().manual_seed(11)
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            # On all ranks alike, since some biases are whole on each.
-            parameter.data.normal_(std=0.1, generator=generator)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            # On all ranks alike, since some are whole on each.
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
 
 
 def samples(count: int, seed: int = 0) -> tuple[list[torch.Tensor], list[int]]:

@@ -21,6 +21,7 @@ from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.gated import kernel_gate
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.lora import merged_weight
+from hybridflow.models.norm import ProjectionNorm
 from hybridflow.rollout.blocks import PANEL
 from hybridflow.rollout.cpu.kernels import Batch, Layer, Shape, Slots, Step, Vocabulary, load_kernels
 from hybridflow.rollout.paged import PagedAttention, PagedCache, cache_shape, state_bytes
@@ -33,7 +34,6 @@ def runs_on_cpu(model: Transformer) -> bool:
     """Return whether ``CpuTransformer`` can compute this model."""
     config = model.config
     head = cache_shape(model)[1]
-    layers = model.decoder.layers
     return (
         load_kernels() is not None
         and config.params_dtype is torch.float32
@@ -45,11 +45,19 @@ def runs_on_cpu(model: Transformer) -> bool:
         and all(2 * pairs == head for pairs in model.rotated_pairs)
         and not config.rotary_interleaved
         and config.num_query_groups >= config.tensor_model_parallel_size
-        and not any(isinstance(layer.mlp, ExpertLayer) for layer in layers)
         and not config.add_bias_linear
         and kernel_gate(config) in _GATES
-        and all(layer.self_attention.core_attention.softmax_offset is None for layer in layers)
+        and all(_is_plain(layer) for layer in model.decoder.layers)
     )
+
+
+def _is_plain(layer: TransformerLayer) -> bool:
+    """Return whether a layer is dense, normalizes its inputs, each head by itself if at all, and has no sinks."""
+    attention = layer.self_attention
+    is_dense = not isinstance(layer.mlp, ExpertLayer)
+    has_norms = not isinstance(layer.input_layernorm, IdentityOp)
+    is_known = not isinstance(attention.q_layernorm, ProjectionNorm)
+    return is_dense and has_norms and is_known and attention.core_attention.softmax_offset is None
 
 
 class CpuTransformer:

@@ -96,6 +96,7 @@ class GpuAttention:
         eps: float,
         centre: float,
         *,
+        squares: Tensor | None = None,
         is_gated: bool = False,
         is_interleaved: bool = False,
     ) -> Tensor:
@@ -105,10 +106,12 @@ class GpuAttention:
             layer: Local layer index.
             mixed: ``[rows, groups, sharers + 2, head]``, queries, key and value of each query group.
             rotary: Cosines and sines of each position, ``[context, 2, turned pairs]`` fp32.
-            norms: Weights of the norms of queries and keys, ``[head]`` each; None: they are not normalized.
+            norms: Weights of the norms of queries and keys, ``[head]`` each, or of all heads here where a norm is over
+                all heads; None: they are not normalized.
             scoring: How scores are made.
             eps: Of the norms.
             centre: Of the norms.
+            squares: Mean squares of queries and keys over all heads, ``[rows, 2]`` fp32; None: each head has its own.
             is_gated: Whether each query has a gate behind it, ``[rows, groups, 2 * sharers + 2, head]``.
             is_interleaved: Whether neighboring dims turn together.
 
@@ -118,7 +121,7 @@ class GpuAttention:
         rows, groups, width, head = mixed.shape
         query = mixed.new_empty(rows, groups, (width - 2) // (1 + is_gated), head)
         where = self._addresses, self.tables, self.sequences, self.positions
-        ops.store(query, mixed, *where, rotary, *(norms or (None, None)), layer, eps, centre, is_interleaved)
+        ops.store(query, mixed, *where, rotary, *(norms or (None, None)), squares, layer, eps, centre, is_interleaved)
         context, partial, sums = torch.empty_like(query), None, None
         if self._splits > 1:
             partial = query.new_empty(self._splits, *query.shape, dtype=torch.float32)

@@ -23,7 +23,7 @@ def found_at(place, ELEMENT: tl.constexpr):
 
 @triton.jit
 def add_norm(hidden, product, post_weight, weight, normed, width, eps, centre, HAS_PRODUCT: tl.constexpr,
-             HAS_POST: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+             HAS_POST: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Add a product to hidden states, in place, and normalize the sum; one program for each row.
 
     Args:
@@ -37,6 +37,7 @@ def add_norm(hidden, product, post_weight, weight, normed, width, eps, centre, H
         centre: Added to the norms' weights.
         HAS_PRODUCT: Whether anything is added.
         HAS_POST: Whether the product is normalized first.
+        HAS_NORM: Whether the sum is normalized.
         BLOCK: Power of 2, at least ``width``.
     """
     row = tl.program_id(0).to(tl.int64) * width
@@ -51,9 +52,38 @@ def add_norm(hidden, product, post_weight, weight, normed, width, eps, centre, H
             added = added.to(hidden.dtype.element_ty).to(tl.float32)
         value = (value + added).to(hidden.dtype.element_ty).to(tl.float32)
         tl.store(hidden + row + at, value.to(hidden.dtype.element_ty), mask=is_there)
-    scale = tl.load(weight + at, mask=is_there, other=0.0).to(tl.float32) + centre
-    value = value * tl.rsqrt(tl.sum(value * value, 0) / width + eps) * scale
-    tl.store(normed + row + at, value.to(normed.dtype.element_ty), mask=is_there)
+    if HAS_NORM:
+        scale = tl.load(weight + at, mask=is_there, other=0.0).to(tl.float32) + centre
+        value = value * tl.rsqrt(tl.sum(value * value, 0) / width + eps) * scale
+        tl.store(normed + row + at, value.to(normed.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def mean_squares(squares, mixed, ranks, GROUPS: tl.constexpr, SHARERS: tl.constexpr, HEAD: tl.constexpr,
+                 HEADS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """Sum this rank's part of the mean squares of queries and keys over all heads; one program for each row.
+
+    Args:
+        squares: Takes them, ``[rows, 2]`` fp32.
+        mixed: As for ``store``, without gates.
+        ranks: Ranks that have so many heads each.
+        GROUPS: Query groups on this rank.
+        SHARERS: Queries of a group.
+        HEAD: Width of a head.
+        HEADS: Power of 2, at least ``SHARERS + 1``.
+        WIDTH: Power of 2, at least ``HEAD``.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head, at = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
+    queries, keys = tl.zeros([HEADS, WIDTH], tl.float32), tl.zeros([HEADS, WIDTH], tl.float32)
+    for group in range(GROUPS):
+        source = mixed + (row * GROUPS + group) * (SHARERS + 2) * HEAD + head * HEAD + at
+        value = tl.load(source, mask=(head <= SHARERS) & (at < HEAD), other=0.0).to(tl.float32)
+        queries += tl.where(head < SHARERS, value * value, 0.0)
+        keys += tl.where(head == SHARERS, value * value, 0.0)
+    width = ranks * GROUPS * HEAD
+    tl.store(squares + 2 * row, tl.sum(tl.sum(queries, 1), 0) / (width * SHARERS))
+    tl.store(squares + 2 * row + 1, tl.sum(tl.sum(keys, 1), 0) / width)
 
 
 @triton.jit
@@ -65,11 +95,11 @@ def _scaled(values, scale, query_weight, key_weight, at, is_query, is_key, centr
 
 
 @triton.jit(do_not_specialize=["layer", "table_width"])
-def store(query, mixed, caches, tables, sequences, positions, rotary, query_weight, key_weight, layer, table_width, eps,
-          centre, GROUPS: tl.constexpr, SHARERS: tl.constexpr, HEAD: tl.constexpr, TURNED: tl.constexpr,
-          BLOCK_TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-          WIDTH: tl.constexpr, HAS_NORM: tl.constexpr, HAS_GATE: tl.constexpr,
-          IS_INTERLEAVED: tl.constexpr):  # fmt: skip
+def store(query, mixed, caches, tables, sequences, positions, rotary, query_weight, key_weight, squares, layer,
+          table_width, eps, centre, GROUPS: tl.constexpr, SHARERS: tl.constexpr, HEAD: tl.constexpr,
+          TURNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+          REST: tl.constexpr, WIDTH: tl.constexpr, HAS_NORM: tl.constexpr, IS_WIDE: tl.constexpr,
+          HAS_GATE: tl.constexpr, IS_INTERLEAVED: tl.constexpr):  # fmt: skip
     """Rotate queries and keys, and write keys and values to the cache; a program for each row and query group.
 
     Args:
@@ -81,8 +111,9 @@ def store(query, mixed, caches, tables, sequences, positions, rotary, query_weig
         sequences: Sequence of each row, ``[rows]`` int64.
         positions: Position of each row in its sequence, ``[rows]`` int64; -1: padding.
         rotary: Cosines and sines of each position, ``[context, 2, TURNED]`` fp32.
-        query_weight: Weight of the queries' norm, ``[head]``.
-        key_weight: Weight of the keys' norm, ``[head]``.
+        query_weight: Weight of the queries' norm, ``[head]``; with ``IS_WIDE`` ``[groups, sharers, head]``.
+        key_weight: Weight of the keys' norm, ``[head]``; with ``IS_WIDE`` ``[groups, head]``.
+        squares: With ``IS_WIDE`` mean squares of queries and keys, ``[rows, 2]`` fp32.
         layer: Which layer's cache.
         table_width: Blocks in a row of the table.
         eps: Added to mean squares.
@@ -97,6 +128,7 @@ def store(query, mixed, caches, tables, sequences, positions, rotary, query_weig
         REST: Power of 2, at least the dims that stay; 0: all turn.
         WIDTH: Power of 2, at least ``HEAD``.
         HAS_NORM: Whether queries and keys are normalized.
+        IS_WIDE: Whether they are normalized over all heads.
         HAS_GATE: Whether there are gates.
         IS_INTERLEAVED: Whether neighboring dims turn together, instead of a dim of each half.
     """
@@ -112,15 +144,21 @@ def store(query, mixed, caches, tables, sequences, positions, rotary, query_weig
     at_high = at_low + (1 if IS_INTERLEAVED else TURNED)
     low = tl.load(from_head + at_low, mask=is_there, other=0.0).to(tl.float32)
     high = tl.load(from_head + at_high, mask=is_there, other=0.0).to(tl.float32)
-    squares = tl.sum(low * low + high * high, 1)
+    square = tl.sum(low * low + high * high, 1)
     if REST > 0:
         at_rest = 2 * TURNED + tl.arange(0, REST)[None, :] + head * 0
         has_rest = (head <= SHARERS) & (at_rest < HEAD)
         rest_query, rest_key = has_rest & (head < SHARERS), has_rest & (head == SHARERS)
         rest = tl.load(from_head + at_rest, mask=has_rest, other=0.0).to(tl.float32)
-        squares += tl.sum(rest * rest, 1)
+        square += tl.sum(rest * rest, 1)
     if HAS_NORM:
-        scale = tl.rsqrt(squares / HEAD + eps)[:, None]
+        mean = square / HEAD
+        if IS_WIDE:
+            part = tl.arange(0, HEADS)
+            mean = tl.load(squares + 2 * row + (part >= SHARERS))
+            query_weight += (group * SHARERS + head) * HEAD
+            key_weight += group * HEAD
+        scale = tl.rsqrt(mean + eps)[:, None]
         low = _scaled(low, scale, query_weight, key_weight, at_low, is_query, is_key, centre)
         high = _scaled(high, scale, query_weight, key_weight, at_high, is_query, is_key, centre)
         if REST > 0:

@@ -36,21 +36,36 @@ def _power(number: int, least: int = 1) -> int:
 @_operator(mutates=("hidden", "normed"))
 def add_norm(
     hidden: Tensor,
-    normed: Tensor,
+    normed: Tensor | None,
     product: Tensor | None,
     post_weight: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     centre: float,
 ) -> None:
     rows, width = hidden.shape
     kernels.add_norm[(rows,)](
-        *(hidden, hidden if product is None else product, weight if post_weight is None else post_weight, weight),
-        *(normed, width, eps, centre),
+        *(hidden, *(hidden if each is None else each for each in (product, post_weight, weight, normed))),
+        *(width, eps, centre),
         HAS_PRODUCT=product is not None,
         HAS_POST=post_weight is not None,
+        HAS_NORM=weight is not None,
         BLOCK=_power(width),
         num_warps=4 if width <= 2048 else 8,
+    )
+
+
+@_operator(mutates=("squares",))
+def mean_squares(squares: Tensor, mixed: Tensor, ranks: int) -> None:
+    rows, groups, width, head = mixed.shape
+    kernels.mean_squares[(rows,)](
+        *(squares, mixed, ranks),
+        GROUPS=groups,
+        SHARERS=width - 2,
+        HEAD=head,
+        HEADS=_power(width - 1),
+        WIDTH=_power(head),
+        num_warps=4,
     )
 
 
@@ -65,6 +80,7 @@ def store(
     rotary: Tensor,
     query_weight: Tensor | None,
     key_weight: Tensor | None,
+    squares: Tensor | None,
     layer: int,
     eps: float,
     centre: float,
@@ -74,7 +90,7 @@ def store(
     turned = rotary.shape[2]
     kernels.store[(rows, groups)](
         *(query, mixed, caches, tables, sequences, positions, rotary),
-        *(query if query_weight is None else query_weight, query if key_weight is None else key_weight),
+        *(query if each is None else each for each in (query_weight, key_weight, squares)),
         *(layer, tables.shape[1], eps, centre),
         GROUPS=groups,
         SHARERS=sharers,
@@ -86,6 +102,7 @@ def store(
         REST=_power(head - 2 * turned) if 2 * turned < head else 0,
         WIDTH=_power(head),
         HAS_NORM=query_weight is not None,
+        IS_WIDE=squares is not None,
         HAS_GATE=mixed.shape[2] > sharers + 2,
         IS_INTERLEAVED=is_interleaved,
         num_warps=2,

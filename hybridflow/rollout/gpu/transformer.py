@@ -21,6 +21,7 @@ from hybridflow.models.gated import kernel_gate
 from hybridflow.models.gated_delta_net import GatedDeltaNet
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.lora import Adapter, adapter_of
+from hybridflow.models.norm import ProjectionNorm
 from hybridflow.models.scoring import Scoring
 from hybridflow.rollout.gpu import ops
 from hybridflow.rollout.gpu.cache import GpuAttention
@@ -37,9 +38,10 @@ class _Layer:
         projection: Module of the projection after attention.
         delta: Module of linear attention; None: the layer has attention.
         mlp: Module of the feed-forward block, or its experts.
-        input_norm: Weight of the norm before attention.
-        mlp_norm: Weight of the norm before the feed-forward block.
+        input_norm: Weight of the norm before attention; None: there is none.
+        mlp_norm: Weight of the norm before the feed-forward block; None: there is none.
         head_norms: Weights of the norms of queries and keys; None: there are none.
+        has_wide_norms: Whether these norms are over all heads of a token, and the weights whole on each rank.
         attention_norm: Weight of the norm of attention's output; None: there is none.
         output_norm: Weight of the norm of the feed-forward block's output; None: there is none.
         scoring: How scores are made; None: the layer has linear attention.
@@ -50,9 +52,10 @@ class _Layer:
     projection: nn.Module
     delta: GatedDeltaNet | None
     mlp: Any
-    input_norm: Tensor
-    mlp_norm: Tensor
+    input_norm: Tensor | None
+    mlp_norm: Tensor | None
     head_norms: tuple[Tensor, Tensor] | None
+    has_wide_norms: bool
     attention_norm: Tensor | None
     output_norm: Tensor | None
     scoring: Scoring | None
@@ -97,8 +100,8 @@ class GpuTransformer:
         self._factor: Tensor | None = None
         if model.has_scaled_embeddings:
             # In the weights' own format, as these models were trained.
-            norm = self.layers[0].input_norm
-            self._factor = torch.full((), config.hidden_size**0.5, dtype=config.params_dtype, device=norm.device)
+            device = next(model.parameters()).device
+            self._factor = torch.full((), config.hidden_size**0.5, dtype=config.params_dtype, device=device)
         self.vocab_size = vocab_size
         self.num_columns = len(self._output_weight()) if model.post_process else 0
         self.softcap = model.logit_softcap or 0.0
@@ -136,9 +139,7 @@ class GpuTransformer:
         product, post = self._through_layers(hidden, attention)
         if not model.post_process:
             return self._sum(hidden, product, post)[:, None]
-        normed = torch.empty_like(hidden)
-        norm = model.decoder.final_layernorm.weight
-        ops.add_norm(hidden, normed, product, post, norm, self._eps, self._centre)
+        normed = self._added(hidden, product, post, model.decoder.final_layernorm.weight)
         logits = linear(normed if rows is None else normed[rows], self._output_weight())
         cap = model.logit_softcap
         return logits if cap is None or rows is None else cap * torch.tanh(logits / cap)
@@ -153,26 +154,40 @@ class GpuTransformer:
         """Run the layers; return the last product, which is still to be added to ``hidden``, and its norm's weight."""
         product: Tensor | None = None
         post: Tensor | None = None
-        normed = torch.empty_like(hidden)
         for index, layer in enumerate(self.layers):
-            ops.add_norm(hidden, normed, product, post, layer.input_norm, self._eps, self._centre)
+            normed = self._added(hidden, product, post, layer.input_norm)
             context = self._attend(index, layer, self._linear(layer.qkv, normed), attention)
             product = self._over_group(self._partial(layer.projection, context))
-            ops.add_norm(hidden, normed, product, layer.attention_norm, layer.mlp_norm, self._eps, self._centre)
+            normed = self._added(hidden, product, layer.attention_norm, layer.mlp_norm)
             product, post = self._feed_forward(layer, normed), layer.output_norm
         return product, post
+
+    def _added(self, hidden: Tensor, product: Tensor | None, post: Tensor | None, weight: Tensor | None) -> Tensor:
+        """Add a product to ``hidden``, in place, and return the sum, normalized if there is a weight."""
+        normed = None if weight is None else torch.empty_like(hidden)
+        if product is not None or normed is not None:
+            ops.add_norm(hidden, normed, product, post, weight, self._eps, self._centre)
+        return hidden if normed is None else normed
 
     def _attend(self, index: int, layer: _Layer, mixed: Tensor, attention: GpuAttention) -> Tensor:
         if layer.delta is not None:
             assert attention.recurrence is not None, "made with a cache that has states"
             return attention.recurrence.context(index, mixed, layer.delta)
         assert layer.scoring is not None and layer.rotary is not None, "attention turns and scores"
-        config = self._model.config
+        config, mixed = self._model.config, mixed.view(len(mixed), self.num_groups, -1, self._head)
+        norms, squares = layer.head_norms, None
+        if norms is not None and layer.has_wide_norms:
+            parts = config.tensor_model_parallel_size
+            query_norm, key_norm = (norm.view(parts, -1)[self._tp_rank] for norm in norms)
+            norms, squares = (query_norm, key_norm), mixed.new_empty(len(mixed), 2, dtype=torch.float32)
+            ops.mean_squares(squares, mixed, parts)
+            self._over_group(squares)
         return attention.attend_mixed(
             index,
-            mixed.view(len(mixed), self.num_groups, -1, self._head),
+            mixed,
             layer.rotary,
-            *(layer.head_norms, layer.scoring, self._eps, self._centre),
+            *(norms, layer.scoring, self._eps, self._centre),
+            squares=squares,
             is_gated=config.attention_output_gate,
             is_interleaved=config.rotary_interleaved,
         )
@@ -203,9 +218,7 @@ class GpuTransformer:
         if product is None:
             return hidden
         if post is not None:
-            normed = torch.empty_like(product)
-            ops.add_norm(product, normed, None, None, post, self._eps, self._centre)
-            product = normed
+            product = self._added(product, None, None, post)
         return hidden + product
 
     def _partial(self, module: Any, inputs: Tensor) -> Tensor:
@@ -254,18 +267,16 @@ def _layer(layer: TransformerLayer, rotary: Tensor | None) -> _Layer:
         (attention.linear_qkv, attention.linear_proj) if delta is None else (delta.in_proj, delta.out_proj)
     )
     query_norm, key_norm = (_norm(getattr(attention, f"{part}_layernorm", None)) for part in "qk")
-    input_norm = _norm(layer.input_layernorm, qkv)
-    mlp_norm = _norm(layer.pre_mlp_layernorm, first)
-    assert input_norm is not None and mlp_norm is not None, "every layer normalizes its input twice"
     is_quick = isinstance(mlp, ExpertLayer) and GpuExperts.can_compute(mlp)
     return _Layer(
         qkv=qkv,
         projection=projection,
         delta=delta,
         mlp=GpuExperts(mlp) if is_quick else mlp,
-        input_norm=input_norm,
-        mlp_norm=mlp_norm,
+        input_norm=_norm(layer.input_layernorm, qkv),
+        mlp_norm=_norm(layer.pre_mlp_layernorm, first),
         head_norms=None if query_norm is None or key_norm is None else (query_norm, key_norm),
+        has_wide_norms=delta is None and isinstance(attention.q_layernorm, ProjectionNorm),
         attention_norm=_norm(getattr(attention, "post_layernorm", None)),
         output_norm=_norm(getattr(mlp, "post_layernorm", None)),
         scoring=attention.core_attention.whole_scoring if delta is None else None,

@@ -29,6 +29,8 @@ SEED_OSS = dict(head=128, groups=8, sharers=10, hidden=5120, ffn=27648)
 GPT_OSS = dict(head=64, groups=8, sharers=8, hidden=2880, ffn=2880)
 GLM4_9B = dict(head=128, groups=2, sharers=16, hidden=4096, ffn=13696)
 QWEN3_5_9B = dict(head=256, groups=4, sharers=4, pairs=32)
+OLMO2_7B = dict(head=128, groups=32, sharers=1)
+MINIMAX_M2 = dict(head=128, groups=8, sharers=6)
 GELU = (1, 0.0, 0.0)
 LLAMA3_1B = dict(head=64, groups=8, sharers=4, hidden=2048, ffn=8192)
 
@@ -42,7 +44,7 @@ def ints(*shape):
 
 
 def attend_in_cache(
-    dtype, shape, *, has_tiles, splits=1, is_special=True, is_interleaved=False, has_sinks=False, rows=4
+    dtype, shape, *, has_tiles, splits=1, is_special=True, is_interleaved=False, has_sinks=False, is_wide=False, rows=4
 ):
     """Launch the kernels that rotate, cache and attend, for a step of decoding or a prefill."""
     head, groups, sharers = shape["head"], shape["groups"], shape["sharers"]
@@ -50,7 +52,10 @@ def attend_in_cache(
     query = torch.zeros(rows, groups, sharers, head, dtype=dtype)
     mixed = torch.zeros(rows, groups, sharers + 2, head, dtype=dtype)
     where = longs(2, 2), ints(rows, 8), longs(rows), longs(rows)
-    norms = (torch.zeros(head, dtype=dtype),) * 2 if is_special else (None, None)
+    weights = (torch.zeros(groups * sharers * head, dtype=dtype),) * 2 if is_special else (None, None)
+    norms = *weights, torch.zeros(rows, 2) if is_wide else None
+    if is_wide:
+        ops.mean_squares(norms[2], mixed, 1)
     turned = head // 4 if is_interleaved else head // 2
     ops.store(query, mixed, *where, torch.zeros(16, 2, turned), *norms, 0, 1e-6, 0.0, is_interleaved)
     partial = torch.zeros(splits, *query.shape) if splits > 1 else None
@@ -68,7 +73,7 @@ def gated_attention(dtype, shape):
     rows, head, groups, sharers = 4, shape["head"], shape["groups"], shape["sharers"]
     query, mixed = (torch.zeros(rows, groups, heads, head, dtype=dtype) for heads in (sharers, 2 * sharers + 2))
     where, norms = (longs(2, 2), ints(rows, 8), longs(rows), longs(rows)), (torch.zeros(head, dtype=dtype),) * 2
-    ops.store(query, mixed, *where, torch.zeros(16, 2, shape["pairs"]), *norms, 0, 1e-6, 1.0, False)
+    ops.store(query, mixed, *where, torch.zeros(16, 2, shape["pairs"]), *norms, None, 0, 1e-6, 1.0, False)
     ops.gate_heads(query, mixed)
 
 
@@ -189,6 +194,8 @@ MORE = {
     "Seed-OSS, a step": lambda: attend_in_cache(BF16, SEED_OSS, has_tiles=False, is_special=False),
     "Seed-OSS, a prefill": lambda: attend_in_cache(BF16, SEED_OSS, has_tiles=True, is_special=False),
     "GPT-OSS, training": lambda: train(BF16, GPT_OSS),
+    "OLMo 2, a step": lambda: attend_in_cache(BF16, OLMO2_7B, has_tiles=False, is_wide=True),
+    "MiniMax-M2, a step": lambda: attend_in_cache(BF16, MINIMAX_M2, has_tiles=False, is_wide=True),
     "GPT-OSS, a step": lambda: attend_in_cache(BF16, GPT_OSS, has_tiles=False, has_sinks=True),
     "GPT-OSS, a step with split keys": lambda: attend_in_cache(
         BF16, GPT_OSS, has_tiles=False, has_sinks=True, splits=8

@@ -111,6 +111,35 @@ GLM_4_5_AIR = replace(
     router_bias=True,
 )
 
+OLMO3_7B = ModelConfig(
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=11008,
+    num_attention_heads=32,
+    max_context=4096,
+    vocab_size=100278,
+    qk_norm=True,
+    qk_norm_over="projection",
+    pre_norms=False,
+    post_norms=True,
+    window=4096,
+    window_layers=tuple(layer for layer in range(32) if layer % 4 != 3),
+    dtype="bf16",
+)
+MINIMAX_M2 = replace(
+    QWEN3_30B,
+    # Of 62 layers.
+    hidden_size=3072,
+    ffn_hidden_size=1536,
+    num_attention_heads=48,
+    num_query_groups=8,
+    rotary_dim=64,
+    vocab_size=200064,
+    qk_norm_over="projection",
+    num_experts=256,
+    router_score="sigmoid",
+    router_bias=True,
+)
 GPT_OSS_20B = replace(
     QWEN3_30B,
     # Of 24 layers.
@@ -152,9 +181,11 @@ def on_the_device(self, *shape, dtype):
         pytest.param(QWEN3_30B, 1, 64, 14, False, None, id="30B of 128 experts"),
         pytest.param(QWEN3_30B, 2, 8, 16, True, None, id="30B of 128 experts, one rank of tp2, edited logits"),
         pytest.param(QWEN3_5_35B, 1, 64, 17, False, None, id="35B with linear attention and a shared expert"),
-        pytest.param(GLM_4_5_AIR, 2, 64, 21, False, None, id="106B with a shared expert, one rank of tp2"),
+        pytest.param(GLM_4_5_AIR, 2, 64, 19, False, None, id="106B with a shared expert, one rank of tp2"),
         pytest.param(GPT_OSS_20B, 1, 64, 12, False, None, id="20B with sinks and biases"),
         pytest.param(GPT_OSS_20B, 2, 8, 15, True, None, id="20B with sinks and biases, one rank of tp2, keys split"),
+        pytest.param(OLMO3_7B, 1, 64, 10, False, None, id="7B with norms over all heads, none before a block"),
+        pytest.param(MINIMAX_M2, 4, 64, 17, False, None, id="230B with norms over all heads, one rank of tp4"),
         pytest.param(QWEN3_5_9B, 1, 64, 9, False, None, id="9B with linear attention"),
         pytest.param(QWEN3_5_9B, 4, 8, 16, True, LORA, id="9B with linear attention, one rank of tp4, adapters"),
     ],

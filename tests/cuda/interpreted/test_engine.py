@@ -18,7 +18,7 @@ from hybridflow.rollout.gpu import decode, runner
 from hybridflow.rollout.gpu.runner import GpuRunner
 from hybridflow.rollout.gpu.transformer import GpuTransformer
 from hybridflow.rollout.request import Request, SamplingParams
-from tests.multi.models import BESIDE, BOUNDED, CAPPED, LINEAR, MIXTURE, TINY, VOCAB, fill_biases, make_model
+from tests.multi.models import BESIDE, BOUNDED, CAPPED, LINEAR, MIXTURE, TINY, VOCAB, WIDE, make_model, vary_vectors
 from tests.multi.test_rollout_sampling import Bytes
 
 SMALL = replace(TINY, num_layers=2, num_attention_heads=6, hidden_size=48, head_dim=16, num_query_groups=2)
@@ -70,7 +70,7 @@ def generated(engine: MegatronEngine, asked: list[Request]):
 def both(world: World, shape, asked: list[Request], lora: LoRAConfig | None = None):
     """Return what the CPU engine and the GPU engine generate, and the largest difference of a log-probability."""
     model, _, groups, _ = make_model(world, ParallelLayout(), model=shape, lora=lora)
-    fill_biases(model)
+    vary_vectors(model)
     found = []
     for is_gpu in (False, True):
         engine = MegatronEngine(model, groups, vocab_size=VOCAB, seed=7, max_concurrent=8)
@@ -134,6 +134,7 @@ def test_an_update_too_small_for_a_weight_in_bf16_counts(world):
         pytest.param(BEHIND, KINDS, marks=pytest.mark.long, id="caps, windows, norms behind, 12 dims a head"),
         pytest.param(TURNED, KINDS, marks=pytest.mark.long, id="other rotations"),
         pytest.param(replace(MIXTURE, num_layers=2), KINDS, marks=pytest.mark.long, id="mixture of experts"),
+        pytest.param(WIDE, KINDS, id="norms over all heads, none before a block"),
         pytest.param(BOUNDED, KINDS, id="sinks, experts with biases and bounds"),
         pytest.param(BESIDE, KINDS, id="a shared expert with a gate, experts by sigmoids and a bias"),
         pytest.param(replace(LINEAR, num_layers=3, linear_layers=(0, 2)), KINDS, id="linear attention"),

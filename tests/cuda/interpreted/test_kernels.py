@@ -65,7 +65,12 @@ def test_sums_are_normalized(kind, rows, width, dtype):
         expected = (expected + added.float()).to(dtype).float()
     normed = torch.empty_like(hidden)
     given = None if kind == "no product" else product
-    ops.add_norm(hidden, normed, given, post if kind == "normalized product" else None, weight, 1e-5, 1.0)
+    post = post if kind == "normalized product" else None
+    if given is not None:
+        alone = hidden.clone()
+        ops.add_norm(alone, None, given, post, None, 1e-5, 1.0)
+        close(alone, expected, dtype)
+    ops.add_norm(hidden, normed, given, post, weight, 1e-5, 1.0)
     close(hidden, expected, dtype)
     close(normed, normalized(expected, weight, 1e-5, 1.0), dtype, steps=16)
 
@@ -202,10 +207,10 @@ def turned(values: Tensor, table: Tensor, positions: Tensor, is_interleaved: boo
     ("groups", "sharers", "head", "pairs", "is_gated"),
     [(2, 3, 16, 8, False), (1, 1, 12, 6, True), (3, 8, 6, 1, False), (2, 3, 12, 3, True)],
 )
-@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("normed", ["", "each head", "all heads"])
 @pytest.mark.parametrize("is_interleaved", [False, True])
 def test_keys_and_values_are_written_where_the_table_says(
-    is_interleaved, has_norms, groups, sharers, head, pairs, is_gated, dtype
+    is_interleaved, normed, groups, sharers, head, pairs, is_gated, dtype
 ):
     cache = Paged([40, 1, 18], groups, head, dtype)
     sequences, positions = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([16, 39, 0, 17, -1])
@@ -217,14 +222,22 @@ def test_keys_and_values_are_written_where_the_table_says(
         given = torch.cat([both, mixed[:, :, sharers:]], 2)
     angles = torch.outer(torch.arange(48.0), torch.arange(1, pairs + 1).float() ** -1)
     rotary = torch.stack([angles.cos(), angles.sin()], 1)
-    norms = (random(head, dtype=dtype, seed=5), random(head, dtype=dtype, seed=6)) if has_norms else (None, None)
+    norms, squares = (None, None), None
+    if normed == "each head":
+        norms = random(head, dtype=dtype, seed=5), random(head, dtype=dtype, seed=6)
+    elif normed:
+        squares = torch.empty(5, 2)
+        ops.mean_squares(squares, mixed, 1)
+        norms = random(groups, sharers, head, dtype=dtype, seed=5), random(groups, head, dtype=dtype, seed=6)
     query = torch.empty(5, groups, sharers, head, dtype=dtype)
     where = cache.addresses, cache.tables, sequences, positions
-    ops.store(query, given, *where, rotary, *norms, 1, 1e-5, 0.0, is_interleaved)
+    ops.store(query, given, *where, rotary, *norms, squares, 1, 1e-5, 0.0, is_interleaved)
     queries, keys = mixed[:, :, :sharers].float(), mixed[:, :, sharers].float()
-    if has_norms:
+    if normed:
+        # Over the dims that a norm has weights for.
         queries, keys = (
-            normalized(each, weight, 1e-5, 0.0) for each, weight in zip((queries, keys), norms, strict=True)
+            normalized(each.reshape(5, -1, weight.numel()), weight.flatten(), 1e-5, 0.0).view(each.shape)
+            for each, weight in zip((queries, keys), norms, strict=True)
         )
     queries, keys = (turned(each, rotary, positions.clamp(min=0), is_interleaved) for each in (queries, keys))
     close(query, queries, dtype, steps=16)

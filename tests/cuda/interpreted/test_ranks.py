@@ -18,14 +18,14 @@ from hybridflow.rollout.gpu.decode import Decoder
 from hybridflow.rollout.gpu.runner import GpuRunner
 from hybridflow.rollout.gpu.transformer import GpuTransformer
 from hybridflow.rollout.request import Request, SamplingParams
-from tests.multi.models import BESIDE, BOUNDED, MIXTURE, TINY, VOCAB, fill_biases, make_model, samples
+from tests.multi.models import BESIDE, BOUNDED, MIXTURE, TINY, VOCAB, WIDE, make_model, samples, vary_vectors
 from tests.support.ranks import run_ranks
 
 
 def texts_of(world, layout: ParallelLayout, shape: ModelConfig, lora: LoRAConfig | None):
     """What both engines generate, and whether the kernels compute the experts."""
     model, _, groups, _ = make_model(world, layout, model=replace(shape, num_layers=2), lora=lora)
-    fill_biases(model)
+    vary_vectors(model)
     sequences, prompts = samples(2)
     # Replicas end at different times.
     most = 2 + 2 * (world.rank * layout.dp // world.size)
@@ -52,6 +52,7 @@ def texts_of(world, layout: ParallelLayout, shape: ModelConfig, lora: LoRAConfig
     [
         (ParallelLayout(tp=2), True, BESIDE, LoRAConfig(rank=3, alpha=7.0)),
         (ParallelLayout(tp=2), True, BOUNDED, LoRAConfig(rank=3, alpha=7.0, targets=("q_proj", "o_proj"))),
+        (ParallelLayout(tp=2), True, WIDE, None),
         (ParallelLayout(tp=2, etp=1), False, MIXTURE, None),
         (ParallelLayout(dp=2, etp=2), False, MIXTURE, None),
         (ParallelLayout(tp=2, dp=2, ep=2), False, MIXTURE, None),

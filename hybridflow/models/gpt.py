@@ -189,9 +189,9 @@ class Transformer(GPTModel):
         rotated_pairs: Of each kind of layers that differ in the rotary embedding, the pairs of dims that it turns.
         has_latent_attention: Whether keys and values are compressed.
         is_common: Whether its layers compute what the kernels for decoding know, and no more. Those for a CPU know no
-            linear attention, no gates on the output of attention, no rotation of a part of a head or of neighboring
-            dims, no sinks, no biases but those of queries, keys and values, no bounds of gates, no norms over all
-            heads, and no layers whose inputs are not normalized.
+            linear and no latent attention, no gates on the output of attention, no rotation of a part of a head or of
+            neighboring dims, no sinks, no biases but those of queries, keys and values, no bounds of gates, no norms
+            over all heads, and no layers whose inputs are not normalized.
         dropout: Dropout on the inputs of its adapters; None: none.
         flops: Operations that the whole model needs; None: they are not counted.
         sequence_switch: Splits activations by tokens over the tensor-parallel ranks; None: they are never split.
@@ -411,8 +411,7 @@ def _finish_mixtures(transformer: Transformer, *, is_empty: bool) -> None:
 
 
 def _is_common(model: ModelConfig) -> bool:
-    is_other = model.has_global_heads or model.value_norm or model.layer_scalars or model.expert_norms
-    return model.kv_lora_rank is None and not is_other
+    return not (model.has_global_heads or model.value_norm or model.layer_scalars or model.expert_norms)
 
 
 def build_stage(

@@ -63,11 +63,14 @@ class LatentSelfAttention(MegatronModule):
     Attributes:
         kv_lora_rank: Width of the compressed keys and values.
         sequence_parallel: Whether this rank is given a slice of the tokens.
+        rotation: As of ``GroupedSelfAttention``: all dims of the rotary embedding are its own.
+        scaled_part: Likewise; the dims that turn, here behind the plain ones.
         compressed_size: Numbers of a token that a cache holds: compressed keys and values, and the part of the keys
             that turns with the position.
     """
 
     sequence_parallel = False
+    rotation = None
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, model: ModelConfig, pg_collection: ProcessGroupCollection
@@ -76,7 +79,7 @@ class LatentSelfAttention(MegatronModule):
         assert model.kv_lora_rank is not None, "see gpt._block_spec"
         self._group = pg_collection.tp
         self.kv_lora_rank, self._rotary, self._value = model.kv_lora_rank, model.rotary_size, model.value_size
-        self._plain, self._rotary_factor = model.head_size - model.rotary_size, rotary_factor(model)
+        self._plain, self.scaled_part = model.head_size - model.rotary_size, (self._rotary, rotary_factor(model))
         self.compressed_size = self.kv_lora_rank + self._rotary
         heads = model.num_attention_heads
         cut: dict[str, Any] = dict(
@@ -128,7 +131,8 @@ class LatentSelfAttention(MegatronModule):
             attention_bias: Which token sees which.
         """
         angles = rotary_pos_emb[..., : self._rotary // 2]
-        turn = angles.cos() * self._rotary_factor, angles.sin() * self._rotary_factor
+        factor = self.scaled_part[1]
+        turn = angles.cos() * factor, angles.sin() * factor
         plain, turning = self._query(hidden).split([self._plain, self._rotary], dim=-1)
         query = plain, _turned(turning, *turn)
         latent, turning = self.linear_kv_down_proj(hidden).split([self.kv_lora_rank, self._rotary], dim=-1)
@@ -142,12 +146,25 @@ class LatentSelfAttention(MegatronModule):
         output: Tensor = self.linear_proj(attend(query, latent, shared, attention_bias))[0]
         return output, None
 
+    @property
+    def last_query_projection(self) -> nn.Module:
+        """Return the module that gives the queries of all heads here, from hidden states or from what is narrower."""
+        found: nn.Module = getattr(self, "linear_q_proj", None) or self.linear_q_up_proj
+        return found
+
+    def up_projections(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of the weight that compressed vectors are multiplied by, for the plain dims of keys and values.
+
+        They are ``[heads/tp, plain, kv_lora_rank]`` and ``[heads/tp, value, kv_lora_rank]``.
+        """
+        of_keys, of_values = weight.unflatten(0, (-1, self._plain + self._value)).split([self._plain, self._value], 1)
+        return of_keys, of_values
+
     def _query(self, hidden: Tensor) -> Tensor:
         """Return ``[tokens, 1, heads/tp, head]``."""
-        if hasattr(self, "linear_q_proj"):
-            query: Tensor = self.linear_q_proj(hidden)[0]
-        else:
-            query = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))[0]
+        if hasattr(self, "linear_q_down_proj"):
+            hidden = self.q_layernorm(self.linear_q_down_proj(hidden))
+        query: Tensor = self.last_query_projection(hidden)[0]
         heads: Tensor = query.unflatten(-1, (-1, self._plain + self._rotary))
         return heads
 
@@ -164,8 +181,7 @@ class LatentSelfAttention(MegatronModule):
     ) -> Tensor:
         """Attend with one compressed key and value for all heads, ``[tokens, 1, heads/tp * value]``."""
         assert not torch.is_grad_enabled(), "only the rollout has a cache"
-        weight = merged_weight(self.linear_kv_up_proj).unflatten(0, (-1, self._plain + self._value))
-        of_keys, of_values = weight.split([self._plain, self._value], dim=1)
+        of_keys, of_values = self.up_projections(merged_weight(self.linear_kv_up_proj))
         plain, turned = query
         query_of_latent = torch.einsum("tbhd,hdr->tbhr", plain, of_keys)
         context = self.core_attention(

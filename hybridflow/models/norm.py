@@ -26,16 +26,16 @@ class RmsNorm(nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
-        self._is_around_one, self._eps = config.layernorm_zero_centered_gamma, eps
+        self._is_around_one, self.eps = config.layernorm_zero_centered_gamma, eps
         self.weight = nn.Parameter(torch.empty(hidden_size))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map ``[…, hidden]`` to the same shape and dtype."""
         if not self._is_around_one:
-            return rms_norm(hidden, self.weight.shape, self.weight, self._eps)
+            return rms_norm(hidden, self.weight.shape, self.weight, self.eps)
         # The sum would lose digits in bf16, and torch's kernel wants one format.
         weight = 1 + self.weight.float()
-        return rms_norm(hidden.float(), weight.shape, weight, self._eps).to(hidden.dtype)
+        return rms_norm(hidden.float(), weight.shape, weight, self.eps).to(hidden.dtype)
 
 
 class ProjectionNorm(nn.Module):

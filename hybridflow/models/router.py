@@ -58,11 +58,6 @@ class ExpertRouter(TopKRouter):
         """Return whether experts are chosen by softmax alone."""
         return self.model.router_score == "softmax"
 
-    @property
-    def has_groups(self) -> bool:
-        """Return whether experts are chosen from some groups of them alone."""
-        return self.model.router_groups is not None and self.model.router_groups > 1
-
     def forward(self, hidden: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
         """Choose experts for ``[tokens, 1, hidden]``.
 

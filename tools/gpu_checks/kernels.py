@@ -29,7 +29,7 @@ def main(argument: str, is_dry: bool) -> dict[str, Any]:
     apart: dict[str, tuple[float, float]] = {}
     checks = (
         *(_check_layer, _check_between_products, _check_weights, _check_experts, _check_grouped),
-        *(_check_attention, _check_linear_attention, _check_log_probs),
+        *(_check_attention, _check_latent_attention, _check_linear_attention, _check_log_probs),
     )
     for check in checks:
         try:
@@ -318,6 +318,42 @@ def _attend(mixed: Any, rotary: Any, norms: tuple[Any, Any], scoring: Any) -> An
         weights = scores.softmax(-1)[..., :context]
         outputs.append(torch.einsum("bsqk,bkh->bqsh", weights, value[:, :, 0].float()))
     return torch.stack(outputs, dim=2).reshape(num_sequences * context, -1)
+
+
+def _check_latent_attention(sizes: Any) -> dict[str, tuple[float, float]]:
+    """Steps of decoding at all places of one sequence, with whole and with split keys."""
+    import torch
+
+    from hybridflow.models.rotary import rotary_table
+    from hybridflow.models.scoring import Scoring
+    from hybridflow.rollout.blocks import BLOCK_TOKENS
+    from hybridflow.rollout.gpu.cache import GpuAttention
+
+    device, context, heads, plain = find_device(), sizes.context, sizes.groups * sizes.sharers, sizes.head
+    latent, rotary = 4 * plain, plain // 2
+    tables = torch.arange(-(-context // BLOCK_TOKENS), dtype=torch.int32, device=device).flip(0)[None]
+    cache = torch.zeros(tables.numel(), BLOCK_TOKENS, latent + rotary, dtype=sizes.dtype, device=device)
+    addresses = torch.tensor([[cache.data_ptr()] * 2], device=device)
+    table = rotary_table(1e4 ** -(torch.arange(0, rotary, 2, device=device) / rotary), context)
+    query, compressed = _random(sizes, context, heads, plain + rotary), _random(sizes, context, latent + rotary)
+    of_keys, norm = _random(sizes, heads, plain, latent) / math.sqrt(plain), _random(sizes, latent)
+    scoring = Scoring(scale=(plain + rotary) ** -0.5)
+
+    def turn(values: Any) -> Any:
+        return _turn(torch.cat([values[..., ::2], values[..., 1::2]], dim=-1).float(), table).to(sizes.dtype).float()
+
+    vectors = _norm(compressed[:, :latent], norm, 1e-6).to(sizes.dtype).float()
+    keys, turned = turn(compressed[:, None, latent:])[:, 0], turn(query[..., plain:])
+    narrow = torch.bmm(query[..., :plain].transpose(0, 1).float(), of_keys.float()).to(sizes.dtype).float()
+    scores = narrow @ vectors.t() + torch.einsum("thr,kr->htk", turned, keys)
+    is_hidden = torch.ones(context, context, dtype=torch.bool, device=device).triu(1)
+    expected = (scoring.scale * scores).masked_fill_(is_hidden, -math.inf).softmax(-1) @ vectors
+    places, found = torch.arange(context, device=device), {}
+    for name, splits in {"": 1, ", split": 4}.items():
+        attention = GpuAttention(addresses, tables, torch.zeros_like(places), places, splits=splits)
+        output = attention.attend_latent(0, query, compressed, of_keys, table, norm, scoring, 1e-6, 0.0)
+        found[f"latent attention{name}"] = relative_gap(output, expected), _BF16
+    return found
 
 
 def _turn(values: Any, rotary: Any) -> Any:

@@ -39,6 +39,7 @@ def runs_on_cpu(model: Transformer) -> bool:
         and config.params_dtype is torch.float32
         and next(model.parameters()).device.type == "cpu"
         and model.is_common
+        and not model.has_latent_attention
         and not config.attention_output_gate
         and not state_bytes(model)
         and head % 16 == 0

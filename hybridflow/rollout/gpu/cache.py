@@ -19,6 +19,8 @@ from hybridflow.rollout.paged import cache_shape, cache_shapes, copy_states, emp
 class GpuCache:
     """Keys and values of the layers of this stage, page-major: a block's tokens side by side; states by slot.
 
+    Latent attention has one compressed vector for each token.
+
     What was not written by a block's present owner may be anything, and is not read.
 
     Attributes:
@@ -30,14 +32,16 @@ class GpuCache:
 
     def __init__(self, model: Transformer, num_blocks: int, device: torch.device, num_slots: int = 0) -> None:
         groups, head = cache_shape(model)
-        shape = (2, num_blocks, BLOCK_TOKENS, groups, head)
+        is_compressed = model.has_latent_attention
+        shape = (1 if is_compressed else 2, num_blocks, BLOCK_TOKENS, groups, head)
         self.states, dtype = empty_states(model, num_slots), model.config.params_dtype
         pairs = {layer: torch.empty(shape, dtype=dtype, device=device) for layer in cache_shapes(model)}
         self._layers = list(pairs.values())
         both: dict[int, Iterable[Tensor]] = {**pairs, **self.states}
         self.num_bytes = sum(each.nbytes for pair in both.values() for each in pair)
         found = [[each.data_ptr() for each in both[layer]] for layer in range(len(both))]
-        self.addresses = torch.tensor(found, dtype=torch.int64).to(device)
+        table = torch.tensor(found, dtype=torch.int64)
+        self.addresses = table.expand(-1, 2).contiguous().to(device)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy blocks, ``[copies]`` int64 each; no block is both source and target."""
@@ -126,14 +130,60 @@ class GpuAttention:
         if self._splits > 1:
             partial = query.new_empty(self._splits, *query.shape, dtype=torch.float32)
             sums = query.new_empty(2, self._splits, *query.shape[:-1], dtype=torch.float32)
-        scores = scoring.scale, scoring.softcap or 0.0, scoring.window or 0
         tiles = *self._tiles, scoring.sinks
-        ops.attend(context, partial, sums, query, *where, *tiles, layer, self._rows_per_tile, *scores)
+        ops.attend(context, partial, sums, query, *where, *tiles, layer, self._rows_per_tile, *_scores(scoring))
         if partial is not None:
             ops.combine(context, partial, sums)
         if is_gated:
             ops.gate_heads(context, mixed)
         return context.flatten(1)
+
+    def attend_latent(
+        self,
+        layer: int,
+        query: Tensor,
+        compressed: Tensor,
+        of_keys: Tensor,
+        rotary: Tensor,
+        norm: Tensor,
+        scoring: Scoring,
+        eps: float,
+        centre: float,
+    ) -> Tensor:
+        """Normalize, rotate, cache and attend to compressed vectors; 3 launches, or 4 where the keys are split.
+
+        Args:
+            layer: Local layer index.
+            query: ``[rows, heads, plain + rotary]``, plain dims first.
+            compressed: ``[rows, latent + rotary]``.
+            of_keys: By which a compressed vector is multiplied for the plain dims of keys, ``[heads, plain, latent]``.
+            rotary: As for ``attend_mixed``.
+            norm: Weight of the norm of compressed vectors, ``[latent]``.
+            scoring: How scores are made, without sinks.
+            eps: Of the norm.
+            centre: Of the norm.
+
+        Returns:
+            The sum of compressed vectors that each head sees, ``[heads, rows, latent]``.
+        """
+        (rows, heads, _), plain = query.shape, of_keys.shape[1]
+        turned = query.new_empty(rows, heads, query.shape[2] - plain)
+        where = self._addresses, self.tables, self.sequences, self.positions
+        ops.store_latent(turned, query, compressed, *where, rotary, norm, layer, eps, centre)
+        of_latent = torch.bmm(query[..., :plain].transpose(0, 1), of_keys)
+        context, partial, sums = torch.empty_like(of_latent), None, None
+        if self._splits > 1:
+            partial = query.new_empty(self._splits, *of_latent.shape, dtype=torch.float32)
+            sums = query.new_empty(2, self._splits, heads, rows, dtype=torch.float32)
+        ops.attend_latent(context, partial, sums, of_latent, turned, *where, layer, *_scores(scoring))
+        if partial is not None:
+            ops.combine(context, partial, sums)
+        return context
+
+
+def _scores(scoring: Scoring) -> tuple[float, float, int]:
+    """Return scale, cap and window as the kernels take them."""
+    return scoring.scale, scoring.softcap or 0.0, scoring.window or 0
 
 
 def rows_per_tile(dtype: torch.dtype, sharers: int) -> int:

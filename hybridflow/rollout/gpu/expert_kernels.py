@@ -10,9 +10,28 @@ from hybridflow.rollout.gpu.kernels import found_at
 
 
 @triton.jit
+def _in_best_groups(scores, group_size, GROUPS: tl.constexpr, NUM_CHOSEN: tl.constexpr, SLOTS: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
+    """Leave the scores of the groups whose two best experts have the largest sum; the others become -infinity."""
+    at, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
+    sums = tl.full([SLOTS], -float("inf"), tl.float32)
+    for group in range(GROUPS):
+        own = tl.where(at // group_size == group, scores, -float("inf"))
+        best = tl.argmax(own, 0)
+        second = tl.max(tl.where(at == best, -float("inf"), own), 0)
+        sums = tl.where(slot == group, tl.max(own, 0) + second, sums)
+    found = tl.full([BLOCK], -float("inf"), tl.float32)
+    for _ in range(NUM_CHOSEN):
+        group = tl.argmax(sums, 0)
+        found = tl.where(at // group_size == group, scores, found)
+        sums = tl.where(slot == group, -float("inf"), sums)
+    return found
+
+
+@triton.jit
 def route(chosen, shares, logits, bias, num_experts, scale, NUM_CHOSEN: tl.constexpr, SLOTS: tl.constexpr,
-          IS_SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr, IS_NORMALIZED: tl.constexpr,
-          BLOCK: tl.constexpr):  # fmt: skip
+          IS_SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr, IS_NORMALIZED: tl.constexpr, GROUPS: tl.constexpr,
+          NUM_GROUPS_CHOSEN: tl.constexpr, GROUP_SLOTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Choose the experts of each token; one program for each.
 
     Args:
@@ -27,6 +46,9 @@ def route(chosen, shares, logits, bias, num_experts, scale, NUM_CHOSEN: tl.const
         IS_SOFTMAX: Whether scores are by softmax; else by sigmoid.
         HAS_BIAS: Whether there is a bias.
         IS_NORMALIZED: Whether shares are those of the chosen experts' scores; else shares are scores.
+        GROUPS: Groups of experts side by side, of which those with the best two experts are chosen from; 1: none.
+        NUM_GROUPS_CHOSEN: How many groups are chosen from.
+        GROUP_SLOTS: Power of 2, at least ``GROUPS``.
         BLOCK: Power of 2, at least ``num_experts``.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -41,6 +63,8 @@ def route(chosen, shares, logits, bias, num_experts, scale, NUM_CHOSEN: tl.const
         left = tl.where(at < num_experts, score, left)
         if HAS_BIAS:
             left += tl.load(bias + at, mask=at < num_experts, other=0.0)
+    if GROUPS > 1:
+        left = _in_best_groups(left, num_experts // GROUPS, GROUPS, NUM_GROUPS_CHOSEN, GROUP_SLOTS, BLOCK)
     expert, share = tl.zeros([SLOTS], tl.int32), tl.zeros([SLOTS], tl.float32)
     for each in range(NUM_CHOSEN):
         place = tl.argmax(left, 0)

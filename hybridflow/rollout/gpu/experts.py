@@ -28,11 +28,10 @@ class GpuExperts:
 
     @staticmethod
     def can_compute(layer: ExpertLayer) -> bool:
-        """Return whether the kernels know the layer: all experts are here, cut as all else, and have no groups."""
+        """Return whether the kernels know the layer: all experts are here, and cut as all else."""
         config = layer.config
         is_cut_alike = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
-        is_here = config.expert_model_parallel_size == 1 and is_cut_alike
-        return is_here and not layer.router.has_groups
+        return bool(config.expert_model_parallel_size == 1 and is_cut_alike)
 
     def __init__(self, layer: ExpertLayer) -> None:
         self._router: Tensor = layer.router.weight
@@ -42,6 +41,7 @@ class GpuExperts:
         model = layer.router.model
         self._scale, self._is_normalized = model.routed_scaling, model.normalized_experts
         self._is_softmax: bool = layer.router.is_softmax
+        self._groups = model.router_groups or 1, model.router_groups_per_token or 1
         self.shared: Any = layer.shared_experts
         self._gate = kernel_gate(layer.config)
         self._weights = layer.stacks
@@ -69,7 +69,8 @@ class GpuExperts:
         first_bias, last_bias = biases or (None, None)
         chosen = normed.new_empty(len(normed), num_chosen, dtype=torch.int32)
         shares = normed.new_empty(len(normed), num_chosen, dtype=torch.float32)
-        ops.route(chosen, shares, self._logits(normed), self._bias, self._scale, self._is_softmax, self._is_normalized)
+        how = self._scale, self._is_softmax, self._is_normalized, *self._groups
+        ops.route(chosen, shares, self._logits(normed), self._bias, *how)
         order, bounds = (normed.new_empty(each, dtype=torch.int64) for each in (chosen.numel(), len(first) + 1))
         ops.sort_pairs(order, bounds, chosen)
         pairs = order, bounds, shares

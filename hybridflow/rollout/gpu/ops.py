@@ -12,10 +12,20 @@ from torch import Tensor
 
 from hybridflow.models import layer_kernels
 from hybridflow.rollout.blocks import BLOCK_TOKENS
-from hybridflow.rollout.gpu import delta_kernels, edit_kernels, expert_kernels, kernels, sampling_kernels
+from hybridflow.rollout.gpu import (
+    delta_kernels,
+    edit_kernels,
+    expert_kernels,
+    kernels,
+    latent_kernels,
+    sampling_kernels,
+)
 
 PART_COLUMNS = 4096
 """Columns of the logits that a program reads."""
+
+LATENT_HEADS = 16
+"""Heads for which a program of latent attention reads the keys."""
 
 
 def _operator(*, mutates: tuple[str, ...]) -> Any:
@@ -161,10 +171,76 @@ def attend(
     )
 
 
+@_operator(mutates=("turned",))
+def store_latent(
+    turned: Tensor,
+    query: Tensor,
+    compressed: Tensor,
+    caches: Tensor,
+    tables: Tensor,
+    sequences: Tensor,
+    positions: Tensor,
+    rotary: Tensor,
+    weight: Tensor,
+    layer: int,
+    eps: float,
+    centre: float,
+) -> None:
+    (rows, heads, width), pairs, latent = query.shape, rotary.shape[2], len(weight)
+    latent_kernels.store_latent[(rows,)](
+        *(turned, query, compressed, caches, tables, sequences, positions, rotary, weight),
+        *(layer, tables.shape[1], eps, centre),
+        NUM_HEADS=heads,
+        PLAIN=width - 2 * pairs,
+        PAIRS=pairs,
+        LATENT=latent,
+        BLOCK_TOKENS=BLOCK_TOKENS,
+        HEADS=_power(heads),
+        HALF=_power(pairs),
+        WIDTH=_power(latent),
+        num_warps=4,
+    )
+
+
+@_operator(mutates=("context", "partial", "sums"))
+def attend_latent(
+    context: Tensor,
+    partial: Tensor | None,
+    sums: Tensor | None,
+    query: Tensor,
+    turned: Tensor,
+    caches: Tensor,
+    tables: Tensor,
+    sequences: Tensor,
+    positions: Tensor,
+    layer: int,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> None:
+    (heads, rows, latent), rotary, splits = query.shape, turned.shape[2], 1 if partial is None else len(partial)
+    latent_kernels.attend_latent[(rows, triton.cdiv(heads, LATENT_HEADS), splits)](
+        *(context, context if partial is None else partial, context if sums is None else sums, query, turned),
+        *(caches, tables, sequences, positions, layer, rows, tables.shape[1], scale, softcap, window),
+        NUM_HEADS=heads,
+        ROTARY=rotary,
+        LATENT=latent,
+        BLOCK_TOKENS=BLOCK_TOKENS,
+        SPLITS=splits,
+        HAS_CAP=softcap > 0,
+        HAS_WINDOW=window > 0,
+        HEADS=LATENT_HEADS,
+        KEYS=16 if query.dtype.itemsize == 4 else 32,
+        TURNING=_power(rotary, 16),
+        WIDTH=_power(latent, 16),
+        num_warps=8,
+        num_stages=2,
+    )
+
+
 @_operator(mutates=("context",))
 def combine(context: Tensor, partial: Tensor, sums: Tensor) -> None:
-    rows, groups, sharers, head = context.shape
-    num_heads = rows * groups * sharers
+    num_heads, head = context[..., 0].numel(), context.shape[-1]
     kernels.combine[(num_heads,)](
         *(context, partial, sums, num_heads),
         HEAD=head,
@@ -226,6 +302,8 @@ def route(
     scale: float,
     is_softmax: bool,
     is_normalized: bool,
+    groups: int = 1,
+    num_groups_chosen: int = 1,
 ) -> None:
     rows, num_experts = logits.shape
     expert_kernels.route[(rows,)](
@@ -235,6 +313,9 @@ def route(
         IS_SOFTMAX=is_softmax,
         HAS_BIAS=bias is not None,
         IS_NORMALIZED=is_normalized,
+        GROUPS=groups,
+        NUM_GROUPS_CHOSEN=num_groups_chosen,
+        GROUP_SLOTS=_power(groups),
         BLOCK=_power(num_experts),
         num_warps=1,
     )

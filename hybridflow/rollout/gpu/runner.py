@@ -20,6 +20,8 @@ from hybridflow.rollout.paged import cache_shape
 def runs_on_gpu(model: Transformer) -> bool:
     """Return whether ``GpuRunner`` can compute this model; others go through the training model's modules."""
     head, config = cache_shape(model)[1], model.config
+    if model.has_latent_attention:
+        return model.is_common
     is_known = model.is_common and head <= 256
     return is_known and config.num_query_groups >= config.tensor_model_parallel_size
 
@@ -96,7 +98,7 @@ class GpuRunner:
         if cache.states:
             slots = first_slot + sequences
             recurrence = plan_recurrence(cache.addresses, cache.states, slots, positions, self._device)
-        if not (np.diff(sequences) == 0).any():
+        if self._model.has_latent_attention or not (np.diff(sequences) == 0).any():
             # A row of each, as in a captured step. There is a kernel for each number of shares, hence few of these.
             rows = 1 << (len(sequences) - 1).bit_length()
             splits = splits_for(rows, self._transformer.num_groups, self._processors)

@@ -20,6 +20,7 @@ from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.gated import kernel_gate
 from hybridflow.models.gated_delta_net import GatedDeltaNet
 from hybridflow.models.gpt import Transformer
+from hybridflow.models.latent_attention import LatentSelfAttention
 from hybridflow.models.lora import Adapter, adapter_of
 from hybridflow.models.norm import ProjectionNorm
 from hybridflow.models.scoring import Scoring
@@ -34,9 +35,10 @@ class _Layer:
     """A layer's tensors and settings.
 
     Attributes:
-        qkv: Module of the fused projection.
+        qkv: Module of the fused projection; with latent attention of the last projection of queries.
         projection: Module of the projection after attention.
-        delta: Module of linear attention; None: the layer has attention.
+        delta: Module of linear attention; None: the layer has none.
+        latent: Module of latent attention; None: the layer has none.
         mlp: Module of the feed-forward block, or its experts.
         input_norm: Weight of the norm before attention; None: there is none.
         mlp_norm: Weight of the norm before the feed-forward block; None: there is none.
@@ -51,6 +53,7 @@ class _Layer:
     qkv: nn.Module
     projection: nn.Module
     delta: GatedDeltaNet | None
+    latent: LatentSelfAttention | None
     mlp: Any
     input_norm: Tensor | None
     mlp_norm: Tensor | None
@@ -72,7 +75,7 @@ class GpuTransformer:
 
     Attributes:
         layers: Tensors and settings of each layer.
-        num_groups: Query groups on this rank.
+        num_groups: Query groups on this rank; of latent attention the groups of heads that programs share out.
         sharers: Queries of a group.
         num_columns: Columns of the logits on this rank, padding included; 0 on a stage that has none.
         softcap: Cap on the logits; 0: none.
@@ -85,6 +88,8 @@ class GpuTransformer:
         self._group = group if group.size() > 1 else None
         self._tp_rank = group.rank()
         self.num_groups, self._head = cache_shape(model)
+        if model.has_latent_attention:
+            self.num_groups = -(-config.num_attention_heads // group.size() // ops.LATENT_HEADS)
         self.sharers = config.num_attention_heads // config.num_query_groups
         self._eps = config.layernorm_epsilon
         self._centre = 1.0 if config.layernorm_zero_centered_gamma else 0.0
@@ -156,7 +161,8 @@ class GpuTransformer:
         post: Tensor | None = None
         for index, layer in enumerate(self.layers):
             normed = self._added(hidden, product, post, layer.input_norm)
-            context = self._attend(index, layer, self._linear(layer.qkv, normed), attention)
+            attend = self._attend if layer.latent is None else self._attend_latent
+            context = attend(index, layer, normed, attention)
             product = self._over_group(self._partial(layer.projection, context))
             normed = self._added(hidden, product, layer.attention_norm, layer.mlp_norm)
             product, post = self._feed_forward(layer, normed), layer.output_norm
@@ -169,7 +175,33 @@ class GpuTransformer:
             ops.add_norm(hidden, normed, product, post, weight, self._eps, self._centre)
         return hidden if normed is None else normed
 
-    def _attend(self, index: int, layer: _Layer, mixed: Tensor, attention: GpuAttention) -> Tensor:
+    def _attend_latent(self, index: int, layer: _Layer, normed: Tensor, attention: GpuAttention) -> Tensor:
+        latent, given = layer.latent, normed
+        assert latent is not None and layer.scoring is not None and layer.rotary is not None
+        if hasattr(latent, "linear_q_down_proj"):
+            narrow = linear(normed, latent.linear_q_down_proj.weight)
+            given = torch.empty_like(narrow)
+            norm = latent.q_layernorm
+            ops.add_norm(narrow, given, None, None, norm.weight, norm.eps, self._centre)
+        of_keys, of_values = latent.up_projections(latent.linear_kv_up_proj.weight)
+        context = attention.attend_latent(
+            index,
+            self._linear(layer.qkv, given).view(len(normed), len(of_keys), -1),
+            linear(normed, latent.linear_kv_down_proj.weight),
+            of_keys,
+            layer.rotary,
+            latent.kv_layernorm.weight,
+            layer.scoring,
+            latent.kv_layernorm.eps,
+            self._centre,
+        )
+        values = normed.new_empty(len(normed), *of_values.shape[:2])
+        # Where the next product reads it, without a copy.
+        torch.bmm(context, of_values.transpose(1, 2), out=values.transpose(0, 1))
+        return values.flatten(1)
+
+    def _attend(self, index: int, layer: _Layer, normed: Tensor, attention: GpuAttention) -> Tensor:
+        mixed = self._linear(layer.qkv, normed)
         if layer.delta is not None:
             assert attention.recurrence is not None, "made with a cache that has states"
             return attention.recurrence.context(index, mixed, layer.delta)
@@ -263,20 +295,25 @@ def _layer(layer: TransformerLayer, rotary: Tensor | None) -> _Layer:
     attention, mlp = layer.self_attention, layer.mlp
     first = None if isinstance(mlp, ExpertLayer) else mlp.linear_fc1
     delta = attention if isinstance(attention, GatedDeltaNet) else None
-    qkv, projection = (
-        (attention.linear_qkv, attention.linear_proj) if delta is None else (delta.in_proj, delta.out_proj)
-    )
+    latent = attention if isinstance(attention, LatentSelfAttention) else None
+    if latent is not None:
+        qkv, projection = latent.last_query_projection, latent.linear_proj
+    elif delta is not None:
+        qkv, projection = delta.in_proj, delta.out_proj
+    else:
+        qkv, projection = attention.linear_qkv, attention.linear_proj
     query_norm, key_norm = (_norm(getattr(attention, f"{part}_layernorm", None)) for part in "qk")
     is_quick = isinstance(mlp, ExpertLayer) and GpuExperts.can_compute(mlp)
     return _Layer(
         qkv=qkv,
         projection=projection,
         delta=delta,
+        latent=latent,
         mlp=GpuExperts(mlp) if is_quick else mlp,
         input_norm=_norm(layer.input_layernorm, qkv),
         mlp_norm=_norm(layer.pre_mlp_layernorm, first),
         head_norms=None if query_norm is None or key_norm is None else (query_norm, key_norm),
-        has_wide_norms=delta is None and isinstance(attention.q_layernorm, ProjectionNorm),
+        has_wide_norms=delta is None and isinstance(getattr(attention, "q_layernorm", None), ProjectionNorm),
         attention_norm=_norm(getattr(attention, "post_layernorm", None)),
         output_norm=_norm(getattr(mlp, "post_layernorm", None)),
         scoring=attention.core_attention.whole_scoring if delta is None else None,

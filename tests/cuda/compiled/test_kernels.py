@@ -77,6 +77,19 @@ def gated_attention(dtype, shape):
     ops.gate_heads(query, mixed)
 
 
+def latent_attention(dtype, heads, *, splits=1, rows=4):
+    """Launch the kernels of latent attention, at the sizes of DeepSeek-V3."""
+    query, compressed = torch.zeros(rows, heads, 192, dtype=dtype), torch.zeros(rows, 576, dtype=dtype)
+    turned, context = torch.zeros(rows, heads, 64, dtype=dtype), torch.zeros(heads, rows, 512, dtype=dtype)
+    where = longs(2, 2), ints(rows, 8), longs(rows), longs(rows)
+    ops.store_latent(turned, query, compressed, *where, torch.zeros(16, 2, 32), compressed[0, :512], 0, 1e-6, 0.0)
+    partial = torch.zeros(splits, *context.shape) if splits > 1 else None
+    sums = torch.zeros(2, splits, heads, rows) if splits > 1 else None
+    ops.attend_latent(context, partial, sums, context.clone(), turned, *where, 0, 0.1, 0.0, 0)
+    if partial is not None:
+        ops.combine(context, partial, sums)
+
+
 def around_attention(dtype, shape, vocabulary):
     """Launch the other kernels of a step."""
     rows, width = 4, shape["hidden"]
@@ -112,6 +125,7 @@ def experts(dtype, tokens, *, how=(0, 0.0, 0.0), has_bias=False):
     logits, given, inner = (torch.zeros(rows, 128, dtype=dtype) for rows in (tokens, tokens, pairs))
     ops.route(ints(tokens, 8), torch.zeros(tokens, 8), logits, None, 1.0, True, True)
     ops.route(ints(tokens, 8), torch.zeros(tokens, 8), logits.float(), torch.zeros(logits.shape[1]), 2.5, False, True)
+    ops.route(ints(tokens, 8), torch.zeros(tokens, 8), logits.float(), None, 2.5, False, True, 8, 4)
     where = longs(128), longs(pairs), longs(129)
     ops.sort_pairs(*where[1:], ints(tokens, 8))
     shares, biases = torch.zeros(tokens, 8), longs(128) if has_bias else None
@@ -180,6 +194,7 @@ CASES = {
     "Gemma 2, edited logits": lambda: edited(BF16, 256000),
     "Qwen 3.5, attention with gates": lambda: gated_attention(BF16, QWEN3_5_9B),
     "Qwen 3.5, a step of linear attention": lambda: linear_attention(BF16, 16, 2, 128, 128),
+    "latent attention, a step": lambda: latent_attention(BF16, 16),
     "experts, a step": lambda: experts(BF16, 64),
     "experts, a prefill": lambda: experts(BF16, 2048),
     "log-probabilities": lambda: log_probs(BF16, 152064),
@@ -194,6 +209,8 @@ MORE = {
     "Seed-OSS, a step": lambda: attend_in_cache(BF16, SEED_OSS, has_tiles=False, is_special=False),
     "Seed-OSS, a prefill": lambda: attend_in_cache(BF16, SEED_OSS, has_tiles=True, is_special=False),
     "GPT-OSS, training": lambda: train(BF16, GPT_OSS),
+    "latent attention, a step with split keys": lambda: latent_attention(BF16, 128, splits=8),
+    "latent attention in fp32, a step": lambda: latent_attention(FP32, 16),
     "OLMo 2, a step": lambda: attend_in_cache(BF16, OLMO2_7B, has_tiles=False, is_wide=True),
     "MiniMax-M2, a step": lambda: attend_in_cache(BF16, MINIMAX_M2, has_tiles=False, is_wide=True),
     "GPT-OSS, a step": lambda: attend_in_cache(BF16, GPT_OSS, has_tiles=False, has_sinks=True),
@@ -236,6 +253,7 @@ def test_kernels_spill_next_to_nothing_and_fit_shared_memory(monkeypatch, tmp_pa
         ("7B, a step", "attend"),
         ("7B, a prefill", "attend"),
         ("experts, a step", "expert_product"),
+        ("latent attention, a step", "attend_latent"),
         ("resharding", "_copy_kernel"),
     ],
 )

@@ -140,6 +140,31 @@ MINIMAX_M2 = replace(
     router_score="sigmoid",
     router_bias=True,
 )
+DEEPSEEK_V3 = ModelConfig(
+    # Of 61 layers.
+    num_layers=4,
+    hidden_size=7168,
+    ffn_hidden_size=2048,
+    num_attention_heads=128,
+    max_context=4096,
+    vocab_size=129280,
+    kv_lora_rank=512,
+    q_lora_rank=1536,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    num_experts=256,
+    experts_per_token=8,
+    num_dense_layers=1,
+    dense_ffn_hidden_size=18432,
+    shared_ffn_hidden_size=2048,
+    router_score="sigmoid",
+    router_bias=True,
+    router_groups=8,
+    router_groups_per_token=4,
+    routed_scaling=2.5,
+    dtype="bf16",
+)
 GPT_OSS_20B = replace(
     QWEN3_30B,
     # Of 24 layers.
@@ -186,6 +211,7 @@ def on_the_device(self, *shape, dtype):
         pytest.param(GPT_OSS_20B, 2, 8, 15, True, None, id="20B with sinks and biases, one rank of tp2, keys split"),
         pytest.param(OLMO3_7B, 1, 64, 10, False, None, id="7B with norms over all heads, none before a block"),
         pytest.param(MINIMAX_M2, 4, 64, 17, False, None, id="230B with norms over all heads, one rank of tp4"),
+        pytest.param(DEEPSEEK_V3, 2, 64, 21, False, None, id="671B with latent attention, one rank of tp2"),
         pytest.param(QWEN3_5_9B, 1, 64, 9, False, None, id="9B with linear attention"),
         pytest.param(QWEN3_5_9B, 4, 8, 16, True, LORA, id="9B with linear attention, one rank of tp4, adapters"),
     ],

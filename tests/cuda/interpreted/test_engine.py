@@ -18,7 +18,19 @@ from hybridflow.rollout.gpu import decode, runner
 from hybridflow.rollout.gpu.runner import GpuRunner
 from hybridflow.rollout.gpu.transformer import GpuTransformer
 from hybridflow.rollout.request import Request, SamplingParams
-from tests.multi.models import BESIDE, BOUNDED, CAPPED, LINEAR, MIXTURE, TINY, VOCAB, WIDE, make_model, vary_vectors
+from tests.multi.models import (
+    BESIDE,
+    BOUNDED,
+    CAPPED,
+    LINEAR,
+    MIXTURE,
+    SHARED,
+    TINY,
+    VOCAB,
+    WIDE,
+    make_model,
+    vary_vectors,
+)
 from tests.multi.test_rollout_sampling import Bytes
 
 SMALL = replace(TINY, num_layers=2, num_attention_heads=6, hidden_size=48, head_dim=16, num_query_groups=2)
@@ -137,6 +149,10 @@ def test_an_update_too_small_for_a_weight_in_bf16_counts(world):
         pytest.param(WIDE, KINDS, id="norms over all heads, none before a block"),
         pytest.param(BOUNDED, KINDS, id="sinks, experts with biases and bounds"),
         pytest.param(BESIDE, KINDS, id="a shared expert with a gate, experts by sigmoids and a bias"),
+        pytest.param(SHARED, KINDS, id="latent attention, groups of experts"),
+        pytest.param(
+            replace(SHARED, q_lora_rank=None), KINDS, marks=pytest.mark.long, id="latent attention, wide queries"
+        ),
         pytest.param(replace(LINEAR, num_layers=3, linear_layers=(0, 2)), KINDS, id="linear attention"),
     ],
 )

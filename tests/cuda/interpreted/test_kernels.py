@@ -109,6 +109,21 @@ def test_experts_are_chosen_by_sigmoids_and_a_bias_that_is_in_no_share(has_bias,
     close(shares, 2.5 * (expected / expected.sum(-1, keepdim=True) if is_normalized else expected), torch.float32)
 
 
+@pytest.mark.parametrize(("experts", "groups", "most"), [(12, 3, 2), (8, 4, 1), (10, 2, 2)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_experts_are_chosen_from_the_groups_with_the_best_two(has_bias, experts, groups, most):
+    logits, bias = random(7, experts), random(experts, seed=2)
+    chosen, shares = torch.empty(7, 2, dtype=torch.int32), torch.empty(7, 2)
+    ops.route(chosen, shares, logits, bias if has_bias else None, 1.0, False, False, groups, most)
+    scores = logits.sigmoid() + has_bias * bias
+    for row in range(7):
+        parts = scores[row].view(groups, -1)
+        best = sorted(range(groups), key=lambda group: -float(parts[group].topk(2).values.sum()))[:most]
+        open_to = [each for each in range(experts) if each // (experts // groups) in best]
+        assert chosen[row].tolist() == sorted(open_to, key=lambda each: -float(scores[row, each]))[:2]
+    close(shares, logits.sigmoid().gather(1, chosen.long()), FP32)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("tokens", "experts", "num_chosen", "hidden", "ffn", "how", "has_bias"),
@@ -263,7 +278,7 @@ def test_contexts_are_multiplied_by_the_sigmoids_of_their_gates(groups, sharers,
 
 def attended(query: Tensor, keys: list[Tensor], values: list[Tensor], where, scoring, sinks=None) -> Tensor:
     """Attend row by row: ``[rows, groups, sharers, head]``."""
-    (scale, softcap, window), expected = scoring, torch.zeros(query.shape)
+    (scale, softcap, window), expected = scoring, torch.zeros(*query.shape[:-1], values[0].shape[-1])
     for row, (sequence, position) in enumerate(zip(*(each.tolist() for each in where), strict=True)):
         if position < 0:
             continue
@@ -317,6 +332,67 @@ def test_rows_attend_to_their_own_sequence(kind, dtype, groups, sharers, head, s
     if partial is not None:
         ops.combine(context, partial, sums)
     close(context, attended(query, keys, values, where, scoring, sinks), dtype, steps=8)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "plain", "pairs", "latent"),
+    [(FP32, 5, 10, 3, 20), (BF16, 1, 16, 8, 64), (FP16, 17, 6, 1, 12)],
+)
+def test_compressed_vectors_are_normalized_turned_and_written(dtype, heads, plain, pairs, latent):
+    cache = Paged([40, 1, 18], 1, latent + 2 * pairs, dtype)
+    sequences, positions = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([16, 39, 0, 17, -1])
+    query, given = random(5, heads, plain + 2 * pairs, dtype=dtype), random(5, latent + 2 * pairs, dtype=dtype, seed=2)
+    weight = random(latent, dtype=dtype, seed=5)
+    angles = torch.outer(torch.arange(48.0), torch.arange(1, pairs + 1).float() ** -1)
+    rotary = torch.stack([angles.cos(), angles.sin()], 1)
+    found = torch.full((5, heads, 2 * pairs), torch.nan, dtype=dtype)
+    where = cache.addresses, cache.tables, sequences, positions
+    ops.store_latent(found, query, given, *where, rotary, weight, 1, 1e-5, 1.0)
+
+    def apart(values: Tensor) -> Tensor:
+        both = turned(values, rotary, positions.clamp(min=0), True)
+        return torch.cat([both[..., ::2], both[..., 1::2]], -1)
+
+    close(found, apart(query[..., plain:].float()), dtype, steps=8)
+    expected = torch.cat([normalized(given[:, :latent], weight, 1e-5, 1.0), apart(given[:, latent:].float())], 1)
+    written = torch.zeros(cache.memory[1, 0].shape[:2], dtype=torch.bool)
+    for row in range(4):
+        place = int(cache.tables[sequences[row], positions[row] // BLOCK_TOKENS]), int(positions[row] % BLOCK_TOKENS)
+        close(cache.memory[1, 0][place][0], expected[row], dtype, steps=16)
+        written[place] = True
+    assert cache.memory[1, 0][~written].isnan().all() and cache.memory[0].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "latent", "rotary", "softcap", "window"),
+    [
+        pytest.param(FP32, 5, 20, 6, 0.0, 0, id="fp32"),
+        pytest.param(FP32, 20, 12, 2, 1.5, 5, id="cap and window, heads of two programs"),
+        pytest.param(BF16, 16, 64, 16, 0.0, 0, id="bf16"),
+    ],
+)
+@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize("rows", [STEP, PREFILL], ids=["a step", "a prefill"])
+def test_rows_attend_to_compressed_vectors(rows, splits, dtype, heads, latent, rotary, softcap, window):
+    cache = Paged([40, 1, 18], 1, latent + rotary, dtype)
+    keys, _ = cache.fill()
+    where = tuple(map(torch.tensor, rows))
+    query = random(heads, len(where[0]), latent, dtype=dtype, seed=7)
+    turning = random(len(where[0]), heads, rotary, dtype=dtype, seed=8)
+    context, partial, sums = torch.full_like(query, torch.nan), None, None
+    if splits > 1:
+        partial, sums = (
+            torch.full((splits, *query.shape), torch.nan),
+            torch.full((2, splits, *query.shape[:2]), torch.nan),
+        )
+    scoring = 0.3, softcap, window
+    ops.attend_latent(context, partial, sums, query, turning, cache.addresses, cache.tables, *where, 1, *scoring)
+    if partial is not None:
+        ops.combine(context, partial, sums)
+    whole = torch.cat([query.transpose(0, 1), turning], -1)[:, None]
+    values = [each[..., :latent] for each in keys]
+    expected = attended(whole, keys, values, where, scoring)
+    close(context.transpose(0, 1)[:, None], expected, dtype, steps=8)
 
 
 def test_rows_are_cut_into_tiles_of_one_sequence():

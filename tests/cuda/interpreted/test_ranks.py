@@ -18,7 +18,7 @@ from hybridflow.rollout.gpu.decode import Decoder
 from hybridflow.rollout.gpu.runner import GpuRunner
 from hybridflow.rollout.gpu.transformer import GpuTransformer
 from hybridflow.rollout.request import Request, SamplingParams
-from tests.multi.models import BESIDE, BOUNDED, MIXTURE, TINY, VOCAB, WIDE, make_model, samples, vary_vectors
+from tests.multi.models import BESIDE, BOUNDED, MIXTURE, SHARED, TINY, VOCAB, WIDE, make_model, samples, vary_vectors
 from tests.support.ranks import run_ranks
 
 
@@ -53,6 +53,7 @@ def texts_of(world, layout: ParallelLayout, shape: ModelConfig, lora: LoRAConfig
         (ParallelLayout(tp=2), True, BESIDE, LoRAConfig(rank=3, alpha=7.0)),
         (ParallelLayout(tp=2), True, BOUNDED, LoRAConfig(rank=3, alpha=7.0, targets=("q_proj", "o_proj"))),
         (ParallelLayout(tp=2), True, WIDE, None),
+        (ParallelLayout(tp=2), True, SHARED, None),
         (ParallelLayout(tp=2, etp=1), False, MIXTURE, None),
         (ParallelLayout(dp=2, etp=2), False, MIXTURE, None),
         (ParallelLayout(tp=2, dp=2, ep=2), False, MIXTURE, None),

@@ -130,11 +130,11 @@ def _first_examples(recipe: Recipe, shape: Shape) -> Iterator[tuple[str, Example
         assert data.train is not None, "check_data refuses it"
         check_files(data.arithmetic, train=data.train, held_out=data.held_out, has_preferences=has_preferences)
         rows = make_problems(data.arithmetic, has_preferences=has_preferences)
-        shapes = {"data.train": shape} | (
-            {} if data.held_out is None else {"data.held_out": held_out_shape(shape, recipe)}
-        )
-        for (title, own), (row, *_) in zip(shapes.items(), rows, strict=False):
-            place = f"{title} of data.arithmetic, row 0"
+        made = [("data.train", data.train, shape)]
+        if data.held_out is not None:
+            made.append(("data.held_out", data.held_out, held_out_shape(shape, recipe)))
+        for (title, path, own), (row, *_) in zip(made, rows, strict=False):
+            place = f"{path} as data.arithmetic makes it, row 0"
             with contextlib.closing(Shaper(own)) as shaper:
                 shaped = shaper(dict(row), place)
             if shaped is not None:

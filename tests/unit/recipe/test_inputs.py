@@ -310,7 +310,9 @@ def test_a_dry_run_tells_what_it_has_tried(folders, capsys):
     assert (status, error) == (0, "") and "on train.jsonl:1 with response '': ValueError: invalid literal" in told
     arithmetic = ["data.train=a.jsonl", "data.held_out=b.jsonl", "data.arithmetic={num_train: 4, num_held_out: 2}"]
     status, told, error = dry(folders, capsys, *arithmetic)
-    assert (status, error) == (0, "") and "reward 'exact_match': gives 0 for an empty response to data.train" in told
+    # A path that is misspelled is seen here.
+    assert (status, error) == (0, "") and "data.train: a.jsonl as data.arithmetic makes it, row 0 can be read" in told
+    assert "reward 'exact_match': gives 0 for an empty response to a.jsonl as data.arithmetic makes it" in told
     assert ", and 1 for its answer as a response\n" in told
     # Many a reward has nothing to return for what is no answer.
     silent = f"reward.function={module(here, WRONG)}:silent"

@@ -109,8 +109,8 @@ class RewardConfig:
             ``trainer.micro_batch_tokens``, which holds too.
         offload: Keep the model's weights in host memory while it is not in use. ``always`` (under FSDP) brings one
             layer at a time to the accelerator.
-        timeout_s: Longest time of a call from its beginning, in seconds. None means no limit for a function, 60 for a
-            service or judge, and 10 for ``maths``.
+        timeout_s: Longest time of a call from its beginning, in seconds. None means 60 for a service or judge, and 10
+            for ``maths``. A function without it has ``cluster.deadline_s``, which ends the job.
         retries: How often a failed call is repeated.
         on_failure: What happens to a sample whose calls all failed. ``error`` ends the run. ``score`` gives it
             ``failure_score``. ``drop`` leaves it out of learning.

@@ -37,6 +37,9 @@ _API = {
 
 _MODULES = {name: module for module, names in _API.items() for name in names}
 
+_FOREIGN = tuple(f"{each}Config" for each in ("DPO", "GRPO", "KTO", "PPO", "Reward", "RLOO", "SFT"))
+"""TRL's classes of settings, which a program that moves here imports first."""
+
 _PATHS = ("config", "data", "metrics", "trainer")
 """Modules that a program reaches after ``import hybridflow`` alone, as ``hybridflow.config.auto_cache_clear``."""
 
@@ -46,6 +49,12 @@ __all__ = ["__version__", *sorted(_MODULES)]
 def __getattr__(name: str) -> Any:
     if name in _PATHS:
         return importlib.import_module(f"hybridflow.{name}")
+    if name in _FOREIGN:
+        # Of an AttributeError ``from hybridflow import`` shows no word.
+        raise ImportError(
+            f"hybridflow has no {name}: a trainer takes a dict of settings: GRPOTrainer(dict(learning_rate=1e-6), …). "
+            "See docs/from-trl.md"
+        )
     if name not in _MODULES:
         from hybridflow.errors import did_you_mean
 

@@ -64,6 +64,13 @@ def test_import_paths() -> None:
             module.Actor  # noqa: B018
 
 
+def test_settings_classes_of_trl_are_answered_with_ours() -> None:
+    with pytest.raises(ImportError, match=r"hybridflow has no GRPOConfig: a trainer takes a dict .*docs/from-trl\.md"):
+        from hybridflow import GRPOConfig  # noqa: F401
+    with pytest.raises(AttributeError, match="did you mean GRPOTrainer"):
+        hybridflow.GRPOTrainr  # noqa: B018
+
+
 def test_a_model_is_given_back_as_it_is_and_subclasses_are_classes() -> None:
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, **SIZES))
     assert ActorModel(llama) is llama and CriticModel(llama) is llama and ActorModel(model=llama) is llama

@@ -146,7 +146,8 @@ def test_an_update_too_small_for_a_weight_in_bf16_counts(world):
         pytest.param(BEHIND, KINDS, marks=pytest.mark.long, id="caps, windows, norms behind, 12 dims a head"),
         pytest.param(TURNED, KINDS, marks=pytest.mark.long, id="other rotations"),
         pytest.param(replace(MIXTURE, num_layers=2), KINDS, marks=pytest.mark.long, id="mixture of experts"),
-        pytest.param(WIDE, KINDS, id="norms over all heads, none before a block"),
+        # tests/cuda/interpreted/test_ranks.py always runs it, with tp2.
+        pytest.param(WIDE, KINDS, marks=pytest.mark.long, id="norms over all heads, none before a block"),
         pytest.param(BOUNDED, KINDS, id="sinks, experts with biases and bounds"),
         pytest.param(BESIDE, KINDS, id="a shared expert with a gate, experts by sigmoids and a bias"),
         pytest.param(SHARED, KINDS, id="latent attention, groups of experts"),

@@ -395,12 +395,13 @@ class GroupedSelfAttention(SelfAttention):
         scaled_part: Dims at the beginning of each query and key head, and the factor on them that goes with stretched
             frequencies; None: it is on the scores.
         keys_are_values: Whether values are keys as they were projected.
+        has_value_norm: Whether values are normalized, without a weight.
     """
 
     rotation: tuple[int, int] | None = None
     scaled_part: tuple[int, float] | None = None
     _table: Tensor | None = None
-    keys_are_values = _has_value_norm = False
+    keys_are_values = has_value_norm = False
 
     def __init__(
         self,
@@ -417,7 +418,7 @@ class GroupedSelfAttention(SelfAttention):
         super().__init__(config, submodules, layer_number, *args, **known)
         if model is None:
             return
-        self._has_value_norm, self.keys_are_values = model.value_norm, model.keys_as_values
+        self.has_value_norm, self.keys_are_values = model.value_norm, model.keys_as_values
         if self.keys_are_values:
             self.linear_qkv = submodules.linear_qkv(
                 *(config.hidden_size, model.query_rows + model.key_value_rows),
@@ -454,7 +455,7 @@ class GroupedSelfAttention(SelfAttention):
         Collective: tp. ``groups`` are this rank's query groups, 1 where several ranks share one.
         """
         query, key, value, *gate = self._project(hidden_states, key_value_states, output_gate, split_qkv)
-        if self._has_value_norm:
+        if self.has_value_norm:
             value = rms_norm(value.float(), value.shape[-1:], eps=self.config.layernorm_epsilon).to(value.dtype)
         if self.scaled_part is not None:
             num_dims, factor = self.scaled_part

@@ -188,10 +188,6 @@ class Transformer(GPTModel):
         logit_softcap: Logits z become cap * tanh(z / cap); None: they do not.
         rotated_pairs: Of each kind of layers that differ in the rotary embedding, the pairs of dims that it turns.
         has_latent_attention: Whether keys and values are compressed.
-        is_common: Whether its layers compute what the kernels for decoding know, and no more. Those for a CPU know no
-            linear and no latent attention, no gates on the output of attention, no rotation of a part of a head or of
-            neighboring dims, no sinks, no biases but those of queries, keys and values, no bounds of gates, no norms
-            over all heads, and no layers whose inputs are not normalized.
         dropout: Dropout on the inputs of its adapters; None: none.
         flops: Operations that the whole model needs; None: they are not counted.
         sequence_switch: Splits activations by tokens over the tensor-parallel ranks; None: they are never split.
@@ -202,7 +198,6 @@ class Transformer(GPTModel):
     logit_softcap: float | None = None
     rotated_pairs: tuple[int, ...] = ()
     has_latent_attention = False
-    is_common = True
     dropout: Dropout | None = None
     flops: ModelFlops | None = None
     sequence_switch: SequenceSwitch | None = None
@@ -396,7 +391,6 @@ def _note_shape(transformer: Transformer, model: ModelConfig, *, has_value_head:
     transformer.has_scaled_embeddings = model.scaled_embeddings
     transformer.rotated_pairs = rotated_pairs(model)
     transformer.has_latent_attention = model.kv_lora_rank is not None
-    transformer.is_common = _is_common(model)
     transformer.logit_softcap = None if has_value_head else model.logit_softcap
 
 
@@ -408,10 +402,6 @@ def _finish_mixtures(transformer: Transformer, *, is_empty: bool) -> None:
             mixture.router.expert_bias.data = mixture.router.expert_bias.float()
         for stack in () if is_empty else mixture.stacks:
             lay_side_by_side(stack)
-
-
-def _is_common(model: ModelConfig) -> bool:
-    return not (model.has_global_heads or model.value_norm or model.layer_scalars or model.expert_norms)
 
 
 def build_stage(

@@ -68,7 +68,7 @@ class ExpertRouter(TopKRouter):
         Returns:
             Weights of the chosen experts, and their numbers in ascending order, ``[tokens, experts_per_token]`` each.
         """
-        logits = self.gating(self._scaled(hidden))[:, 0]
+        logits = self.gating(self.scaled(hidden))[:, 0]
         chosen = self.choose(self._scores(logits))
         if self.routing is None:
             return self._weights(logits, chosen), chosen
@@ -76,7 +76,7 @@ class ExpertRouter(TopKRouter):
         weights = self._weights(logits, chosen)
         return self.routing.observe(self.layer, logits, self._shares(logits), chosen, weights, first), chosen
 
-    def _scaled(self, hidden: Tensor) -> Tensor:
+    def scaled(self, hidden: Tensor) -> Tensor:
         """Return what the logits are a product of, ``[tokens, 1, hidden]``."""
         if not self.model.expert_norms:
             return hidden

@@ -255,6 +255,13 @@ def gather_over(group: dist.ProcessGroup, value: Tensor) -> Tensor:
     return torch.stack(parts)
 
 
+def joined_columns(group: dist.ProcessGroup, part: Tensor) -> Tensor:
+    """Gather every rank's columns, side by side in group order: ``[rows, columns]`` each. Collective: tp."""
+    parts = part.new_empty(group.size() * len(part), part.shape[1])
+    dist.all_gather_into_tensor(parts, part.contiguous(), group=group)
+    return parts.view(-1, *part.shape).transpose(0, 1).flatten(1)
+
+
 def _to_order(value: Tensor) -> Tensor:
     """Map fp32 to int64 integers from 0 to 2³² in the same order."""
     bits = value.contiguous().view(torch.int32)

@@ -11,6 +11,7 @@ from hybridflow.families.model import ModelConfig, RotaryScaling
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.gpt import Transformer, build_transformer
+from hybridflow.models.shapes import LAYER_SCALAR
 from hybridflow.models.weights import initialize
 from hybridflow.parallel.megatron import collection, rank_sets
 from hybridflow.parallel.world import World
@@ -131,6 +132,39 @@ LINEAR = ModelConfig(
     linear_conv_kernel=4,
     norm_eps=1e-3,
 )
+# What Gemma 4 has: other heads in layers without a window, whose keys are the values too; values normalized; a number
+# on the output of each layer; experts beside a dense block, with norms of their own.
+GLOBAL = ModelConfig(
+    num_layers=2,
+    hidden_size=64,
+    ffn_hidden_size=24,
+    num_attention_heads=8,
+    num_query_groups=4,
+    head_dim=6,
+    global_head_dim=12,
+    global_query_groups=2,
+    keys_as_values=True,
+    max_context=48,
+    vocab_divisible_by=4,
+    rotary_base=1e6,
+    local_rotary_base=1e4,
+    rotary_scaling=RotaryScaling(kind="proportional", rotated_share=0.5),
+    qk_norm=True,
+    value_norm=True,
+    post_norms=True,
+    layer_scalars=True,
+    attention_scale=1.0,
+    activation="gelu_tanh",
+    tied_embeddings=True,
+    scaled_embeddings=True,
+    logit_softcap=4.0,
+    window=6,
+    window_layers=(0,),
+    num_experts=4,
+    experts_per_token=2,
+    shared_ffn_hidden_size=16,
+    expert_norms=True,
+)
 VOCAB = 29
 
 
@@ -186,6 +220,9 @@ def vary_vectors(model: Transformer) -> None:
         if parameter.dim() == 1:
             # On all ranks alike, since some are whole on each.
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith(LAYER_SCALAR):
+            buffer += 0.1 * torch.randn(1, generator=generator)
 
 
 def samples(count: int, seed: int = 0) -> tuple[list[torch.Tensor], list[int]]:

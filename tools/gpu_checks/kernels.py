@@ -274,7 +274,7 @@ def _check_attention(sizes: Any) -> dict[str, tuple[float, float]]:
     mixed = _random(sizes, num_sequences * context, groups, sharers + 2, head)
     rows = torch.arange(len(mixed), device=device)
     is_last = rows % context == context - 1
-    most = rows_per_tile(sizes.dtype, sharers)
+    most = rows_per_tile(sizes.dtype, sharers, head)
     found: dict[str, tuple[float, float]] = {}
     scorings = {
         "": Scoring(scale=head**-0.5),
@@ -286,7 +286,7 @@ def _check_attention(sizes: Any) -> dict[str, tuple[float, float]]:
         for kind, chosen, splits in (("prefill", ~is_last, 1), ("decode", is_last, 1), ("split decode", is_last, 4)):
             sequences, positions = rows[chosen] // context, rows[chosen] % context
             tiles = torch.from_numpy(tiles_of(sequences.cpu().numpy().astype(np.int64), most)).to(device)
-            how = {"tiles": tiles, "rows_per_tile": most} if kind == "prefill" else {"splits": splits}
+            how = {"tiles": {most: tiles}} if kind == "prefill" else {"splits": splits}
             attention = GpuAttention(addresses, tables, sequences, positions, **how)
             output = attention.attend_mixed(0, mixed[chosen].contiguous(), rotary, norms, scoring, 1e-6, 0.0)
             found[f"{kind}{name}"] = relative_gap(output, expected[chosen]), _BF16

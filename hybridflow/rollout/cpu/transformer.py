@@ -22,9 +22,10 @@ from hybridflow.models.gated import kernel_gate
 from hybridflow.models.gpt import Transformer
 from hybridflow.models.lora import merged_weight
 from hybridflow.models.norm import ProjectionNorm
+from hybridflow.models.shapes import LAYER_SCALAR
 from hybridflow.rollout.blocks import PANEL
 from hybridflow.rollout.cpu.kernels import Batch, Layer, Shape, Slots, Step, Vocabulary, load_kernels
-from hybridflow.rollout.paged import PagedAttention, PagedCache, cache_shape, state_bytes
+from hybridflow.rollout.paged import PagedAttention, PagedCache, cache_shape, cache_shapes, state_bytes
 
 _GATES = {(0, 0.0, 0.0): 1, (1, 0.0, 0.0): 2}
 """``kernel_gate`` → ``GATED_SILU`` and ``GATED_GELU`` of kernels.c."""
@@ -33,17 +34,17 @@ _GATES = {(0, 0.0, 0.0): 1, (1, 0.0, 0.0): 2}
 def runs_on_cpu(model: Transformer) -> bool:
     """Return whether ``CpuTransformer`` can compute this model."""
     config = model.config
-    head = cache_shape(model)[1]
+    shapes = set(cache_shapes(model).values())
     return (
         load_kernels() is not None
         and config.params_dtype is torch.float32
         and next(model.parameters()).device.type == "cpu"
-        and model.is_common
         and not model.has_latent_attention
         and not config.attention_output_gate
         and not state_bytes(model)
-        and head % 16 == 0
-        and all(2 * pairs == head for pairs in model.rotated_pairs)
+        and len(shapes) <= 1
+        and all(head % 16 == 0 for _, head in shapes)
+        and all(2 * pairs == head for pairs in model.rotated_pairs for _, head in shapes)
         and not config.rotary_interleaved
         and config.num_query_groups >= config.tensor_model_parallel_size
         and not config.add_bias_linear
@@ -53,12 +54,16 @@ def runs_on_cpu(model: Transformer) -> bool:
 
 
 def _is_plain(layer: TransformerLayer) -> bool:
-    """Return whether a layer is dense, normalizes its inputs, each head by itself if at all, and has no sinks."""
+    """Return whether a layer is dense, normalizes its inputs, and of heads queries and keys, each by itself, if at all.
+
+    Nor has it sinks, or a factor on its output.
+    """
     attention = layer.self_attention
     is_dense = not isinstance(layer.mlp, ExpertLayer)
     has_norms = not isinstance(layer.input_layernorm, IdentityOp)
-    is_known = not isinstance(attention.q_layernorm, ProjectionNorm)
-    return is_dense and has_norms and is_known and attention.core_attention.softmax_offset is None
+    has_other_norms = isinstance(attention.q_layernorm, ProjectionNorm) or attention.has_value_norm
+    has_more = attention.core_attention.softmax_offset is not None or hasattr(layer, LAYER_SCALAR)
+    return is_dense and has_norms and not has_other_norms and not has_more
 
 
 class CpuTransformer:

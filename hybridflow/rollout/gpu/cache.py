@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from hybridflow.models.scoring import Scoring
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.gpu import ops
 from hybridflow.rollout.gpu.recurrence import GpuRecurrence
-from hybridflow.rollout.paged import cache_shape, cache_shapes, copy_states, empty_states
+from hybridflow.rollout.paged import cache_shapes, copy_states, empty_states
 
 
 class GpuCache:
@@ -31,11 +31,10 @@ class GpuCache:
     """
 
     def __init__(self, model: Transformer, num_blocks: int, device: torch.device, num_slots: int = 0) -> None:
-        groups, head = cache_shape(model)
-        is_compressed = model.has_latent_attention
-        shape = (1 if is_compressed else 2, num_blocks, BLOCK_TOKENS, groups, head)
+        before = 1 if model.has_latent_attention else 2, num_blocks, BLOCK_TOKENS
         self.states, dtype = empty_states(model, num_slots), model.config.params_dtype
-        pairs = {layer: torch.empty(shape, dtype=dtype, device=device) for layer in cache_shapes(model)}
+        shapes = cache_shapes(model)
+        pairs = {layer: torch.empty(*before, *shapes[layer], dtype=dtype, device=device) for layer in shapes}
         self._layers = list(pairs.values())
         both: dict[int, Iterable[Tensor]] = {**pairs, **self.states}
         self.num_bytes = sum(each.nbytes for pair in both.values() for each in pair)
@@ -61,8 +60,8 @@ class GpuAttention:
         tables: Blocks of each sequence, ``[sequences, blocks]`` int32.
         sequences: Sequence of each row, ``[rows]`` int64, rows of one sequence side by side.
         positions: Position of each row in its sequence, ``[rows]`` int64, rising within a sequence; -1: padding.
-        tiles: First row and number of rows of each tile, ``[2, tiles]`` int32; None: each row by itself.
-        rows_per_tile: Most rows of a tile.
+        tiles: First row and number of rows of each tile, ``[2, tiles]`` int32, by the most rows of a tile, see
+            ``rows_per_tile``; None: each row by itself.
         splits: Shares that the keys of a row are split into.
         recurrence: What layers with linear attention do; None: there are none.
 
@@ -76,8 +75,7 @@ class GpuAttention:
         tables: Tensor,
         sequences: Tensor,
         positions: Tensor,
-        tiles: Tensor | None = None,
-        rows_per_tile: int = 1,
+        tiles: Mapping[int, Tensor] | None = None,
         splits: int = 1,
         recurrence: GpuRecurrence | None = None,
     ) -> None:
@@ -86,8 +84,7 @@ class GpuAttention:
         self.sequences = sequences
         self.positions = positions
         self._addresses = addresses
-        self._tiles = (None, None) if tiles is None else tuple(tiles)
-        self._rows_per_tile = rows_per_tile
+        self._tiles = tiles
         self._splits = splits
 
     def attend_mixed(
@@ -103,6 +100,7 @@ class GpuAttention:
         squares: Tensor | None = None,
         is_gated: bool = False,
         is_interleaved: bool = False,
+        has_value_norm: bool = False,
     ) -> Tensor:
         """Rotate, cache and attend; 2 launches, or 3 where the keys are split, and one more with gates.
 
@@ -118,6 +116,7 @@ class GpuAttention:
             squares: Mean squares of queries and keys over all heads, ``[rows, 2]`` fp32; None: each head has its own.
             is_gated: Whether each query has a gate behind it, ``[rows, groups, 2 * sharers + 2, head]``.
             is_interleaved: Whether neighboring dims turn together.
+            has_value_norm: Whether values are normalized, without a weight.
 
         Returns:
             ``[rows, groups * sharers * head]``.
@@ -125,13 +124,15 @@ class GpuAttention:
         rows, groups, width, head = mixed.shape
         query = mixed.new_empty(rows, groups, (width - 2) // (1 + is_gated), head)
         where = self._addresses, self.tables, self.sequences, self.positions
-        ops.store(query, mixed, *where, rotary, *(norms or (None, None)), squares, layer, eps, centre, is_interleaved)
+        how = layer, eps, centre, is_interleaved, has_value_norm
+        ops.store(query, mixed, *where, rotary, *(norms or (None, None)), squares, *how)
         context, partial, sums = torch.empty_like(query), None, None
         if self._splits > 1:
             partial = query.new_empty(self._splits, *query.shape, dtype=torch.float32)
             sums = query.new_empty(2, self._splits, *query.shape[:-1], dtype=torch.float32)
-        tiles = *self._tiles, scoring.sinks
-        ops.attend(context, partial, sums, query, *where, *tiles, layer, self._rows_per_tile, *_scores(scoring))
+        most = 1 if self._tiles is None else rows_per_tile(query.dtype, query.shape[2], head)
+        tiles = (None, None) if self._tiles is None else self._tiles[most]
+        ops.attend(context, partial, sums, query, *where, *tiles, scoring.sinks, layer, most, *_scores(scoring))
         if partial is not None:
             ops.combine(context, partial, sums)
         if is_gated:
@@ -186,14 +187,15 @@ def _scores(scoring: Scoring) -> tuple[float, float, int]:
     return scoring.scale, scoring.softcap or 0.0, scoring.window or 0
 
 
-def rows_per_tile(dtype: torch.dtype, sharers: int) -> int:
+def rows_per_tile(dtype: torch.dtype, sharers: int, head: int) -> int:
     """Return the most rows of a sequence that a program of ``attend`` computes without spilling registers.
 
     Args:
         dtype: Format of queries, keys and values.
         sharers: Queries of a query group.
+        head: Width of a head.
     """
-    return max(1, (32 if dtype.itemsize == 2 else 16) // sharers)
+    return max(1, (32 if dtype.itemsize == 2 and head <= 256 else 16) // sharers)
 
 
 def tiles_of(sequences: np.ndarray, most: int) -> np.ndarray:

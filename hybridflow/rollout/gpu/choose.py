@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.models.log_probs import Columns
-from hybridflow.rollout.edits import gather_over
+from hybridflow.rollout.edits import gather_over, joined_columns
 from hybridflow.rollout.gpu import ops
 from hybridflow.rollout.gpu.sampling_kernels import NUM_EDITED_TERMS, NUM_TERMS
 
@@ -73,11 +73,8 @@ def choose(
         floors = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
         source, cap = (logits, softcap) if edited is None else (edited, 0.0)
         if group.size() > 1:
-            rows, width = source.shape
-            parts = source.new_empty(group.size() * rows, width)
-            dist.all_gather_into_tensor(parts, source.contiguous(), group=group)
             # Padding stands behind the last rank's columns.
-            source = parts.view(-1, rows, width).transpose(0, 1).flatten(1)
+            source = joined_columns(group, source)
         ops.find_floors(floors, source, temperatures, *cuts, vocab_size, cap)
     terms, ids = _parts(logits, keys, lengths, temperatures, is_quiet, columns, edited, floors, softcap)
     if group.size() > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn.functional import linear
 
 from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.gated import kernel_gate
+from hybridflow.models.shapes import EXPERT_NORMS
 from hybridflow.rollout.gpu import ops
 
 
@@ -24,6 +26,7 @@ class GpuExperts:
 
     Attributes:
         shared: Module of the shared expert, which is the caller's to compute; None: there is none.
+        norms: Weights of ``EXPERT_NORMS``, which are the caller's likewise; empty: there are none.
     """
 
     @staticmethod
@@ -37,12 +40,16 @@ class GpuExperts:
         self._router: Tensor = layer.router.weight
         self._router_bias: Tensor | None = layer.router.bias
         self._bias: Tensor | None = layer.router.expert_bias
+        self._expert_scale: Tensor | None = getattr(layer.router, "expert_scale", None)
+        self._scaled: Callable[[Tensor], Tensor] = layer.router.scaled
         self._num_chosen: int = layer.router.topk
         model = layer.router.model
         self._scale, self._is_normalized = model.routed_scaling, model.normalized_experts
         self._is_softmax: bool = layer.router.is_softmax
         self._groups = model.router_groups or 1, model.router_groups_per_token or 1
         self.shared: Any = layer.shared_experts
+        names = EXPERT_NORMS if model.expert_norms else ()
+        self.norms: list[Tensor] = [layer.get_parameter(f"{name}.weight") for name in names]
         self._gate = kernel_gate(layer.config)
         self._weights = layer.stacks
         assert all(weight.is_contiguous() for weights in self._weights for weight in weights), "kernels read rows"
@@ -63,14 +70,16 @@ class GpuExperts:
             self._found = found
             self._addresses.copy_(torch.tensor(found))
 
-    def __call__(self, normed: Tensor) -> Tensor:
-        """Map ``[tokens, hidden]`` to the same shape."""
+    def __call__(self, normed: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Map ``[tokens, hidden]`` to the same shape; ``hidden`` is what the router sees, if it is something else."""
         num_chosen, (first, second, *biases) = self._num_chosen, self._addresses
         first_bias, last_bias = biases or (None, None)
         chosen = normed.new_empty(len(normed), num_chosen, dtype=torch.int32)
         shares = normed.new_empty(len(normed), num_chosen, dtype=torch.float32)
         how = self._scale, self._is_softmax, self._is_normalized, *self._groups
-        ops.route(chosen, shares, self._logits(normed), self._bias, *how)
+        ops.route(chosen, shares, self._logits(normed if hidden is None else hidden), self._bias, *how)
+        if self._expert_scale is not None:
+            shares *= self._expert_scale[chosen]
         order, bounds = (normed.new_empty(each, dtype=torch.int64) for each in (chosen.numel(), len(first) + 1))
         ops.sort_pairs(order, bounds, chosen)
         pairs = order, bounds, shares
@@ -82,7 +91,8 @@ class GpuExperts:
         # All have equally many experts, so that the sum has one order.
         return output.view(len(normed), num_chosen, normed.shape[1]).sum(1)
 
-    def _logits(self, normed: Tensor) -> Tensor:
+    def _logits(self, hidden: Tensor) -> Tensor:
+        normed = self._scaled(hidden)
         router, bias = self._router, self._router_bias
         if self._is_softmax or normed.dtype == torch.float32:
             return linear(normed, router, bias)

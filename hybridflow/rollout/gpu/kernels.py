@@ -22,14 +22,16 @@ def found_at(place, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def add_norm(hidden, product, post_weight, weight, normed, width, eps, centre, HAS_PRODUCT: tl.constexpr,
-             HAS_POST: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def add_norm(hidden, product, post_weight, factor, weight, normed, width, eps, centre, HAS_PRODUCT: tl.constexpr,
+             HAS_POST: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_NORM: tl.constexpr,
+             BLOCK: tl.constexpr):  # fmt: skip
     """Add a product to hidden states, in place, and normalize the sum; one program for each row.
 
     Args:
         hidden: ``[rows, width]``.
         product: What is added, ``[rows, width]``.
         post_weight: Weight of the norm of the product before it is added, ``[width]``.
+        factor: What the sum is multiplied by, ``[1]``.
         weight: Weight of the norm of the sum, ``[width]``.
         normed: Takes the normalized sum, ``[rows, width]``.
         width: Width of a row.
@@ -37,6 +39,7 @@ def add_norm(hidden, product, post_weight, weight, normed, width, eps, centre, H
         centre: Added to the norms' weights.
         HAS_PRODUCT: Whether anything is added.
         HAS_POST: Whether the product is normalized first.
+        HAS_FACTOR: Whether the sum is multiplied; only if something is added.
         HAS_NORM: Whether the sum is normalized.
         BLOCK: Power of 2, at least ``width``.
     """
@@ -51,6 +54,8 @@ def add_norm(hidden, product, post_weight, weight, normed, width, eps, centre, H
             added = added * tl.rsqrt(tl.sum(added * added, 0) / width + eps) * scale
             added = added.to(hidden.dtype.element_ty).to(tl.float32)
         value = (value + added).to(hidden.dtype.element_ty).to(tl.float32)
+        if HAS_FACTOR:
+            value = (value * tl.load(factor).to(tl.float32)).to(hidden.dtype.element_ty).to(tl.float32)
         tl.store(hidden + row + at, value.to(hidden.dtype.element_ty), mask=is_there)
     if HAS_NORM:
         scale = tl.load(weight + at, mask=is_there, other=0.0).to(tl.float32) + centre
@@ -99,7 +104,7 @@ def store(query, mixed, caches, tables, sequences, positions, rotary, query_weig
           table_width, eps, centre, GROUPS: tl.constexpr, SHARERS: tl.constexpr, HEAD: tl.constexpr,
           TURNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
           REST: tl.constexpr, WIDTH: tl.constexpr, HAS_NORM: tl.constexpr, IS_WIDE: tl.constexpr,
-          HAS_GATE: tl.constexpr, IS_INTERLEAVED: tl.constexpr):  # fmt: skip
+          HAS_VALUE_NORM: tl.constexpr, HAS_GATE: tl.constexpr, IS_INTERLEAVED: tl.constexpr):  # fmt: skip
     """Rotate queries and keys, and write keys and values to the cache; a program for each row and query group.
 
     Args:
@@ -129,6 +134,7 @@ def store(query, mixed, caches, tables, sequences, positions, rotary, query_weig
         WIDTH: Power of 2, at least ``HEAD``.
         HAS_NORM: Whether queries and keys are normalized.
         IS_WIDE: Whether they are normalized over all heads.
+        HAS_VALUE_NORM: Whether values are normalized, without a weight.
         HAS_GATE: Whether there are gates.
         IS_INTERLEAVED: Whether neighboring dims turn together, instead of a dim of each half.
     """
@@ -186,6 +192,9 @@ def store(query, mixed, caches, tables, sequences, positions, rotary, query_weig
             tl.store(keys + at_rest, rest.to(element), mask=rest_key)
         at_value = tl.arange(0, WIDTH)
         value = tl.load(source + (places * SHARERS + 1) * HEAD + at_value, mask=at_value < HEAD, other=0.0)
+        if HAS_VALUE_NORM:
+            value = value.to(tl.float32)
+            value = (value * tl.rsqrt(tl.sum(value * value, 0) / HEAD + eps)).to(element)
         tl.store(values + at_value, value, mask=at_value < HEAD)
 
 

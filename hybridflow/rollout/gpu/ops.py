@@ -52,13 +52,15 @@ def add_norm(
     weight: Tensor | None,
     eps: float,
     centre: float,
+    factor: Tensor | None = None,
 ) -> None:
     rows, width = hidden.shape
     kernels.add_norm[(rows,)](
-        *(hidden, *(hidden if each is None else each for each in (product, post_weight, weight, normed))),
+        *(hidden, *(hidden if each is None else each for each in (product, post_weight, factor, weight, normed))),
         *(width, eps, centre),
         HAS_PRODUCT=product is not None,
         HAS_POST=post_weight is not None,
+        HAS_FACTOR=factor is not None,
         HAS_NORM=weight is not None,
         BLOCK=_power(width),
         num_warps=4 if width <= 2048 else 8,
@@ -95,6 +97,7 @@ def store(
     eps: float,
     centre: float,
     is_interleaved: bool,
+    has_value_norm: bool = False,
 ) -> None:
     rows, groups, sharers, head = query.shape
     turned = rotary.shape[2]
@@ -113,9 +116,10 @@ def store(
         WIDTH=_power(head),
         HAS_NORM=query_weight is not None,
         IS_WIDE=squares is not None,
+        HAS_VALUE_NORM=has_value_norm,
         HAS_GATE=mixed.shape[2] > sharers + 2,
         IS_INTERLEAVED=is_interleaved,
-        num_warps=2,
+        num_warps=2 if head <= 256 else 4,
     )
 
 
@@ -164,9 +168,9 @@ def attend(
         HAS_SINKS=sinks is not None,
         QUERIES=queries,
         # On an H100 attention takes 7 to 12 percent longer in decoding with 32 keys at a time.
-        KEYS=16 if query.dtype.itemsize == 4 else 64 if queries == 16 and head <= 128 else 32,
+        KEYS=16 if query.dtype.itemsize == 4 or head > 256 else 64 if queries == 16 and head <= 128 else 32,
         WIDTH=_power(head, 16),
-        num_warps=4 if queries == 16 or head <= 64 else 8,
+        num_warps=4 if (queries == 16 and head <= 256) or head <= 64 else 8,
         num_stages=2,
     )
 

@@ -10,20 +10,16 @@ from torch import Tensor
 
 from hybridflow.models.gpt import Transformer
 from hybridflow.parallel.copies import to_device
-from hybridflow.rollout.gpu.cache import GpuAttention, GpuCache, processors_of, rows_per_tile, splits_for, tiles_of
+from hybridflow.rollout.gpu.cache import GpuAttention, GpuCache, processors_of, splits_for, tiles_of
 from hybridflow.rollout.gpu.decode import Decoder
 from hybridflow.rollout.gpu.recurrence import plan_recurrence
 from hybridflow.rollout.gpu.transformer import GpuTransformer
-from hybridflow.rollout.paged import cache_shape
+from hybridflow.rollout.paged import cache_shapes
 
 
 def runs_on_gpu(model: Transformer) -> bool:
     """Return whether ``GpuRunner`` can compute this model; others go through the training model's modules."""
-    head, config = cache_shape(model)[1], model.config
-    if model.has_latent_attention:
-        return model.is_common
-    is_known = model.is_common and head <= 256
-    return is_known and config.num_query_groups >= config.tensor_model_parallel_size
+    return model.has_latent_attention or all(head <= 512 for _, head in cache_shapes(model).values())
 
 
 def _can_be_captured(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -103,9 +99,11 @@ class GpuRunner:
             rows = 1 << (len(sequences) - 1).bit_length()
             splits = splits_for(rows, self._transformer.num_groups, self._processors)
             return GpuAttention(cache.addresses, places, of, at, splits=splits, recurrence=recurrence)
-        most = rows_per_tile(self._model.config.params_dtype, self._transformer.sharers)
-        tiles = to_device(torch.from_numpy(tiles_of(sequences, most)), self._device)
-        return GpuAttention(cache.addresses, places, of, at, tiles, most, recurrence=recurrence)
+        tiles = {
+            most: to_device(torch.from_numpy(tiles_of(sequences, most)), self._device)
+            for most in self._transformer.rows_per_tile
+        }
+        return GpuAttention(cache.addresses, places, of, at, tiles, recurrence=recurrence)
 
     def __call__(self, tokens: Tensor, attention: GpuAttention, rows: Tensor) -> Tensor:
         """See ``Runner``."""

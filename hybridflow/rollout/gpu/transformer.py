@@ -7,7 +7,7 @@ the weights needs neither a copy nor a new graph. Tests hold the two together.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from hybridflow.models.attention import GroupedSelfAttention
 from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.gated import kernel_gate
 from hybridflow.models.gated_delta_net import GatedDeltaNet
@@ -24,10 +25,12 @@ from hybridflow.models.latent_attention import LatentSelfAttention
 from hybridflow.models.lora import Adapter, adapter_of
 from hybridflow.models.norm import ProjectionNorm
 from hybridflow.models.scoring import Scoring
+from hybridflow.models.shapes import LAYER_SCALAR
+from hybridflow.rollout.edits import joined_columns
 from hybridflow.rollout.gpu import ops
-from hybridflow.rollout.gpu.cache import GpuAttention
+from hybridflow.rollout.gpu.cache import GpuAttention, rows_per_tile
 from hybridflow.rollout.gpu.experts import GpuExperts
-from hybridflow.rollout.paged import cache_shape
+from hybridflow.rollout.paged import cache_shapes
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,15 @@ class _Layer:
         mlp_norm: Weight of the norm before the feed-forward block; None: there is none.
         head_norms: Weights of the norms of queries and keys; None: there are none.
         has_wide_norms: Whether these norms are over all heads of a token, and the weights whole on each rank.
+        has_value_norm: Whether values are normalized, without a weight.
+        groups: Query groups on this rank; 0: the layer has linear or latent attention.
+        head: Width of a head; 0 likewise.
+        is_shared: Whether a query group is on several ranks.
+        picked: Where the dims of the heads here are in the projection, or if it is shared in those of all ranks side by
+            side, ``[groups * heads of a group * head]`` int64; None: they are the projection.
         attention_norm: Weight of the norm of attention's output; None: there is none.
         output_norm: Weight of the norm of the feed-forward block's output; None: there is none.
+        factor: What the layer's output is multiplied by, ``[1]``; None: nothing.
         scoring: How scores are made; None: the layer has linear attention.
         rotary: Cosines and sines of each position, ``[context, 2, turned pairs]`` fp32; None likewise.
     """
@@ -59,10 +69,24 @@ class _Layer:
     mlp_norm: Tensor | None
     head_norms: tuple[Tensor, Tensor] | None
     has_wide_norms: bool
+    has_value_norm: bool
+    groups: int
+    head: int
+    is_shared: bool
+    picked: Tensor | None
     attention_norm: Tensor | None
     output_norm: Tensor | None
+    factor: Tensor | None
     scoring: Scoring | None
     rotary: Tensor | None
+
+
+class _Pending(NamedTuple):
+    """A product that is still to be added to the hidden states, with what follows, see ``kernels.add_norm``."""
+
+    product: Tensor | None = None
+    norm: Tensor | None = None
+    factor: Tensor | None = None
 
 
 class GpuTransformer:
@@ -75,8 +99,9 @@ class GpuTransformer:
 
     Attributes:
         layers: Tensors and settings of each layer.
-        num_groups: Query groups on this rank; of latent attention the groups of heads that programs share out.
-        sharers: Queries of a group.
+        num_groups: Query groups on this rank, of layers that differ the fewest; of latent attention the groups of heads
+            that programs share out.
+        rows_per_tile: Most rows of a tile of a prompt, of all layers.
         num_columns: Columns of the logits on this rank, padding included; 0 on a stage that has none.
         softcap: Cap on the logits; 0: none.
         is_capturable: Whether a step needs nothing of the host: no experts but those that ``GpuExperts`` computes.
@@ -87,10 +112,12 @@ class GpuTransformer:
         self._model = model
         self._group = group if group.size() > 1 else None
         self._tp_rank = group.rank()
-        self.num_groups, self._head = cache_shape(model)
+        shapes = set(cache_shapes(model).values())
+        self.num_groups = min((groups for groups, _ in shapes), default=0)
+        heads = config.num_attention_heads // group.size()
         if model.has_latent_attention:
-            self.num_groups = -(-config.num_attention_heads // group.size() // ops.LATENT_HEADS)
-        self.sharers = config.num_attention_heads // config.num_query_groups
+            self.num_groups = -(-heads // ops.LATENT_HEADS)
+        self.rows_per_tile = {rows_per_tile(config.params_dtype, heads // groups, head) for groups, head in shapes}
         self._eps = config.layernorm_epsilon
         self._centre = 1.0 if config.layernorm_zero_centered_gamma else 0.0
         self._gate = kernel_gate(config)
@@ -141,10 +168,10 @@ class GpuTransformer:
             # Left on by training; experts would take these tokens for slices.
             model.sequence_switch.turn(False)
         hidden = self._embed(tokens) if model.pre_process else model.decoder.input_tensor[:, 0].clone()
-        product, post = self._through_layers(hidden, attention)
+        pending = self._through_layers(hidden, attention)
         if not model.post_process:
-            return self._sum(hidden, product, post)[:, None]
-        normed = self._added(hidden, product, post, model.decoder.final_layernorm.weight)
+            return self._added(hidden, pending)[:, None]
+        normed = self._added(hidden, pending, model.decoder.final_layernorm.weight)
         logits = linear(normed if rows is None else normed[rows], self._output_weight())
         cap = model.logit_softcap
         return logits if cap is None or rows is None else cap * torch.tanh(logits / cap)
@@ -155,24 +182,24 @@ class GpuTransformer:
         weight: Tensor = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
         return weight
 
-    def _through_layers(self, hidden: Tensor, attention: GpuAttention) -> tuple[Tensor | None, Tensor | None]:
-        """Run the layers; return the last product, which is still to be added to ``hidden``, and its norm's weight."""
-        product: Tensor | None = None
-        post: Tensor | None = None
+    def _through_layers(self, hidden: Tensor, attention: GpuAttention) -> _Pending:
+        """Run the layers; return the last product, which is still to be added to ``hidden``."""
+        pending = _Pending()
         for index, layer in enumerate(self.layers):
-            normed = self._added(hidden, product, post, layer.input_norm)
+            normed = self._added(hidden, pending, layer.input_norm)
             attend = self._attend if layer.latent is None else self._attend_latent
             context = attend(index, layer, normed, attention)
             product = self._over_group(self._partial(layer.projection, context))
-            normed = self._added(hidden, product, layer.attention_norm, layer.mlp_norm)
-            product, post = self._feed_forward(layer, normed), layer.output_norm
-        return product, post
+            normed = self._added(hidden, _Pending(product, layer.attention_norm), layer.mlp_norm)
+            pending = _Pending(self._feed_forward(layer, normed), layer.output_norm, layer.factor)
+        return pending
 
-    def _added(self, hidden: Tensor, product: Tensor | None, post: Tensor | None, weight: Tensor | None) -> Tensor:
+    def _added(self, hidden: Tensor, pending: _Pending, weight: Tensor | None = None) -> Tensor:
         """Add a product to ``hidden``, in place, and return the sum, normalized if there is a weight."""
         normed = None if weight is None else torch.empty_like(hidden)
-        if product is not None or normed is not None:
-            ops.add_norm(hidden, normed, product, post, weight, self._eps, self._centre)
+        if pending.product is not None or normed is not None:
+            product, post, factor = pending
+            ops.add_norm(hidden, normed, product, post, weight, self._eps, self._centre, factor)
         return hidden if normed is None else normed
 
     def _attend_latent(self, index: int, layer: _Layer, normed: Tensor, attention: GpuAttention) -> Tensor:
@@ -206,25 +233,45 @@ class GpuTransformer:
             assert attention.recurrence is not None, "made with a cache that has states"
             return attention.recurrence.context(index, mixed, layer.delta)
         assert layer.scoring is not None and layer.rotary is not None, "attention turns and scores"
-        config, mixed = self._model.config, mixed.view(len(mixed), self.num_groups, -1, self._head)
+        config = self._model.config
+        if layer.is_shared and self._group is not None:
+            # Ranks have parts of a group, and each of them needs its key and its value.
+            mixed = joined_columns(self._group, mixed)
         norms, squares = layer.head_norms, None
         if norms is not None and layer.has_wide_norms:
-            parts = config.tensor_model_parallel_size
-            query_norm, key_norm = (norm.view(parts, -1)[self._tp_rank] for norm in norms)
-            norms, squares = (query_norm, key_norm), mixed.new_empty(len(mixed), 2, dtype=torch.float32)
-            ops.mean_squares(squares, mixed, parts)
-            self._over_group(squares)
+            norms, squares = self._wide_norms(layer, mixed, norms)
+        if layer.picked is not None:
+            mixed = mixed.index_select(1, layer.picked)
         return attention.attend_mixed(
             index,
-            mixed,
+            mixed.view(len(mixed), layer.groups, -1, layer.head),
             layer.rotary,
             *(norms, layer.scoring, self._eps, self._centre),
             squares=squares,
             is_gated=config.attention_output_gate,
             is_interleaved=config.rotary_interleaved,
+            has_value_norm=layer.has_value_norm,
         )
 
+    def _wide_norms(
+        self, layer: _Layer, mixed: Tensor, norms: tuple[Tensor, Tensor]
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Return this rank's part of norms over all heads, and the mean squares, ``[rows, 2]`` fp32."""
+        ranks, groups = self._model.config.tensor_model_parallel_size, self._model.config.num_query_groups
+        squares = mixed.new_empty(len(mixed), 2, dtype=torch.float32)
+        if layer.is_shared:
+            ops.mean_squares(squares, mixed.view(len(mixed), groups, -1, layer.head), 1)
+        else:
+            ops.mean_squares(squares, mixed.view(len(mixed), layer.groups, -1, layer.head), ranks)
+            self._over_group(squares)
+        parts = min(ranks, groups)
+        query_norm, key_norm = norms
+        own = query_norm.view(ranks, -1)[self._tp_rank], key_norm.view(parts, -1)[self._tp_rank * parts // ranks]
+        return own, squares
+
     def _feed_forward(self, layer: _Layer, normed: Tensor) -> Tensor:
+        if isinstance(layer.mlp, GpuExperts) and layer.mlp.norms:
+            return self._normed_experts(layer.mlp, normed)
         if isinstance(layer.mlp, GpuExperts):
             routed, shared = layer.mlp(normed), layer.mlp.shared
             if shared is not None:
@@ -238,20 +285,19 @@ class GpuTransformer:
             return whole
         return self._over_group(self._dense(layer.mlp, normed))
 
+    def _normed_experts(self, experts: GpuExperts, hidden: Tensor) -> Tensor:
+        """Compute as ``NormedExpertLayer.forward``."""
+        before_shared, behind_shared, before_routed, behind_routed = experts.norms
+        routed = self._over_group(experts(self._added(hidden, _Pending(), before_routed), hidden))
+        shared = self._over_group(self._dense(experts.shared, self._added(hidden, _Pending(), before_shared)))
+        return self._added(self._added(shared, _Pending(), behind_shared), _Pending(routed, behind_routed))
+
     def _dense(self, mlp: Any, normed: Tensor) -> Tensor:
         """Return this rank's part of the output of a feed-forward block that is not a mixture."""
         both = self._linear(mlp.linear_fc1, normed)
         inner = both.new_empty(len(both), both.shape[1] // 2)
         ops.gate(inner, both, *self._gate)
         return self._partial(mlp.linear_fc2, inner)
-
-    def _sum(self, hidden: Tensor, product: Tensor | None, post: Tensor | None) -> Tensor:
-        """Return the output of a stage that is not the last."""
-        if product is None:
-            return hidden
-        if post is not None:
-            product = self._added(product, None, None, post)
-        return hidden + product
 
     def _partial(self, module: Any, inputs: Tensor) -> Tensor:
         """Return this rank's part of a product that is summed over the ranks, of which one adds the bias."""
@@ -302,6 +348,7 @@ def _layer(layer: TransformerLayer, rotary: Tensor | None) -> _Layer:
         qkv, projection = delta.in_proj, delta.out_proj
     else:
         qkv, projection = attention.linear_qkv, attention.linear_proj
+    is_plain = delta is None and latent is None
     query_norm, key_norm = (_norm(getattr(attention, f"{part}_layernorm", None)) for part in "qk")
     is_quick = isinstance(mlp, ExpertLayer) and GpuExperts.can_compute(mlp)
     return _Layer(
@@ -314,11 +361,35 @@ def _layer(layer: TransformerLayer, rotary: Tensor | None) -> _Layer:
         mlp_norm=_norm(layer.pre_mlp_layernorm, first),
         head_norms=None if query_norm is None or key_norm is None else (query_norm, key_norm),
         has_wide_norms=delta is None and isinstance(getattr(attention, "q_layernorm", None), ProjectionNorm),
+        has_value_norm=is_plain and attention.has_value_norm,
+        groups=attention.num_query_groups_per_partition if is_plain else 0,
+        head=attention.hidden_size_per_attention_head if is_plain else 0,
+        is_shared=is_plain and attention.config.num_query_groups < attention.world_size,
+        picked=_picked(attention) if is_plain else None,
         attention_norm=_norm(getattr(attention, "post_layernorm", None)),
         output_norm=_norm(getattr(mlp, "post_layernorm", None)),
+        factor=getattr(layer, LAYER_SCALAR, None),
         scoring=attention.core_attention.whole_scoring if delta is None else None,
         rotary=rotary,
     )
+
+
+def _picked(attention: GroupedSelfAttention) -> Tensor | None:
+    """See ``_Layer.picked``."""
+    config, ranks, head = attention.config, attention.world_size, attention.hidden_size_per_attention_head
+    groups, is_shared = config.num_query_groups, config.num_query_groups < attention.world_size
+    if not (is_shared or attention.keys_are_values):
+        return None
+    device = attention.linear_qkv.weight.device
+    queries = config.num_attention_heads // groups * (1 + config.attention_output_gate)
+    heads = queries + (1 if attention.keys_are_values else 2)
+    sharers = ranks // groups if is_shared else 1
+    first, part = divmod(attention.tp_group.rank(), sharers) if is_shared else (0, 0)
+    own = queries // sharers
+    of_group = torch.tensor([*range(part * own, (part + 1) * own), queries, heads - 1], device=device)
+    of_rank = heads * torch.arange(first, first + attention.num_query_groups_per_partition, device=device)
+    picked: Tensor = head * (of_rank[:, None] + of_group)[..., None] + torch.arange(head, device=device)
+    return picked.flatten()
 
 
 def _norm(norm: nn.Module | None, fused_into: Any = None) -> Tensor | None:

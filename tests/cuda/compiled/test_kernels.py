@@ -31,6 +31,7 @@ GLM4_9B = dict(head=128, groups=2, sharers=16, hidden=4096, ffn=13696)
 QWEN3_5_9B = dict(head=256, groups=4, sharers=4, pairs=32)
 OLMO2_7B = dict(head=128, groups=32, sharers=1)
 MINIMAX_M2 = dict(head=128, groups=8, sharers=6)
+GEMMA4_31B = dict(head=512, groups=4, sharers=8)
 GELU = (1, 0.0, 0.0)
 LLAMA3_1B = dict(head=64, groups=8, sharers=4, hidden=2048, ffn=8192)
 
@@ -48,7 +49,7 @@ def attend_in_cache(
 ):
     """Launch the kernels that rotate, cache and attend, for a step of decoding or a prefill."""
     head, groups, sharers = shape["head"], shape["groups"], shape["sharers"]
-    most = rows_per_tile(dtype, sharers) if has_tiles else 1
+    most = rows_per_tile(dtype, sharers, head) if has_tiles else 1
     query = torch.zeros(rows, groups, sharers, head, dtype=dtype)
     mixed = torch.zeros(rows, groups, sharers + 2, head, dtype=dtype)
     where = longs(2, 2), ints(rows, 8), longs(rows), longs(rows)
@@ -57,7 +58,8 @@ def attend_in_cache(
     if is_wide:
         ops.mean_squares(norms[2], mixed, 1)
     turned = head // 4 if is_interleaved else head // 2
-    ops.store(query, mixed, *where, torch.zeros(16, 2, turned), *norms, 0, 1e-6, 0.0, is_interleaved)
+    how = 0, 1e-6, 0.0, is_interleaved, shape is GEMMA4_31B
+    ops.store(query, mixed, *where, torch.zeros(16, 2, turned), *norms, *how)
     partial = torch.zeros(splits, *query.shape) if splits > 1 else None
     sums = torch.zeros(2, splits, *query.shape[:-1]) if splits > 1 else None
     tiles = (ints(rows), ints(rows)) if has_tiles else (None, None)
@@ -213,6 +215,11 @@ MORE = {
     "latent attention in fp32, a step": lambda: latent_attention(FP32, 16),
     "OLMo 2, a step": lambda: attend_in_cache(BF16, OLMO2_7B, has_tiles=False, is_wide=True),
     "MiniMax-M2, a step": lambda: attend_in_cache(BF16, MINIMAX_M2, has_tiles=False, is_wide=True),
+    "Gemma 4, a step": lambda: attend_in_cache(BF16, GEMMA4_31B, has_tiles=False),
+    "Gemma 4, a step with split keys": lambda: attend_in_cache(BF16, GEMMA4_31B, has_tiles=False, splits=16),
+    "Gemma 4, a prefill": lambda: attend_in_cache(BF16, GEMMA4_31B, has_tiles=True),
+    "Gemma 4 in fp32, a step": lambda: attend_in_cache(FP32, GEMMA4_31B, has_tiles=False),
+    "Gemma 4 in fp32, a prefill": lambda: attend_in_cache(FP32, GEMMA4_31B, has_tiles=True),
     "GPT-OSS, a step": lambda: attend_in_cache(BF16, GPT_OSS, has_tiles=False, has_sinks=True),
     "GPT-OSS, a step with split keys": lambda: attend_in_cache(
         BF16, GPT_OSS, has_tiles=False, has_sinks=True, splits=8

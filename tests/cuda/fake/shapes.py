@@ -138,8 +138,6 @@ _CONFIGS = {
 
 FAMILIES = tuple(name for name in _CONFIGS if name not in ("qwen3_5_text", "gemma4_text"))
 """Those whose layers are all alike."""
-BY_MODULES = ("gemma4_text",)
-"""Families that the kernels for decoding do not know, so that they generate with the modules of training."""
 
 
 def family_model(name: str) -> ModelConfig:

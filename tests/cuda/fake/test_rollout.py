@@ -10,33 +10,26 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.gpt import build_transformer
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.gpu import decode, recurrence
-from hybridflow.rollout.gpu.cache import GpuAttention, rows_per_tile
+from hybridflow.rollout.gpu.cache import GpuAttention
 from hybridflow.rollout.gpu.runner import runs_on_gpu
 from hybridflow.rollout.gpu.transformer import GpuTransformer
 from hybridflow.rollout.paged import empty_states
 from tests.cuda.fake.machine import DEVICE, Launches, fake_cuda, place
-from tests.cuda.fake.shapes import BY_MODULES, FAMILIES, family_model
+from tests.cuda.fake.shapes import FAMILIES, family_model
 
 ROWS = 64
 
 
-def prefill_attention(tokens: int, dtype: torch.dtype, sharers: int, context: int) -> GpuAttention:
+def prefill_attention(tokens: int, transformer: GpuTransformer, context: int) -> GpuAttention:
     """Return the attention of four prompts."""
-    most = rows_per_tile(dtype, sharers)
-    tiles = 4 * -(-tokens // 4 // most)
+    tiles = {
+        most: torch.empty(2, 4 * -(-tokens // 4 // most), dtype=torch.int32, device=DEVICE)
+        for most in transformer.rows_per_tile
+    }
     longs = torch.empty(2, tokens, dtype=torch.int64, device=DEVICE)
     ints = torch.empty(4, -(-context // BLOCK_TOKENS), dtype=torch.int32, device=DEVICE)
     addresses = torch.empty(2, 2, dtype=torch.int64, device=DEVICE)
-    return GpuAttention(addresses, ints, *longs, torch.empty(2, tiles, dtype=torch.int32, device=DEVICE), most)
-
-
-@pytest.mark.parametrize("name", BY_MODULES)
-def test_layers_that_the_kernels_do_not_know_are_left_to_the_modules(monkeypatch, name):
-    model = family_model(name)
-    with fake_cuda(monkeypatch) as world:
-        groups = place(world, ParallelLayout())[1]
-        built = build_transformer(model, ParallelLayout(), groups, DEVICE, vocab_size=model.vocab_size)
-        assert not runs_on_gpu(built)
+    return GpuAttention(addresses, ints, *longs, tiles)
 
 
 def prefilled(world, model):
@@ -46,7 +39,7 @@ def prefilled(world, model):
     assert runs_on_gpu(built)
     transformer = GpuTransformer(built, groups.tp, model.vocab_size)
     tokens = torch.empty(800, dtype=torch.int64, device=DEVICE)
-    attention = prefill_attention(800, torch.bfloat16, transformer.sharers, model.max_context)
+    attention = prefill_attention(800, transformer, model.max_context)
     with Launches() as prefill:
         logits = transformer(tokens, attention, torch.empty(4, dtype=torch.int64, device=DEVICE))
     assert logits.shape == (4, model.vocab_size) and logits.device == DEVICE
@@ -61,7 +54,7 @@ def test_a_prefill_of_linear_attention_asks_nothing_of_the_device(monkeypatch):
         built = build_transformer(model, ParallelLayout(), groups, DEVICE, vocab_size=model.vocab_size)
         assert runs_on_gpu(built)
         transformer = GpuTransformer(built, groups.tp, model.vocab_size)
-        attention = prefill_attention(sum(lengths), torch.bfloat16, transformer.sharers, model.max_context)
+        attention = prefill_attention(sum(lengths), transformer, model.max_context)
         slots = np.repeat(np.arange(5), lengths)
         positions = np.concatenate([np.arange(each) if each > 1 else [40] for each in lengths])
         addresses = torch.empty(2, 2, dtype=torch.int64, device=DEVICE)
@@ -78,7 +71,7 @@ def test_a_prefill_of_linear_attention_asks_nothing_of_the_device(monkeypatch):
     assert launches.names["linalg_solve_triangular"] == 2, launches.names
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in BY_MODULES])
+@pytest.mark.parametrize("name", [*FAMILIES, "gemma4_text"])
 def test_prefill_and_a_step_ask_nothing_of_the_device(monkeypatch, name):
     model = family_model(name)
     monkeypatch.setattr(

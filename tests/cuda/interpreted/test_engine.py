@@ -22,6 +22,7 @@ from tests.multi.models import (
     BESIDE,
     BOUNDED,
     CAPPED,
+    GLOBAL,
     LINEAR,
     MIXTURE,
     SHARED,
@@ -146,8 +147,9 @@ def test_an_update_too_small_for_a_weight_in_bf16_counts(world):
         pytest.param(BEHIND, KINDS, marks=pytest.mark.long, id="caps, windows, norms behind, 12 dims a head"),
         pytest.param(TURNED, KINDS, marks=pytest.mark.long, id="other rotations"),
         pytest.param(replace(MIXTURE, num_layers=2), KINDS, marks=pytest.mark.long, id="mixture of experts"),
-        # tests/cuda/interpreted/test_ranks.py always runs it, with tp2.
+        # tests/cuda/interpreted/test_ranks.py always runs these two, with tp2.
         pytest.param(WIDE, KINDS, marks=pytest.mark.long, id="norms over all heads, none before a block"),
+        pytest.param(GLOBAL, KINDS, marks=pytest.mark.long, id="other heads in some layers, norms around experts"),
         pytest.param(BOUNDED, KINDS, id="sinks, experts with biases and bounds"),
         pytest.param(BESIDE, KINDS, id="a shared expert with a gate, experts by sigmoids and a bias"),
         pytest.param(SHARED, KINDS, id="latent attention, groups of experts"),
@@ -268,7 +270,7 @@ def test_steps_through_the_host_with_a_row_of_each_sequence_need_no_tiles(world,
 
             def noted(cache, tables, sequences, positions, first_slot, attend=attend):
                 attention = attend(cache, tables, sequences, positions, first_slot)
-                made.append((len(set(sequences)) == len(sequences), attention._tiles[0] is None, attention._splits))
+                made.append((len(set(sequences)) == len(sequences), attention._tiles is None, attention._splits))
                 return attention
 
             monkeypatch.setattr(engine.runner, "attention", noted)

@@ -55,7 +55,7 @@ def normalized(values: Tensor, weight: Tensor, eps: float, centre: float) -> Ten
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 96), (2, 130)])
-@pytest.mark.parametrize("kind", ["no product", "product", "normalized product"])
+@pytest.mark.parametrize("kind", ["no product", "product", "normalized product", "scaled sum"])
 def test_sums_are_normalized(kind, rows, width, dtype):
     hidden, product = random(rows, width, dtype=dtype), random(rows, width, dtype=dtype, seed=2)
     weight, post = random(width, dtype=dtype, seed=3), random(width, dtype=dtype, seed=4)
@@ -63,14 +63,17 @@ def test_sums_are_normalized(kind, rows, width, dtype):
     if kind != "no product":
         added = normalized(product, post, 1e-5, 1.0).to(dtype) if kind == "normalized product" else product
         expected = (expected + added.float()).to(dtype).float()
+    factor = torch.tensor([0.7], dtype=dtype) if kind == "scaled sum" else None
+    if factor is not None:
+        expected = (expected * factor.float()).to(dtype).float()
     normed = torch.empty_like(hidden)
     given = None if kind == "no product" else product
     post = post if kind == "normalized product" else None
     if given is not None:
         alone = hidden.clone()
-        ops.add_norm(alone, None, given, post, None, 1e-5, 1.0)
+        ops.add_norm(alone, None, given, post, None, 1e-5, 1.0, factor)
         close(alone, expected, dtype)
-    ops.add_norm(hidden, normed, given, post, weight, 1e-5, 1.0)
+    ops.add_norm(hidden, normed, given, post, weight, 1e-5, 1.0, factor)
     close(hidden, expected, dtype)
     close(normed, normalized(expected, weight, 1e-5, 1.0), dtype, steps=16)
 
@@ -246,7 +249,10 @@ def test_keys_and_values_are_written_where_the_table_says(
         norms = random(groups, sharers, head, dtype=dtype, seed=5), random(groups, head, dtype=dtype, seed=6)
     query = torch.empty(5, groups, sharers, head, dtype=dtype)
     where = cache.addresses, cache.tables, sequences, positions
-    ops.store(query, given, *where, rotary, *norms, squares, 1, 1e-5, 0.0, is_interleaved)
+    values, has_value_norm = mixed[:, :, sharers + 1], normed == "each head"
+    ops.store(query, given, *where, rotary, *norms, squares, 1, 1e-5, 0.0, is_interleaved, has_value_norm)
+    if has_value_norm:
+        values = normalized(values, torch.ones(head), 1e-5, 0.0)
     queries, keys = mixed[:, :, :sharers].float(), mixed[:, :, sharers].float()
     if normed:
         # Over the dims that a norm has weights for.
@@ -262,7 +268,7 @@ def test_keys_and_values_are_written_where_the_table_says(
         block, token = int(cache.tables[sequence, position // BLOCK_TOKENS]), position % BLOCK_TOKENS
         written[block, token] = True
         close(cache.memory[1, 0, block, token], keys[row], dtype, steps=16)
-        assert torch.equal(cache.memory[1, 1, block, token], mixed[row, :, sharers + 1])
+        close(cache.memory[1, 1, block, token], values[row], dtype, steps=16 if has_value_norm else 0)
     # The padding row and the other layer wrote nothing.
     assert cache.memory[1][:, ~written].isnan().all() and cache.memory[0].isnan().all()
 
@@ -304,6 +310,7 @@ SHAPES = [
     pytest.param(FP32, 1, 7, 12, 1.5, 20, False, id="12 dims, 7 sharers"),
     pytest.param(BF16, 2, 1, 64, 1.5, 20, False, id="bf16"),
     pytest.param(FP16, 1, 4, 40, 0.0, 5, False, id="fp16, 40 dims"),
+    pytest.param(BF16, 1, 2, 300, 0.0, 5, False, id="bf16, 300 dims"),
     pytest.param(FP32, 2, 3, 16, 0.0, 0, True, id="sinks"),
     pytest.param(FP32, 3, 2, 16, 1.5, 5, True, id="sinks, cap and window"),
     pytest.param(BF16, 2, 4, 64, 0.0, 5, True, id="sinks, bf16"),

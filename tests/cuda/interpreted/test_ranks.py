@@ -18,7 +18,20 @@ from hybridflow.rollout.gpu.decode import Decoder
 from hybridflow.rollout.gpu.runner import GpuRunner
 from hybridflow.rollout.gpu.transformer import GpuTransformer
 from hybridflow.rollout.request import Request, SamplingParams
-from tests.multi.models import BESIDE, BOUNDED, MIXTURE, SHARED, TINY, VOCAB, WIDE, make_model, samples, vary_vectors
+from tests.multi.models import (
+    BESIDE,
+    BOUNDED,
+    GLOBAL,
+    LINEAR,
+    MIXTURE,
+    SHARED,
+    TINY,
+    VOCAB,
+    WIDE,
+    make_model,
+    samples,
+    vary_vectors,
+)
 from tests.support.ranks import run_ranks
 
 
@@ -54,6 +67,10 @@ def texts_of(world, layout: ParallelLayout, shape: ModelConfig, lora: LoRAConfig
         (ParallelLayout(tp=2), True, BOUNDED, LoRAConfig(rank=3, alpha=7.0, targets=("q_proj", "o_proj"))),
         (ParallelLayout(tp=2), True, WIDE, None),
         (ParallelLayout(tp=2), True, SHARED, None),
+        # Ranks share a query group.
+        (ParallelLayout(tp=2), True, replace(WIDE, num_query_groups=1), None),
+        (ParallelLayout(tp=2), True, replace(GLOBAL, global_query_groups=1), None),
+        (ParallelLayout(tp=4), True, replace(LINEAR, linear_layers=(0,), linear_key_heads=4), None),
         (ParallelLayout(tp=2, etp=1), False, MIXTURE, None),
         (ParallelLayout(dp=2, etp=2), False, MIXTURE, None),
         (ParallelLayout(tp=2, dp=2, ep=2), False, MIXTURE, None),

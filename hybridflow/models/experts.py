@@ -74,6 +74,8 @@ class ExpertLayer(BaseMoELayer):
         device: Where the weights live.
 
     Attributes:
+        expert_tp_group: Ranks that have parts of the same experts.
+        tp_ep_group: Ranks that share out the experts.
         gathers: Whether each rank gathers all tokens of the group, instead of sending each to the ranks of its experts.
         sequence_parallel: Whether each tensor-parallel rank has a slice of the tokens.
     """
@@ -98,7 +100,8 @@ class ExpertLayer(BaseMoELayer):
         if config.add_bias_linear:
             for expert in self.experts.local_experts:
                 share_bias(expert.linear_fc2, config.expert_tensor_parallel_size)
-        self._expert_tp, self._tp_ep = groups.expt_tp.size(), groups.tp_ep
+        self.expert_tp_group, self.tp_ep_group = groups.expt_tp, groups.tp_ep
+        self._expert_tp = groups.expt_tp.size()
         # A token's experts are on at most so many ranks: sent to all of them, it would travel as far as gathered.
         self.gathers = model.experts_per_token > self.ep_group.size() > 1
         for parameter in self.experts.parameters():
@@ -135,7 +138,7 @@ class ExpertLayer(BaseMoELayer):
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = self.ep_group if self._shares_tokens else self._tp_ep
+        group: dist.ProcessGroup = self.ep_group if self._shares_tokens else self.tp_ep_group
         return group
 
     @property

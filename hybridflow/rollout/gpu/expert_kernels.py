@@ -78,32 +78,36 @@ def route(chosen, shares, logits, bias, num_experts, scale, NUM_CHOSEN: tl.const
     tl.store(shares + row * NUM_CHOSEN + slot, share, mask=slot < NUM_CHOSEN)
 
 
-@triton.jit
-def sort_pairs(order, bounds, chosen, num_pairs, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["first"])
+def sort_pairs(order, bounds, chosen, num_pairs, first, BLOCK: tl.constexpr):
     """Put the pairs of tokens and experts in order by expert, those of an expert as they come; a program for each.
+
+    Pairs of experts that have no program are left out.
 
     Args:
         order: Takes the pairs, ``[pairs]`` int64.
         bounds: Takes where the pairs of each expert begin, and the last one's end, ``[experts + 1]`` int64.
         chosen: The expert of each pair, ``[pairs]`` int32.
         num_pairs: Pairs.
+        first: The expert of the first program.
         BLOCK: Pairs at a time; a power of 2.
     """
-    expert = tl.program_id(0)
+    own = tl.program_id(0)
+    expert = own + first
     at = tl.arange(0, BLOCK)
     begin = tl.zeros([], tl.int64)
     for start in range(0, num_pairs, BLOCK):
         given = tl.load(chosen + start + at, mask=start + at < num_pairs, other=2147483647)
         begin += tl.sum((given < expert).to(tl.int64), 0)
-    tl.store(bounds + expert, begin)
+    tl.store(bounds + own, begin)
     for start in range(0, num_pairs, BLOCK):
         given = tl.load(chosen + start + at, mask=start + at < num_pairs, other=2147483647)
         is_mine = given == expert
         place = tl.cumsum(is_mine.to(tl.int32), 0) - 1
         tl.store(order + begin + place, (start + at).to(tl.int64), mask=is_mine)
         begin += tl.sum(is_mine.to(tl.int64), 0)
-    if expert == tl.num_programs(0) - 1:
-        tl.store(bounds + expert + 1, begin)
+    if own == tl.num_programs(0) - 1:
+        tl.store(bounds + own + 1, begin)
 
 
 @triton.jit

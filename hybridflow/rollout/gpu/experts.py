@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -17,7 +18,7 @@ from hybridflow.rollout.gpu import ops
 
 
 class GpuExperts:
-    """Computes the routed part of an ``ExpertLayer`` whose experts are all here, before the sum over tp.
+    """Computes the routed part of an ``ExpertLayer`` by the experts that this rank has, before the sum over tp.
 
     The kernels read the experts' weights where they are, by addresses in a table on the device.
 
@@ -31,10 +32,9 @@ class GpuExperts:
 
     @staticmethod
     def can_compute(layer: ExpertLayer) -> bool:
-        """Return whether the kernels know the layer: all experts are here, and cut as all else."""
-        config = layer.config
-        is_cut_alike = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
-        return bool(config.expert_model_parallel_size == 1 and is_cut_alike)
+        """Return whether the ranks that share out the experts are those of tp, which have the same tokens."""
+        same, others = layer.attn_tp_group, layer.tp_ep_group
+        return dist.get_process_group_ranks(same) == dist.get_process_group_ranks(others)
 
     def __init__(self, layer: ExpertLayer) -> None:
         self._router: Tensor = layer.router.weight
@@ -54,8 +54,9 @@ class GpuExperts:
         self._weights = layer.stacks
         assert all(weight.is_contiguous() for weights in self._weights for weight in weights), "kernels read rows"
         self._biases = layer.biases or ()
-        # The ranks of tp sum their outputs, so that one of them adds the last bias.
-        self._adds_last_bias = layer.attn_tp_group.rank() == 0
+        self._first, self._has_all = layer.local_expert_indices[0], layer.ep_group.size() == 1
+        # The ranks that cut an expert sum their outputs, so that one of them adds the last bias.
+        self._adds_last_bias = layer.expert_tp_group.rank() == 0
         device = self._router.device
         self._found: list[list[int]] = []
         count = len(self._weights) + len(self._biases)
@@ -81,11 +82,12 @@ class GpuExperts:
         if self._expert_scale is not None:
             shares *= self._expert_scale[chosen]
         order, bounds = (normed.new_empty(each, dtype=torch.int64) for each in (chosen.numel(), len(first) + 1))
-        ops.sort_pairs(order, bounds, chosen)
+        ops.sort_pairs(order, bounds, chosen, self._first)
         pairs = order, bounds, shares
         inner = normed.new_empty(len(order), len(self._weights[0][0]) // 2)
         ops.expert_product(inner, normed, first, *pairs, first_bias, num_chosen, True, *self._gate)
-        output = normed.new_empty(len(order), normed.shape[1])
+        make = normed.new_empty if self._has_all else normed.new_zeros
+        output = make(len(order), normed.shape[1])
         last_bias = last_bias if self._adds_last_bias else None
         ops.expert_product(output, inner, second, *pairs, last_bias, num_chosen, False, *self._gate)
         # All have equally many experts, so that the sum has one order.

@@ -326,10 +326,10 @@ def route(
 
 
 @_operator(mutates=("order", "bounds"))
-def sort_pairs(order: Tensor, bounds: Tensor, chosen: Tensor) -> None:
+def sort_pairs(order: Tensor, bounds: Tensor, chosen: Tensor, first: int = 0) -> None:
     num_pairs = chosen.numel()
     block = min(_power(num_pairs, 16), 2048)
-    expert_kernels.sort_pairs[(len(bounds) - 1,)](order, bounds, chosen, num_pairs, BLOCK=block)
+    expert_kernels.sort_pairs[(len(bounds) - 1,)](order, bounds, chosen, num_pairs, first, BLOCK=block)
 
 
 @_operator(mutates=("result",))

@@ -202,36 +202,38 @@ def on_the_device(self, *shape, dtype):
 
 
 @pytest.mark.parametrize(
-    ("model", "tp", "rows", "launches_per_layer", "is_edited", "lora"),
+    ("model", "layout", "rows", "launches_per_layer", "is_edited", "lora"),
     [
-        pytest.param(QWEN2_7B, 1, 64, 12, False, None, id="7B, batch 64"),
-        pytest.param(QWEN2_7B, 1, 64, 20, False, LORA, id="7B, batch 64, adapters"),
-        pytest.param(QWEN2_7B, 1, 8, 12, True, None, id="7B, batch 8, keys split, edited logits"),
-        pytest.param(LLAMA3_70B, 8, 64, 12, False, None, id="70B, one rank of tp8"),
-        pytest.param(LLAMA3_70B, 8, 64, 20, False, LORA, id="70B, one rank of tp8, adapters"),
-        pytest.param(QWEN3_30B, 1, 64, 14, False, None, id="30B of 128 experts"),
-        pytest.param(QWEN3_30B, 2, 8, 16, True, None, id="30B of 128 experts, one rank of tp2, edited logits"),
-        pytest.param(QWEN3_5_35B, 1, 64, 17, False, None, id="35B with linear attention and a shared expert"),
-        pytest.param(GLM_4_5_AIR, 2, 64, 19, False, None, id="106B with a shared expert, one rank of tp2"),
-        pytest.param(GPT_OSS_20B, 1, 64, 12, False, None, id="20B with sinks and biases"),
-        pytest.param(GPT_OSS_20B, 2, 8, 15, True, None, id="20B with sinks and biases, one rank of tp2, keys split"),
-        pytest.param(OLMO3_7B, 1, 64, 10, False, None, id="7B with norms over all heads, none before a block"),
-        pytest.param(MINIMAX_M2, 4, 64, 17, False, None, id="230B with norms over all heads, one rank of tp4"),
-        pytest.param(DEEPSEEK_V3, 2, 64, 21, False, None, id="671B with latent attention, one rank of tp2"),
-        pytest.param(GEMMA4_31B, 1, 64, 8, False, None, id="31B with other heads in some layers"),
-        pytest.param(GEMMA4_26B, 1, 32, 26, False, None, id="26B with other heads and norms around experts"),
-        pytest.param(QWEN3_235B, 8, 16, 17, False, None, id="235B, one rank of tp8, two of which share a key"),
-        pytest.param(QWEN3_5_35B, 4, 64, 20, False, None, id="35B, one rank of tp4, two of which share a key"),
-        pytest.param(QWEN3_5_9B, 1, 64, 9, False, None, id="9B with linear attention"),
-        pytest.param(QWEN3_5_9B, 4, 8, 16, True, LORA, id="9B with linear attention, one rank of tp4, adapters"),
+        pytest.param(QWEN2_7B, "tp1", 64, 12, False, None, id="7B, batch 64"),
+        pytest.param(QWEN2_7B, "tp1", 64, 20, False, LORA, id="7B, batch 64, adapters"),
+        pytest.param(QWEN2_7B, "tp1", 8, 12, True, None, id="7B, batch 8, keys split, edited logits"),
+        pytest.param(LLAMA3_70B, "tp8", 64, 12, False, None, id="70B, one rank of tp8"),
+        pytest.param(LLAMA3_70B, "tp8", 64, 20, False, LORA, id="70B, one rank of tp8, adapters"),
+        pytest.param(QWEN3_30B, "tp1", 64, 14, False, None, id="30B of 128 experts"),
+        pytest.param(QWEN3_30B, "tp2", 8, 16, True, None, id="30B of 128 experts, one rank of tp2, edited logits"),
+        pytest.param(QWEN3_5_35B, "tp1", 64, 17, False, None, id="35B with linear attention and a shared expert"),
+        pytest.param(GLM_4_5_AIR, "tp2", 64, 19, False, None, id="106B with a shared expert, one rank of tp2"),
+        pytest.param(GPT_OSS_20B, "tp1", 64, 12, False, None, id="20B with sinks and biases"),
+        pytest.param(GPT_OSS_20B, "tp2", 8, 15, True, None, id="20B with sinks and biases, tp2, keys split"),
+        pytest.param(OLMO3_7B, "tp1", 64, 10, False, None, id="7B with norms over all heads, none before a block"),
+        pytest.param(MINIMAX_M2, "tp4", 64, 17, False, None, id="230B with norms over all heads, one rank of tp4"),
+        pytest.param(DEEPSEEK_V3, "tp2", 64, 21, False, None, id="671B with latent attention, one rank of tp2"),
+        pytest.param(GEMMA4_31B, "tp1", 64, 8, False, None, id="31B with other heads in some layers"),
+        pytest.param(GEMMA4_26B, "tp1", 32, 26, False, None, id="26B with other heads and norms around experts"),
+        pytest.param(QWEN3_235B, "tp8", 16, 17, False, None, id="235B, one rank of tp8, two of which share a key"),
+        pytest.param(QWEN3_235B, "tp4.ep4.etp1", 16, 17, False, None, id="235B, one rank of tp4 and ep4"),
+        pytest.param(QWEN3_5_35B, "tp4", 64, 20, False, None, id="35B, one rank of tp4, two of which share a key"),
+        pytest.param(QWEN3_5_9B, "tp1", 64, 9, False, None, id="9B with linear attention"),
+        pytest.param(QWEN3_5_9B, "tp4", 8, 16, True, LORA, id="9B with linear attention, one rank of tp4, adapters"),
     ],
 )
 def test_a_step_asks_nothing_of_the_host_and_starts_few_kernels(
-    monkeypatch, model, tp, rows, launches_per_layer, is_edited, lora
+    monkeypatch, model, layout, rows, launches_per_layer, is_edited, lora
 ):
     monkeypatch.setattr(decode._State, "pair", on_the_device)
+    layout = ParallelLayout.parse(layout)
+    tp = layout.tp
     with fake_cuda(monkeypatch, size=tp) as world, torch.inference_mode():
-        layout = ParallelLayout(tp=tp)
         mesh, groups = place(world, layout)
         built = build_transformer(model, layout, groups, DEVICE, vocab_size=model.vocab_size, lora=lora)
         transformer = GpuTransformer(built, groups.tp, model.vocab_size)

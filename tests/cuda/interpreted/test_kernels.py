@@ -172,6 +172,13 @@ def test_pairs_are_in_order_by_expert_and_then_as_they_came(num_pairs, experts):
     found, expected = chosen.sort(stable=True)
     assert order.tolist() == expected.tolist()
     assert bounds.tolist() == torch.searchsorted(found, torch.arange(experts + 1, dtype=torch.int32)).tolist()
+    # A rank that has the last experts alone.
+    first = max(experts - 2, 0)
+    begin, end = bounds[first], bounds[-1]
+    own, ends = torch.full((num_pairs,), -1), torch.full((experts - first + 1,), -1)
+    ops.sort_pairs(own, ends, chosen, first)
+    assert ends.tolist() == bounds[first:].tolist()
+    assert own[begin:end].tolist() == order[begin:end].tolist() and (own[:begin] == -1).all()
 
 
 @dataclass

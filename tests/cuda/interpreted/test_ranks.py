@@ -71,6 +71,8 @@ def texts_of(world, layout: ParallelLayout, shape: ModelConfig, lora: LoRAConfig
         (ParallelLayout(tp=2), True, replace(WIDE, num_query_groups=1), None),
         (ParallelLayout(tp=2), True, replace(GLOBAL, global_query_groups=1), None),
         (ParallelLayout(tp=4), True, replace(LINEAR, linear_layers=(0,), linear_key_heads=4), None),
+        # Each rank has half of the experts, whole.
+        (ParallelLayout(tp=2, etp=1, ep=2), True, BOUNDED, None),
         (ParallelLayout(tp=2, etp=1), False, MIXTURE, None),
         (ParallelLayout(dp=2, etp=2), False, MIXTURE, None),
         (ParallelLayout(tp=2, dp=2, ep=2), False, MIXTURE, None),

@@ -11,8 +11,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
+from hybridflow.checkpoint.job_file import step_of
 from hybridflow.checkpoint.store import latest_step
-from hybridflow.config.recipe import Recipe
+from hybridflow.config.recipe import MODEL_SECTIONS, Recipe
 from hybridflow.errors import ConfigError, WriteError
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.observe.files import check_own
@@ -36,6 +37,27 @@ class JobStart(NamedTuple):
 
     number: int
     earlier: tuple[StartRecord, ...] = ()
+
+
+def check_checkpoints(recipe: Recipe, everyone: Coordinator) -> None:
+    """Refuse models of a run that has saved again while the ranks looked for its latest checkpoint.
+
+    Collective: all ranks.
+
+    Raises:
+        ConfigError: A rank has found another checkpoint than the lowest one. On that rank.
+    """
+    paths = {f"{key}.path": recipe.model_of(role).path for role, key in MODEL_SECTIONS.items()}
+    own = {key: Path(path).parent.name for key, path in paths.items() if path is not None}
+    found = {key: step for key, step in own.items() if step_of(step) is not None}
+    told = everyone.decide("checkpoints of the models", found)
+    first, rank = everyone.ranks[0], everyone.rank
+    for key, step in found.items():
+        if step != told.get(key):
+            raise ConfigError(
+                f"{key}={paths[key]}: rank {first} has found {told.get(key)} there, and rank {rank} {step}: the run saves "
+                f"while this one begins; name the step, as in {Path(str(paths[key])).parent}"
+            )
 
 
 def note_start(recipe: Recipe, meshes: Mapping[str, DeviceMesh], everyone: Coordinator) -> JobStart:

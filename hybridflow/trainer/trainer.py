@@ -48,7 +48,7 @@ from hybridflow.trainer.progress import Progress
 from hybridflow.trainer.record import Record
 from hybridflow.trainer.roles import make_roles
 from hybridflow.trainer.schedule import learning_rates
-from hybridflow.trainer.starting import note_failure, note_start
+from hybridflow.trainer.starting import check_checkpoints, note_failure, note_start
 from hybridflow.trainer.step_metrics import Share, merge_metrics
 from hybridflow.trainer.stopping import Stopping
 from hybridflow.trainer.validations import Validations
@@ -113,7 +113,9 @@ def make_trainer(
         if slow is not None:
             complain(slow)
     world.make_groups([*rank_sets(plan.meshes.values(), world.size), *plan.rank_sets()])
-    started = note_start(recipe, plan.meshes, world.coordinator(plan.meshes["job"].ranks))
+    everyone = world.coordinator(plan.meshes["job"].ranks)
+    check_checkpoints(recipe, everyone)
+    started = note_start(recipe, plan.meshes, everyone)
     record, stopping = (
         Record(recipe, world, started.number),
         Stopping(world, started.earlier, works_ahead=recipe.trainer.max_staleness > 0),

@@ -14,7 +14,7 @@ import transformers
 
 from hybridflow import cli
 from hybridflow.dataflow.batch import Batch, Ragged
-from hybridflow.errors import ConfigError, DataError
+from hybridflow.errors import ConfigError, DataError, DeadlineError
 from hybridflow.parallel.world import World
 from hybridflow.placement.pretrained import assets_of
 from hybridflow.recipe.load import recipe_from_dict
@@ -24,7 +24,7 @@ from hybridflow.trainer.open import has_plain_prompts
 from hybridflow.trainer.plan import plan_job
 from hybridflow.trainer.record import Record
 from hybridflow.trainer.stopping import Stopping
-from hybridflow.trainer.trainer import Trainer, train
+from hybridflow.trainer.trainer import Trainer, make_trainer, train
 from tests.multi.jobs import open_with_data
 from tests.support.complaints import complains
 from tests.support.conversions import convert
@@ -198,6 +198,28 @@ def test_the_trained_actor_is_exported_and_trained_on(folder):
     for found, _ in ranks:
         assert close(found["actor"], expected) and close(found["reference"], expected)
     assert json.loads((folder / "next/checkpoints/step_000002/actor/manifest.json").read_text())["family"] == "qwen2"
+
+
+def refusal(world: World, folder: Path) -> str:
+    """What the rank is told whose run has one checkpoint more than the lowest rank sees."""
+    values = recipe(folder, "grpo", model={"path": str(folder / f"other/checkpoints/step_{world.rank + 1:06d}/actor")})
+    try:
+        make_trainer(recipe_from_dict(values), world)
+    except ConfigError as error:
+        return str(error)
+    except DeadlineError:
+        return "waited"
+    return "began"
+
+
+def test_ranks_that_find_other_checkpoints_of_a_run_are_refused(folder):
+    for step in (1, 2):
+        (folder / f"other/checkpoints/step_{step:06d}").mkdir(parents=True)
+        (folder / f"other/checkpoints/step_{step:06d}/actor").symlink_to(folder / "causal")
+    told = run_ranks(refusal, 2, folder, wait_s=5.0)
+    assert told[0] == "waited"
+    assert "rank 0 has found step_000001 there, and rank 1 step_000002" in told[1]
+    assert told[1].endswith(f"name the step, as in {folder}/other/checkpoints/step_000002")
 
 
 def plain(world: World, values: dict[str, Any]) -> bool:

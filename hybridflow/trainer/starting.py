@@ -55,8 +55,8 @@ def check_checkpoints(recipe: Recipe, everyone: Coordinator) -> None:
     for key, step in found.items():
         if step != told.get(key):
             raise ConfigError(
-                f"{key}={paths[key]}: rank {first} has found {told.get(key)} there, and rank {rank} {step}: the run saves "
-                f"while this one begins; name the step, as in {Path(str(paths[key])).parent}"
+                f"{key}={paths[key]}: rank {first} has found {told.get(key)} there, and rank {rank} {step}: the run "
+                f"saves while this one begins; name the step, as in {Path(str(paths[key])).parent}"
             )
 
 

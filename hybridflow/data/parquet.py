@@ -1,8 +1,9 @@
-"""Rows of Parquet files: the one door to ``pyarrow``."""
+"""Rows of Parquet files, and what their types say of rows in other tables: the one door to ``pyarrow``."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -43,14 +44,67 @@ def read_parquet(path: str, start: int, stop: int, max_row_bytes: int) -> Iterat
         DataError: The file is damaged.
     """
     with _opened(path) as (table, num_bytes):
+        columns = nested_columns(table.schema_arrow)
         begin = 0
         for index in range(table.num_row_groups):
             group = table.metadata.row_group(index)
             if start <= begin < stop:
                 rows_at_once = _rows_at_once(group, num_bytes, max_row_bytes)
                 for batch in table.iter_batches(batch_size=rows_at_once, row_groups=[index]):
-                    yield from _rows(batch, max_row_bytes)
+                    for row in _rows(batch, max_row_bytes):
+                        yield row if isinstance(row, DataError) else untabled(row, columns, parses=True)
             begin += group.num_rows
+
+
+def nested_columns(schema: Any) -> dict[str, Any]:
+    """Return the types of a table's columns that hold lists, objects or JSON, by name."""
+    from pyarrow import types
+
+    return {field.name: field.type for field in schema if types.is_nested(field.type) or _is_json(field.type)}
+
+
+def untabled(row: Mapping[str, Any], columns: Mapping[str, Any], *, parses: bool) -> Mapping[str, Any]:
+    """Return a row as it was before it became one of a table.
+
+    In a column of objects each has the fields of all, and those that it lacked are null. A chat template would write
+    them into the prompt, so messages and tools do without. Nulls within JSON were there before, and stay.
+
+    Args:
+        row: A row.
+        columns: From ``nested_columns``.
+        parses: Whether values of a type of JSON are still text.
+    """
+    given = {name: _untabled(row.get(name), kind, parses, name == "tools") for name, kind in columns.items()}
+    return {**row, **given} if given else row
+
+
+def _untabled(value: Any, kind: Any, parses: bool, drops: bool) -> Any:
+    from pyarrow import types
+
+    if _is_json(kind):
+        return _parsed(value) if parses else value
+    if isinstance(value, dict) and types.is_struct(kind):
+        return {
+            field.name: _untabled(value.get(field.name), field.type, parses, drops or field.name == "tools")
+            for field in kind
+            if value.get(field.name) is not None or not drops
+        }
+    if isinstance(value, list) and (types.is_list(kind) or types.is_large_list(kind)):
+        inner = kind.value_type
+        drops = drops or (types.is_struct(inner) and inner.get_field_index("role") >= 0)
+        return [_untabled(each, inner, parses, drops) for each in value]
+    return value
+
+
+def _is_json(kind: Any) -> bool:
+    return getattr(kind, "extension_name", None) == "arrow.json"
+
+
+def _parsed(text: Any) -> Any:
+    try:
+        return json.loads(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError):
+        return text
 
 
 def _rows_at_once(group: Any, num_bytes: int, max_row_bytes: int) -> int:

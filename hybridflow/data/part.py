@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hybridflow.data.parquet import nested_columns, untabled
 from hybridflow.data.readers import Piece, place_of, read
 from hybridflow.data.row_store import RowWriter, encode_row
 from hybridflow.data.rows import HERE, Row, plain_row
@@ -90,8 +91,11 @@ class Hashed:
             raise DataError(f"{self._given.title}: cannot be read: {error}; look at what gives the rows") from error
 
     def _read(self) -> Iterator[Row | DataError]:
+        # Only rows of the package ``datasets`` have one.
+        schema = getattr(getattr(self._given.rows, "features", None), "arrow_schema", None)
+        columns = {} if schema is None else nested_columns(schema)
         for given in self._given.rows:
-            row = plain_row(given)
+            row = plain_row(untabled(given, columns, parses=False) if columns else given)
             # One that is nested too deeply is used by nobody.
             with contextlib.suppress(RecursionError):
                 text = str(row) if isinstance(row, DataError) else json.dumps(row)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybridflow.data.files import needing
+from hybridflow.data.parquet import nested_columns, untabled
 from hybridflow.errors import DataError
 
 _ROWS_AT_ONCE = 1024
@@ -23,6 +24,7 @@ def read_saved(path: str, start: int, stop: int, max_row_bytes: int) -> Iterator
         DataError: The directory is damaged.
     """
     rows = _loaded(path)
+    columns = nested_columns(rows.features.arrow_schema)
     for first in range(start, stop, _ROWS_AT_ONCE):
         try:
             block = rows[first : min(first + _ROWS_AT_ONCE, stop)]
@@ -30,7 +32,7 @@ def read_saved(path: str, start: int, stop: int, max_row_bytes: int) -> Iterator
         except Exception as error:
             raise DataError(f"{path}: row {first} or after: {type(error).__name__}: {error}; copy it anew") from error
         for values in zip(*block.values(), strict=True):
-            yield dict(zip(block, values, strict=True))
+            yield untabled(dict(zip(block, values, strict=True)), columns, parses=False)
 
 
 def _loaded(path: str) -> Any:

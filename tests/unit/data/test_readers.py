@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hybridflow.config.data import DataConfig
 from hybridflow.data import hdf5, readers
 from hybridflow.data.files import find_files
+from hybridflow.data.part import Given, Hashed
 from hybridflow.errors import DataError
 from tests.e2e.commands import free_port
 from tests.support.complaints import complains_apart
@@ -128,10 +129,47 @@ def test_nested_columns_become_json(tmp_path):
     ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
-    for name in ("rows.parquet", "rows.jsonl"):
+    for name, nulls in (("rows.parquet", {}), ("rows.jsonl", {"name": None})):
         (_, first), (_, second) = read_file(tmp_path / name)
-        assert first == {"messages": [{"role": "user", "content": "hi", "name": None}], "at": "2026-01-02"}
+        assert first == {"messages": [{"role": "user", "content": "hi", **nulls}], "at": "2026-01-02"}
         assert second == {"messages": [], "no": 7}, "a field that is null is absent"
+
+
+def test_messages_and_tools_of_a_table_have_no_fields_of_other_rows(tmp_path):
+    """A column of objects gives each the fields of all. A chat template would write the nulls into the prompt."""
+    rows = [_row_with_tool("a"), _row_with_tool("b")]
+    rows_of_a_table = datasets.Dataset.from_list(rows)
+    assert rows_of_a_table[0]["tools"][0]["parameters"] == {"a": {"type": "integer"}, "b": None}
+    rows_of_a_table.to_parquet(tmp_path / "rows.parquet")
+    rows_of_a_table.save_to_disk(tmp_path / "saved")
+    expected = [{**row, "extra": {"a": None, "b": None, name: 1}} for row, name in zip(rows, "ab", strict=True)]
+    for name in ("rows.parquet", "saved"):
+        assert [row for _, row in read_file(tmp_path / name)] == expected, "other columns keep their nulls"
+    assert list(Hashed(Given(rows_of_a_table, "rows"))) == expected
+    assert list(Hashed(Given([{**GOOD, "tools": [{"default": None}]}], "rows"))) == [
+        {**GOOD, "tools": [{"default": None}]}
+    ], "no table"
+
+
+@pytest.mark.skipif(not hasattr(datasets, "Json"), reason="this version of datasets has no type for JSON")
+def test_columns_of_json_are_values(tmp_path):
+    rows = [{"tools": [{"name": "a", "default": None}], "answer": {"x": None}}, {"tools": [{"x": 1}], "answer": [1]}]
+    types = datasets.Features({"tools": datasets.List(datasets.Json()), "answer": datasets.Json()})
+    rows_of_a_table = datasets.Dataset.from_list(rows, features=types)
+    rows_of_a_table.to_parquet(tmp_path / "rows.parquet")
+    rows_of_a_table.save_to_disk(tmp_path / "saved")
+    for name in ("rows.parquet", "saved"):
+        assert [row for _, row in read_file(tmp_path / name)] == rows
+    assert list(Hashed(Given(rows_of_a_table, "rows"))) == rows
+
+
+def _row_with_tool(name: str) -> dict:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": name, "arguments": {name: 1}}]}
+    return {
+        "prompt": [{"role": "user", "content": "hi"}, call],
+        "tools": [{"name": name, "parameters": {name: {"type": "integer"}}}],
+        "extra": {name: 1},
+    }
 
 
 def test_columns_of_hdf5_hold_messages_as_json_text(tmp_path):

@@ -180,6 +180,7 @@ class FsdpTrainable(Adam):
         self._shard_group = shard_group
         super().__init__(parameters, settings, lambda each: local_part(each.detach()))
 
+    @torch.enable_grad()
     def accumulate(self, micro_batches: list[MicroBatch], loss: LossFunction) -> list[Any]:
         """Run forward and backward over this rank's micro-batches; each adds its gradients' sum over the ranks.
 

@@ -119,6 +119,7 @@ class Trainable:
         tune(inner for _, inner in self._inner_optimizers())
         self._fused = {*model.modules()} - {*recomputed(model)} if on_gpu else set()
 
+    @torch.enable_grad()
     def accumulate(self, micro_batches: list[MicroBatch], loss: LossFunction) -> list[Any]:
         """Run forward and backward over this rank's micro-batches; gradients are summed over the replicas at the end.
 

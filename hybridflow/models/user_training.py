@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -41,6 +42,7 @@ class UserTrainable(Adam):
         self._output, self._group = output, group
         super().__init__(dict(model.module.named_parameters()), settings)
 
+    @torch.enable_grad()
     def accumulate(self, micro_batches: list[MicroBatch], loss: LossFunction) -> list[Any]:
         """Run forward and backward over this rank's micro-batches; gradients are summed over the replicas at the end.
 

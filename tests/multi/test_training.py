@@ -54,6 +54,21 @@ def cases(world):
     }
 
 
+def norm_without_gradients(world) -> float:
+    """The norm of the gradient where a reward function, say, has turned gradients off for the whole thread."""
+    built, _, groups, _ = make_model(world, ParallelLayout())
+    trainable = Trainable(built, groups, OptimizerConfig(lr=1e-3))
+    sequences, prompts = samples(1)
+    with torch.no_grad():
+        trainable.accumulate([pack([0], sequences, prompts, world.device)], lambda output, _: (output.mean(), None))
+    return trainable.step()
+
+
+def test_a_program_that_turns_gradients_off_does_not_stop_the_training():
+    """megatron-core leaves the backward pass out where the loss requires no gradient, without a word."""
+    assert run_ranks(norm_without_gradients, 1)[0] > 0
+
+
 def decayed(world) -> dict[str, tuple[int, float]]:
     """Name -> dims of a tensor, and what is left of its ones after a step without gradients."""
     built, _, groups, _ = make_model(world, ParallelLayout(dp=2))

@@ -334,7 +334,9 @@ def _settle(candidates: Tensor, is_greedy: Tensor) -> Sampled:
     if kernels is None or candidates.device.type != "cpu":
         return _settle_in_torch(candidates, is_greedy)
     candidates, num_rows = candidates.contiguous(), candidates.shape[2]
-    tokens, log_probs, sampled = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows), torch.empty(num_rows)
+    tokens = torch.empty(num_rows, dtype=torch.int64)
+    # Not of torch's default type, which another thread may have changed: that of a reward which loads a model.
+    log_probs, sampled = torch.empty(2, num_rows, dtype=torch.float32)
     kernels.hf_settle(
         *(each.data_ptr() for each in (tokens, log_probs, sampled, candidates, is_greedy)), *candidates.shape
     )

@@ -48,7 +48,14 @@ def requests(count: int, kinds) -> list[Request]:
 
 
 def decoded(
-    shape, count: int, threads: int, blocks: int | None, max_concurrent: int, is_damaged: bool = False, kinds=KINDS
+    shape,
+    count: int,
+    threads: int,
+    blocks: int | None,
+    max_concurrent: int,
+    is_damaged: bool = False,
+    kinds=KINDS,
+    default: torch.dtype = torch.float32,
 ):
     """Of several numbers of steps at a time: calls, steps, preemptions, and all that is known of each response.
 
@@ -77,6 +84,7 @@ def decoded(
             asked, responses, num_calls = requests(count, kinds), {}, 0
             session = engine.open(asked)
             session.add(asked)
+            torch.set_default_dtype(default)
             with mock.patch.object(PlainRunner, "can_decode", most is not None):
                 while not session.is_idle:
                     num_calls += 1
@@ -84,9 +92,11 @@ def decoded(
                         parts = [each.tolist() for each in (got.tokens, got.log_probs, got.sampled_log_probs)]
                         known = *parts, got.versions.tolist(), got.finish, got.error
                         responses[ask.prompt_index, ask.index] = known
+            torch.set_default_dtype(torch.float32)
             counts = num_calls, session.num_steps, session.num_preempted, session.num_computed
             found.append((*counts, session.metrics()["prompt_computed"], responses))
     finally:
+        torch.set_default_dtype(torch.float32)
         torch.set_num_threads(num_threads)
         dist.destroy_process_group()
     return found
@@ -122,6 +132,11 @@ def test_stop_texts_by_a_call_for_each_token_are_those_of_single_steps():
     watched = [row for (index, copy), row in single[-1].items() if (2 * index + copy) % 4 in (0, 3)]
     assert {row[4] for row in watched} == {"stop", "length"}
     assert many[1:4] == one[1:4] == single[1:4], "as many tokens go through the model, in as many steps"
+
+
+def test_another_default_type_of_torch_changes_no_response():
+    """A thread of a tool that loads a model sets it for all. Buffers of 2 bytes a number would be written beyond."""
+    assert decoded(PLAIN, 9, 1, None, 64, default=torch.float64) == decoded(PLAIN, 9, 1, None, 64)
 
 
 def test_capped_logits_that_are_not_finite_fail():

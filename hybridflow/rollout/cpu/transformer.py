@@ -118,7 +118,7 @@ class CpuTransformer:
                 dist.all_reduce(product, group=self._group)
         chosen = rows if model.post_process else None
         num = len(hidden) if chosen is None else len(chosen)
-        output, sums = torch.empty(num, self._vocabulary.outputs), torch.empty(num, width)
+        output, sums = _empty(num, self._vocabulary.outputs), _empty(num, width)
         self._kernels.hf_output(
             *_addresses(output, sums),
             *map(ctypes.addressof, (self._shape, self._vocabulary)),
@@ -146,8 +146,8 @@ class CpuTransformer:
         """
         num, width, model = len(chosen), self._shape.hidden, self._model
         self._vocabulary.embedding = model.embedding.word_embeddings.weight.data_ptr()
-        hidden, product, sums = torch.empty(3, num, width)
-        logits = torch.empty(num, self._vocabulary.outputs)
+        hidden, product, sums = _empty(3, num, width)
+        logits = _empty(num, self._vocabulary.outputs)
         places = torch.empty(2, num, dtype=torch.int64)
         attention = PagedAttention(cache, torch.from_numpy(tables), *places)
         step, _space = self._step(attention, hidden, product)
@@ -166,7 +166,7 @@ class CpuTransformer:
 
     def _step(self, attention: PagedAttention, hidden: Tensor, product: Tensor) -> tuple[Step, Tensor]:
         """Return the kernels' arguments for some tokens, and the buffer that they use meanwhile."""
-        cache, tables, space = attention.cache, attention.tables, torch.empty(len(hidden), self._row_width)
+        cache, tables, space = attention.cache, attention.tables, _empty(len(hidden), self._row_width)
         step = Step(
             *(len(hidden), tables.shape[1], *_addresses(attention.sequences, attention.positions, tables)),
             *(cache.keys[0].data_ptr(), cache.stride, *_addresses(hidden, product, space)),
@@ -251,3 +251,8 @@ def pack_gated(weight: Tensor) -> Tensor:
 
 def _addresses(*tensors: Tensor | None) -> list[int | None]:
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def _empty(*shape: int) -> Tensor:
+    """Return a buffer of the kernels' numbers, whatever torch's default is: a thread that loads a model changes it."""
+    return torch.empty(shape, dtype=torch.float32)

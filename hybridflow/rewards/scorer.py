@@ -13,9 +13,10 @@ import heapq
 import itertools
 import json
 import math
+import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -137,7 +138,7 @@ class Scorer:
         self.counts.cached = len(samples) - sum(len(same[key]) for key in same if key not in found)
         missing = [key for key in same if key not in found]
         asked = [samples[same[key][0]] for key in missing]
-        with contextlib.closing(self._outcomes(asked)) as outcomes:
+        with _coming_back(), contextlib.closing(self._outcomes(asked)) as outcomes:
             for place, outcome in outcomes:
                 key = missing[place]
                 if isinstance(outcome, Unscored):
@@ -301,3 +302,14 @@ def _unscored(error: BaseException) -> Unscored:
     found = Unscored(f"{f'{type(error).__name__}: {error}':.500}{place_of(error)}")
     found.__cause__ = error
     return found
+
+
+@contextlib.contextmanager
+def _coming_back() -> Iterator[None]:
+    """Come back to the working directory, which a reward may leave and all that a run writes is relative to."""
+    folder = os.open(".", os.O_PATH)
+    try:
+        yield
+    finally:
+        os.fchdir(folder)
+        os.close(folder)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
+import os
 import sys
 import threading
 import time
@@ -440,3 +442,15 @@ def test_built_in_rewards_take_what_any_tokenizer_may_say():
     odd = [Sample(prompt="", response="\ud800\0", answer="\ud800\0 ", place="")]
     assert scorer(function="exact_match").scores(odd) == [1] and scorer(function="length").scores(odd) == [2]
     assert scorer(lambda *texts: 1.0, cache=1).scores(odd) == [1]
+
+
+@pytest.mark.parametrize("is_broken", [False, True], ids=["scores", "raises"])
+def test_a_function_that_leaves_the_working_directory_leaves_the_run_in_it(tmp_path, monkeypatch, is_broken):
+    def elsewhere(prompt, response, answer):
+        os.chdir("/")
+        return None if is_broken else 1.0
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RewardError) if is_broken else contextlib.nullcontext():
+        scorer(elsewhere).scores(samples())
+    assert os.getcwd() == str(tmp_path)

@@ -36,6 +36,7 @@ from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.errors import DataError
 
 _TOOLS = "tools"
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 """Field of what the assistant may call, for the chat template."""
 
 Kind = Literal["rows", "problems", "pairs", "preferences"]
@@ -243,7 +244,7 @@ class Shaper:
         except DataError as error:
             raise DataError(f"{place}: {error}") from error
         names = self._answers_read({**given, **row}, said, messages)
-        answers = {name: _last_said(said[name], f"{place}: field {name!r}") for name in names}
+        answers = {name: _last_said(said[name], f"{place}: field {name!r}", name in leading) for name in names}
         return {**given, **row, data.prompt_field: text, **answers}, True
 
     def _answers_read(self, row: Row, said: Mapping[str, Any], prompt: list[dict[str, Any]]) -> list[str]:
@@ -279,6 +280,8 @@ class Shaper:
                     "or remove this message"
                 )
             return {}
+        if self.shape.is_imitating and value_of(row, data.solution_field) is None:
+            _check_whole(last, where, f"as {data.solution_field!r}")
         given = {data.solution_field: last["content"]}
         if data.answer_field is not None and value_of(row, data.answer_field) is None:
             given[data.answer_field] = last["content"]
@@ -408,11 +411,23 @@ def _parsed(value: Any, where: str) -> Any:
     return value
 
 
-def _last_said(value: Any, where: str) -> str:
+def _last_said(value: Any, where: str, is_learned: bool) -> str:
     """Return a response that is given as messages: the assistant's text in the last of them."""
     message = read_messages(value, where)[-1]
     if message["role"] != "assistant":
         raise DataError(f"{where}: ends with a message of {message['role']!r}; a response is what the assistant says")
     if message.get("tool_calls"):
         raise DataError(f"{where}: ends with a call of tools, of which this is not the text; give the response as text")
+    if is_learned:
+        _check_whole(message, where, "as text")
     return str(message["content"])
+
+
+def _check_whole(message: Mapping[str, Any], where: str, how: str) -> None:
+    """Refuse a message to learn from whose text is not all that the assistant said."""
+    for name in _REASONING:
+        if message.get(name):
+            raise DataError(
+                f"{where}: the last message has {name!r}, which is not part of its text and would not be learned; give "
+                f"the whole response {how}, with the marks of the chat template such as <think>, or remove {name!r}"
+            )

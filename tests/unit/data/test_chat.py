@@ -293,6 +293,21 @@ def test_a_call_of_tools_is_no_response():
         shaped({"prompt": asked, **said}, kind="pairs", template=TOOLS_TEMPLATE)
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_beside_the_text_of_a_response_is_not_left_out_without_a_word(name):
+    asked, said = {"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3", name: "one and two"}
+    with pytest.raises(DataError, match=f"'messages': the last message has '{name}', .* as 'solution', with the marks"):
+        shaped({"messages": [asked, said]}, is_imitating=True)
+    pair = {"prompt": [asked], "chosen": [said], "rejected": [{**said, "content": "4", name: ""}]}
+    with pytest.raises(DataError, match=f"'chosen': the last message has '{name}', .*whole response as text"):
+        shaped(pair, kind="pairs")
+    (one,) = shaped({"messages": [asked, said], "solution": "<think>one and two</think>3"}, is_imitating=True)
+    assert one.solution == "<think>one and two</think>3"
+    (one,) = shaped({"messages": [asked, said]})
+    assert one.answer == "3", "a reward reads the text"
+    assert len(shaped({**pair, "chosen": [{**said, name: None}]}, kind="pairs")) == 1
+
+
 @pytest.mark.parametrize("tools", ["search, sum", 3, {"name": "sum"}])
 def test_tools_that_are_no_list_are_refused(tools):
     with pytest.raises(DataError, match=r"f:1: field 'tools': .*rename the field"):

@@ -36,8 +36,9 @@ from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.errors import DataError
 
 _TOOLS = "tools"
-_REASONING = ("reasoning_content", "reasoning", "thinking")
 """Field of what the assistant may call, for the chat template."""
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a message for what the assistant thought before it spoke."""
 
 Kind = Literal["rows", "problems", "pairs", "preferences"]
 

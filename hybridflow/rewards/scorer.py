@@ -307,7 +307,7 @@ def _unscored(error: BaseException) -> Unscored:
 @contextlib.contextmanager
 def _coming_back() -> Iterator[None]:
     """Come back to the working directory, which a reward may leave and all that a run writes is relative to."""
-    folder = os.open(".", os.O_PATH)
+    folder = os.open(".", os.O_RDONLY)
     try:
         yield
     finally:

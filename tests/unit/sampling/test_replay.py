@@ -52,6 +52,7 @@ def test_every_response_is_what_was_sampled(tmp_path: Path):
     write_archive(tmp_path)
     replay = Replay(tmp_path)
     assert replay.find([]) == {}, "a replica without a request"
+    assert replay.find([ask(2, 1)]).keys() == {(2, 1)}, "the other rollout of the step has the same prompt"
     # Batches of another size than the run's own.
     for prompt_indices in ((2,), (3, 4, 5), (6, 7)):
         found = replay.find([ask(prompt_index, index) for prompt_index in prompt_indices for index in (1, 0)])
@@ -62,6 +63,9 @@ def test_every_response_is_what_was_sampled(tmp_path: Path):
             assert response.sampled_log_probs.equal(-torch.full((1 + index,), 0.2 + prompt_index + index / 2))
             assert response.versions.tolist() == [prompt_index // 2 - 1] * (1 + index)
             assert response.finish == ("stop" if index else "length")
+    # What lies before the last batch is forgotten.
+    assert replay._found.keys() == {(prompt_index, index) for prompt_index in (6, 7) for index in (0, 1)}
+    assert replay._places.keys() == {SegmentName(3, 3, 0), SegmentName(3, 3, 1)}
     with pytest.raises(DataError, match="prompt 8, sample 0: is not in the archive; .*rollout.archive=true"):
         replay.find([ask(8, 0)])
 

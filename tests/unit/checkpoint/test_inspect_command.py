@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -204,6 +205,14 @@ def test_latest_that_names_nothing_is_told(tmp_path, capsys):
     (run_dir / "checkpoints/latest").write_bytes(b"step_\xff\n")
     assert hybridflow("inspect", run_dir) == 3
     assert "latest names step_\N{REPLACEMENT CHARACTER}, which is not there" in capsys.readouterr().out
+    (run_dir / "checkpoints/latest").unlink()
+    assert hybridflow("inspect", run_dir) == 0
+    assert "(latest)" not in capsys.readouterr().out
+    shutil.rmtree(run_dir / "checkpoints")
+    (run_dir / "checkpoints").mkdir()
+    (run_dir / "checkpoints/latest").write_text("step_000020\n")
+    assert hybridflow("inspect", run_dir) == 3
+    assert "latest names step_000020, which is not there" in capsys.readouterr().out
 
 
 def rewrite_manifest(folder: Path, change: Any) -> Path:
@@ -374,6 +383,9 @@ def test_verifying_compares_small_files_too(tmp_path, capsys):
         assert hybridflow("inspect", tmp_path / name) == 0
         assert hybridflow("inspect", tmp_path / name, "--verify") == 3
         assert words in capsys.readouterr().err
+    assert hybridflow("inspect", tmp_path / "whole.h5", "--json") == 0
+    size = (tmp_path / "whole.h5").stat().st_size
+    assert json.loads(capsys.readouterr().out)["files"] == {"whole.h5": size}
 
 
 def test_hugging_face_and_adapters_are_shown(tmp_path, capsys):
@@ -393,6 +405,9 @@ def test_hugging_face_and_adapters_are_shown(tmp_path, capsys):
         assert "decoder.layers.0-1.self_attention.linear_qkv.lora.q.B  [32, 4]  fp32" in out
     assert hybridflow("inspect", tmp_path / "cut", "--json", "--verify") == 0
     assert json.loads(capsys.readouterr().out)["adapter"]["target_modules"] == ["q_proj"]
+    make_adapter(tmp_path / "bare", model, {"q_proj": 4}, {})
+    assert hybridflow("inspect", tmp_path / "bare") != 0 and "--base" in capsys.readouterr().err
+    assert hybridflow("inspect", tmp_path / "bare", "--base", tmp_path / "hf", "--verify") == 0
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,9 @@ class Taken:
             line = self._line(entry["part"], prompt_index - self._starts[number])
             at, which, begins, row = json.loads(line)
         except (OSError, ValueError, struct.error) as error:
-            raise DataError(f"{self._folder / entry['part']}: row {prompt_index} cannot be read: {error}") from error
+            raise DataError(
+                f"{self._folder / entry['part']}: row {prompt_index} cannot be read: {error}; restore it from a copy"
+            ) from error
         return Stored(row, self._place(entry, at), bool(begins), which, len(line))
 
     def _line(self, part: str, number: int) -> bytes:

@@ -56,7 +56,11 @@ def test_files_are_taken_in_the_order_of_their_names_with_their_places(tmp_path)
     assert drawn(folder, spool, 5) == ["1", "2", "3", "4", "5"]
     assert spooled(folder, spool, 1.0).stored((0, 3)).place == f"{spool}/b.jsonl:2"
     assert sorted(path.name for path in (spool / "taken").iterdir()) == ["a.jsonl", "b.jsonl"]
-    assert spooled(folder, spool, 1.0).sha256 == spooled(folder, spool, 1.0).sha256 != ""
+    first = json.loads((folder / "journal.jsonl").read_text().splitlines()[0])
+    assert spooled(folder, spool, 1.0).sha256 == first["token"] and len(first["token"]) == 32
+    (folder / "part-00001.rows").write_text("")
+    with pytest.raises(DataError, match=r"part-00001: row 2 cannot be read: .*; restore it from a copy"):
+        drawn(folder, spool, 4)
 
 
 KILLS = ("none", "rows", "journal", "torn", "move")

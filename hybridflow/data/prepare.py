@@ -363,8 +363,7 @@ def _numbered(pieces: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         path, is_lines = piece["path"], piece["is_lines"]
         first_number = lines.get(path, 1) if is_lines else piece["start"]
         lines[path] = first_number + piece["num_read"]
-        if piece["num_rows"]:
-            found.append({"path": path, "is_lines": is_lines, "first_row": first_row, "first_number": first_number})
+        found.append({"path": path, "is_lines": is_lines, "first_row": first_row, "first_number": first_number})
         first_row += piece["num_rows"]
     return found
 

@@ -3,10 +3,12 @@
 import errno
 import hashlib
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -204,6 +206,14 @@ def test_a_store_is_found_again_until_something_changes(tmp_path, file_format):
     again, _ = store_of(path, tmp_path / "stores")
     assert again.folder == first.folder and (first.folder / "manifest.json").stat().st_mtime_ns == before
     assert store_of(path, tmp_path / "stores", replace(SHAPE, template="x"))[0].folder != first.folder
+    folders = {first.folder}
+    # What counts of a tokenizer is what it is, not where; and nothing of how the work is shared.
+    for name, size in (("one", 64), ("other", 48), ("same", 64)):
+        tokenizer = train_tokenizer(map(str, ROWS), path=tmp_path / name / "tokenizer.model", vocab_size=size)
+        data = replace(DATA, num_workers=size)
+        shape = replace(SHAPE, data=data, tokenizer=str(tokenizer.path), max_new_tokens=3, max_context=40)
+        folders.add(store_of(path, tmp_path / "stores", shape)[0].folder)
+    assert len(folders) == 3
     # In a directory the same files are written anew.
     write_rows(tmp_path / "rows", ROWS + ROWS, file_format)
     changed, _ = store_of(path, tmp_path / "stores")
@@ -277,6 +287,41 @@ def test_a_process_that_dies_is_told_of(tmp_path, monkeypatch):
         store_of(path, tmp_path / "stores", num_workers=2)
 
 
+def test_processes_that_do_nothing_are_ended_and_told_of(tmp_path, monkeypatch):
+    small_pieces(monkeypatch)
+    path, idle = write_rows(tmp_path / "rows", ROWS, "jsonl"), tmp_path / "python"
+    idle.write_text("#!/bin/sh\nexec sleep 600\n")
+    idle.chmod(0o755)
+    begun = []
+
+    class Kept(subprocess.Popen):
+        def __init__(self, *args, **named):
+            super().__init__(*args, **named)
+            begun.append(self)
+
+    monkeypatch.setattr(sys, "executable", str(idle))
+    monkeypatch.setattr(subprocess, "Popen", Kept)
+    monkeypatch.setattr(prepare_module, "_STALLED_S", 0.1)
+    with pytest.raises(DataError, match=r"no row in 0\.1 s; look at the file system"):
+        store_of(path, tmp_path / "stores", num_workers=2)
+    assert list((tmp_path / "stores").iterdir()) == []
+    assert [(each.returncode, each.stdin.closed) for each in begun] == [(-signal.SIGKILL, True)] * 2
+
+
+def test_a_file_that_changes_while_it_is_read_is_told_of(tmp_path, monkeypatch):
+    path, work = write_rows(tmp_path / "rows", ROWS, "jsonl"), prepare_module._work
+
+    def changing(*args):
+        work(*args)
+        with path.open("a") as file:
+            file.write(json.dumps(ROWS[0]) + "\n")
+
+    monkeypatch.setattr(prepare_module, "_work", changing)
+    with pytest.raises(DataError, match=r"rows\.jsonl: was changed while it was read; let nothing write there"):
+        store_of(path, tmp_path / "stores")
+    assert list((tmp_path / "stores").iterdir()) == []
+
+
 KILLED = """
 import json, sys
 from pathlib import Path
@@ -313,6 +358,21 @@ def test_a_pass_that_was_killed_leaves_no_store_and_the_next_makes_it(tmp_path, 
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         store = prepare(Given(rows, "mine"), SHAPE, stores)
     assert len(store) == 20_000
+
+
+def test_leftovers_are_removed_once_nobody_has_written_to_them_for_an_hour(tmp_path):
+    path, stores = write_rows(tmp_path / "rows", ROWS, "jsonl"), tmp_path / "stores"
+    # Minutes since the folder, and each file in it, was written.
+    for name, ages in (("empty", [61]), ("old", [70, 65, 61]), ("new", [59]), ("busy", [70, 65, 1])):
+        aside = stores / f".{name}.tmp"
+        aside.mkdir(parents=True)
+        files = [aside / f"part-{number}.rows" for number in range(len(ages) - 1)]
+        for file in files:
+            file.touch()
+        for each, age in zip((aside, *files), ages, strict=True):
+            os.utime(each, (time.time() - 60 * age,) * 2)
+    store, _ = store_of(path, stores)
+    assert {each.name for each in stores.iterdir()} == {".new.tmp", ".busy.tmp", store.folder.name}
 
 
 def test_small_files_stay_in_memory_and_large_ones_do_not(tmp_path, monkeypatch):

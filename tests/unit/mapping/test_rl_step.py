@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hybridflow import cli
+from hybridflow.dataflow.graph import Node
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.estimate import TrainStep, decode_seconds, forward_seconds, prefill_seconds, train_seconds
 from hybridflow.mapping.hardware import hardware
@@ -15,11 +16,15 @@ from hybridflow.mapping.rl_step import (
     Texts,
     Work,
     generation_seconds,
+    moving_seconds,
+    offload_seconds,
+    role_size,
     scoring_seconds,
     spread_lengths,
     update_seconds,
 )
-from hybridflow.mapping.sizes import Linear, model_size
+from hybridflow.mapping.sizes import Linear, Size, model_size
+from hybridflow.recipe.load import load_recipe
 
 LLAMA = {
     **{"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32},
@@ -85,6 +90,59 @@ def test_generation_is_what_a_simulation_token_by_token_says(concurrent, linear)
     assert 0.99 * min(found_in) <= found <= 1.01 * max(found_in)
 
 
+def test_a_text_has_the_tokens_since_it_began():
+    size, machine, layout = model_size("llama3-1b"), hardware("h100-sxm"), ParallelLayout()
+    texts = Texts(prompt=1000, responses=(2, 4))
+
+    def a_token(number, context):
+        return sum(decode_seconds(size, machine, layout, number, context).values()) + machine.engine_launch
+
+    def generating(concurrent):
+        words = dict(num_replicas=1, group_size=2, concurrent=concurrent)
+        return generation_seconds(size, machine, layout, texts, **words) - prefill_seconds(size, machine, layout, 1000)
+
+    # Together for two tokens, with one more than the prompt on average; then one of them has three more.
+    assert generating(2) == pytest.approx(2 * a_token(2, 1001) + 2 * a_token(1, 1003), rel=1e-9)
+    # One after the other.
+    assert generating(1) == pytest.approx(2 * a_token(1, 1001) + 4 * a_token(1, 1002), rel=1e-9)
+
+
+def test_what_is_offloaded_travels_over_the_link_to_the_host():
+    machine = replace(hardware("h100-sxm"), host_bandwidth=10.0, host_share=0.5)
+    # 4 · 12 + 4 · 4 weights of attention, 3 · 4 · 8 of the block and two tables of 4 · 10.
+    size = Size(layers=1, hidden=4, heads=1, groups=1, head=4, ffn=8, vocab=10)
+    away, here = (Work(layout=ParallelLayout(), micro_batch_tokens=8, is_offloaded=each) for each in (True, False))
+
+    def moving(role, work, *, is_update=False):
+        node = Node(name=role, role=role, call="call", mesh=role)
+        return moving_seconds(node, size, work, machine, is_update=is_update)
+
+    # Two moments and weights in fp32, there and back.
+    assert offload_seconds(size, away, machine) == moving("critic", away, is_update=True) == 2 * 240 * 12 / 5
+    # Weights in bf16 stay in host memory.
+    assert moving("reference", away) == moving("reward", away) == 240 * 2 / 5
+    assert moving("critic", away) == moving("actor", away) == moving("actor", away, is_update=True) == 0
+    assert (
+        offload_seconds(size, here, machine) == moving("critic", here, is_update=True) == moving("reference", here) == 0
+    )
+
+
+def test_a_call_has_the_size_of_its_model(recipe):
+    small = {**LLAMA, "num_layers": 2, "tied_embeddings": True}
+    plain = load_recipe(recipe("ppo", critic={"model": small}, kl={"coef": 0.1}))
+    judged = replace(plain, reward=replace(plain.reward, model=plain.critic.model))
+
+    def size(made, role):
+        return role_size(made, Node(name=role, role=role, call="call", mesh=role))
+
+    actor = size(plain, "actor")
+    assert (actor.layers, actor.columns, actor.tied, actor.item_bytes) == (32, None, False, 2)
+    assert size(plain, "reference") == actor and size(plain, "advantage") is size(plain, "reward") is None
+    # One number has no table.
+    critic = size(plain, "critic")
+    assert (critic.layers, critic.columns, critic.tied) == (2, 1, False) and size(judged, "reward") == critic
+
+
 @pytest.mark.parametrize("num_replicas", [4, 16, 64])
 def test_generation_of_replicas_takes_as_long_as_the_slowest(num_replicas):
     size, machine, layout = model_size("llama3-8b"), hardware("h100-sxm"), ParallelLayout()
@@ -110,6 +168,10 @@ def test_passes_over_samples_are_slower_than_pretraining_and_what_follows_them_i
         assert update_seconds(size, machine, work, texts, 64) == pytest.approx(passes / share + after)
         scored = forward_seconds(size, machine, step)
         assert scoring_seconds(size, machine, work, texts, 64) == pytest.approx(scored / share)
+        # Of 21 the fullest replica has 3, 2 at a time.
+        uneven, two = replace(step, batch=32, micro_batch=2), replace(work, micro_batch_tokens=2048)
+        scored = forward_seconds(size, machine, uneven)
+        assert scoring_seconds(size, machine, two, texts, 21) == pytest.approx(scored / share)
 
 
 def test_lengths_have_their_mean_and_are_within_the_limit():
@@ -151,6 +213,15 @@ def test_weights_that_a_rank_lacks_come_over_the_links(capsys, recipe):
     assert resharding("cluster.ranks_per_node=1") == pytest.approx(over_network, rel=1e-3)
     every_second = ("cluster.ranks_per_node=1", "actor.reshard_every=2", "correction.kind=truncate")
     assert resharding(*every_second) == pytest.approx(over_network / 2, rel=1e-3)
+
+    def scoring(away):
+        words = (recipe(kl={"coef": 0.01}), *two, "reference.layout={tp: 2}", f"reference.offload={away}")
+        found = estimate(capsys, *words)
+        return next(call["seconds"] for call in found["calls"] if call["name"] == "reference.log_probs")
+
+    # The other half comes from the host.
+    from_host = lacking / (machine.host_bandwidth * machine.host_share)
+    assert scoring("true") - scoring("false") == pytest.approx(from_host, rel=1e-3)
 
 
 def test_layers_that_are_computed_anew_take_time_each(capsys, recipe):

@@ -18,7 +18,7 @@ from hybridflow.mapping.estimate import (
     train_seconds,
 )
 from hybridflow.mapping.hardware import hardware
-from hybridflow.mapping.sizes import Experts, Size, model_size
+from hybridflow.mapping.sizes import Experts, Latent, Size, model_size
 from hybridflow.models.shapes import known_models, model_spec
 from hybridflow.reshard.fsdp import weight_holdings
 from hybridflow.reshard.plan import held_bytes
@@ -85,6 +85,32 @@ def test_activations_are_those_of_the_formula_less_dropout():
         # 12 h² a layer and one table: 2 + 4 + 12 bytes of each.
         weights = (8 * 12 * 1024**2 + 4096 * 1024) / 4
         assert (found["weights"], found["gradients"], found["optimizer"]) == (2 * weights, 4 * weights, 12 * weights)
+
+
+def test_activations_of_experts_and_latent_attention_are_counted_by_hand():
+    experts = Experts(number=4, per_token=2, ffn=3, shared=5, dense_layers=1)
+    latent = Latent(keys=3, queries=7, rotated=2, value=5)
+    words = dict(layers=2, hidden=4, heads=2, groups=2, head=6, ffn=8, vocab=10, experts=experts, latent=latent)
+    # Inputs of norms and products, 16; queries, keys and values, 4 · 11; compressed and normalized, 20; within blocks
+    # 3 · 8 and 3 · (2 · 3 + 5); what goes to two experts and comes back, 0 and 16: in two layers 233 in bf16.
+    of_a_token = 2 * (2 * (16 + 44 + 20) + 3 * (8 + 11) + 16) + 10 * 6
+    step = TrainStep(layout=ParallelLayout(), sequence=3, batch=1, micro_batch=1)
+    assert train_bytes(Size(**words), step)["first"]["activations"] == 3 * of_a_token == 3 * 526
+
+
+def test_the_optimizer_writes_masters_beside_weights_of_bf16():
+    machine = replace(hardware("h100-sxm"), update_launch=0.0)
+    step = TrainStep(layout=ParallelLayout(), sequence=16, batch=1, micro_batch=1)
+    bf16 = gpt(2, 64, 2, 128)
+    both = [train_seconds(replace(bf16, item_bytes=size), machine, step)["optimizer"] for size in (2, 4)]
+    assert both[0] / both[1] == pytest.approx(32 / 28)
+
+
+@pytest.mark.parametrize(("model", "tp"), [("llama3-8b", 1), ("qwen3-30b-a3b", 2)])
+def test_decoding_has_the_weights_of_training(model, tp):
+    size, layout = model_size(model), ParallelLayout(tp=tp)
+    trained = train_bytes(size, TrainStep(layout=layout, sequence=1, batch=1, micro_batch=1))["first"]["weights"]
+    assert decode_bytes(size, tp, 1, 1)["weights"] == pytest.approx(trained)
 
 
 def test_stages_keep_the_micro_batches_that_are_under_way():

@@ -64,7 +64,7 @@ def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
     result = torch.empty(values.shape, dtype=dtype)
     is_narrower = torch.finfo(dtype).max < torch.finfo(values.dtype).max
     # In pieces, so that what finds infinities stays small.
-    flat = values.is_contiguous() and values.numel() > 0
+    flat = values.is_contiguous()
     before = values.view(-1).split(_CAST_ELEMENTS) if flat else [values]
     after = result.view(-1).split(_CAST_ELEMENTS) if flat else [result]
     for old, new in zip(before, after, strict=True):

@@ -125,6 +125,7 @@ def test_casting_rounds_to_the_nearest_even_and_refuses_new_infinities():
     assert torch.equal(cast("t", values, torch.bfloat16).view(torch.int16)[:5], expected.view(torch.int16)[:5])
     assert cast("t", values, torch.bfloat16)[5].isnan()
     assert cast("t", values, torch.float32) is values
+    assert cast("t", values[:0].view(2, 0), torch.bfloat16).shape == (2, 0)
     # 65504 is the largest of fp16; 65520 is half a step above, and rounds to infinity.
     assert cast("t", torch.tensor([65504.0, math.inf]), torch.float16)[0] == 65504
     with pytest.raises(ConfigError, match=r"layers\.0\.weight: holds 65520, beyond 65504, .* fp16; choose another"):

@@ -118,7 +118,7 @@ SINGLE = {
         [f"{Q0} is bf16", "is fp32", "linear_qkv.weight"],
     ),
     "8-bit floats": (lambda path: change_dtype(path, "F8_E4M3"), ["model.safetensors: " + Q0, "F8_E4M3"]),
-    "integers": (lambda path: change_dtype(path, "I8"), ["model.safetensors: " + Q0, "I8"]),
+    "integers": (lambda path: change_dtype(path, "U8"), ["model.safetensors: " + Q0, "U8"]),
     "truncated": (lambda path: truncate(path, "model.safetensors"), ["model.safetensors", "cannot be read"]),
     "no safetensors": (
         lambda path: (path / "model.safetensors").write_bytes(b"\x80\x04cposix\nsystem\n" * 9),

@@ -11,14 +11,14 @@ import torch
 from hybridflow.config.losses import DynamicSamplingConfig
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.errors import DataError
-from hybridflow.sampling.groups import GreedyBaselines, InformativeGroups
+from hybridflow.sampling.groups import GreedyBaselines, InformativeGroups, make_groups
 
 NAN = math.nan
 
 
 def make(kind, **settings):
     """On the only rank of a job with groups of two."""
-    mesh = SimpleNamespace(speaks=lambda rank: True)
+    mesh = SimpleNamespace(speaks=lambda rank: True, layout=SimpleNamespace(dp=1))
     recipe = SimpleNamespace(
         dynamic_sampling=DynamicSamplingConfig(**settings),
         rollout=SimpleNamespace(group_size=2),
@@ -33,7 +33,7 @@ def asked(groups, num_prompts, scores, *, elsewhere=()):
     found = []
     for turn in groups.turns(10, num_prompts, lambda mine: [mine, list(elsewhere)]):
         prompt_indices = range(turn["first_prompt_index"], turn["first_prompt_index"] + turn["num_prompts"])
-        assert turn["number"] == len(found) + 1
+        assert turn["number"] == len(found) + 1 and not turn["is_greedy"]
         found.append([*prompt_indices])
         own = [(index, score) for index in prompt_indices for score in scores.get(index, (0.0, 0.0))]
         columns = {"prompt_indices": torch.tensor([index for index, _ in own])}
@@ -54,6 +54,9 @@ def test_so_many_are_asked_for_as_will_do_if_all_are_like_those_before():
     assert groups.metrics["groups/tries"] == 2.0 and groups.metrics["groups/kept_share"] == 5 / 6
     # The next step begins with none of them.
     assert asked(groups, 1, {10: differ}) == [[10]] and groups._prompt_indices == [10]
+    # The order is that of the data, whoever has which prompt.
+    assert asked(groups, 2, {10: (), 11: differ}, elsewhere=[(10, 0.0), (10, 1.0)]) == [[10, 11]]
+    assert groups._prompt_indices == [10, 11]
 
 
 def test_no_rollout_is_larger_than_a_batch_and_samples_without_a_score_teach_nothing():
@@ -71,6 +74,8 @@ def test_a_step_of_too_few_groups_is_an_error_or_a_smaller_batch(scores, kept):
     strict = make(InformativeGroups, max_tries=2)
     with pytest.raises(DataError, match=rf"after 2 rollouts the scores differ within {len(kept)} of 4 groups, 2 are"):
         asked(strict, 2, scores)
+    with pytest.raises(DataError, match="after 2 rollouts the scores differ within 0 of 4 groups"):
+        asked(strict, 2, dict.fromkeys(range(10, 14), (NAN, NAN)))
     lenient = make(InformativeGroups, max_tries=2, when_short="train")
     if not kept:
         with pytest.raises(DataError, match="within 0 of 4 groups"):
@@ -113,3 +118,46 @@ def test_a_step_that_is_left_takes_nothing():
         columns = {"prompt_indices": torch.tensor([10]), "scores": torch.tensor([1.0])}
         groups._rollouts.append(Batch(torch.arange(1), columns))
         assert next(turns, None) is None and groups.num_samples == 0 and not groups.metrics
+
+
+def rollout(prompt_indices, ids, scores):
+    columns = {"prompt_indices": torch.tensor(prompt_indices), "scores": torch.tensor(scores)}
+    return Batch(torch.tensor(ids), columns)
+
+
+def test_the_batch_is_the_chosen_groups_of_the_rollouts_of_this_step():
+    groups = make(InformativeGroups)
+    for told in ([], [[(10, 0.0), (10, 1.0)]]):
+        turns = groups.turns(10, 1, lambda mine, told=told: told or None)
+        next(turns)
+        groups.keep(rollout([10, 10, 11, 11], [20, 21, 22, 23], [0.0, 1.0, 2.0, 3.0]), {})
+        # The first time the step is left, and begins anew.
+        assert next(turns, None) is None
+    batch = groups.take(Batch.empty(), {})
+    assert batch.ids.tolist() == [20, 21] and batch.dense("scores").tolist() == [0.0, 1.0]
+    assert groups._rollouts == [] and groups.scores == []
+
+
+def test_scores_are_told_by_one_rank_of_a_replica():
+    groups = make(GreedyBaselines)
+    groups._job.recipe.archives, groups._job.recipe.archives_prompt = True, lambda prompt_index: prompt_index != 11
+    decided = {"fill": {"is_greedy": False}}
+    # A greedy response of prompt 12 stands behind its group of two.
+    sampled = rollout([10, 10, 11, 12], [20, 21, 22, 26], [0.5, 1.5, 2.5, NAN])
+    groups.keep(sampled, decided)
+    assert (
+        groups.scores[:2] == [(10, 0, 0.5), (10, 1, 1.5)]
+        and groups.scores[2][:2] == (12, 2)
+        and len(groups.scores) == 3
+    )
+    assert groups._own_scores() == [(10, 0.5), (10, 1.5), (11, 2.5)]
+    groups._mesh.speaks, groups.scores = lambda rank: False, []
+    groups.keep(sampled, decided)
+    assert groups.scores == [] == groups._own_scores()
+
+
+def test_which_algorithms_have_several_rollouts():
+    job = make(InformativeGroups)._job
+    for algorithm, kind in (("dapo", InformativeGroups), ("remax", GreedyBaselines), ("grpo", type(None))):
+        job.recipe.algorithm = algorithm
+        assert type(make_groups(job)) is kind

@@ -55,6 +55,26 @@ def test_what_phases_computed_by_hand():
     assert memory == {"memory/rollout_bytes": 5000, "memory/reshard_bytes": 9000, "memory/update_bytes": 8000}
 
 
+def test_what_is_left_of_a_step_and_what_ranks_wait_for_is_overhead():
+    one = [["call", "actor.sample", 1.0], ["move", "tokens", 0.5], ["move", "tokens", 0.25], ["control", "save", 0.5]]
+    other = [["call", "actor.sample", 2.0], ["call", "actor.update", 0.5], ["move", "tokens", 0.25]]
+    both = [Share(METRICS, spans=spans) for spans in (one, [*other, ["call", "trainer.finish_step", 0.125]])]
+    found = step_metrics(both, 4.0)
+    # The quickest participant of each, 0.25 + 0.5 + 0.125, and what the busiest rank has left of 4: 4 - 2.5 - 0.375.
+    assert found["time/control_s"] == 2.0 and found["control/overhead_share"] == 0.5 and found["time/step_s"] == 4.0
+    assert found["time/update_s"] == 0.5
+    assert {name for name in found if name.startswith("time/")} == {
+        f"time/{name}_s" for name in ("control", "step", "rollout", "update")
+    }
+    # Clocks differ: nothing is left then.
+    assert step_metrics(both, 2.5)["time/control_s"] == 0.875
+
+
+def test_single_samples_of_all_ranks_are_summarized():
+    found = step_metrics([Share(METRICS, sample_stats={"length": [each]}) for each in (1.0, 3.0)], 1.0)
+    assert (found["response/length_min"], found["response/length_max"], found["response/length_std"]) == (1, 3, 1)
+
+
 def test_of_a_device_of_unknown_speed_there_is_no_share():
     found = step_metrics(shares((0.0, 3000.0)), 4.0)
     assert "mfu/step" not in found and "mfu/rollout" not in found and found["mfu/update"] == 1200 / 3000
@@ -64,7 +84,18 @@ def test_of_a_device_of_unknown_speed_there_is_no_share():
 def test_nothing_is_made_up_where_nothing_was_measured():
     found = step_metrics([Share(METRICS)], 4.0)
     assert not any(name.startswith(("memory/", "mfu/", "rollout/latency", "reward/")) for name in found)
-    assert found["throughput/tokens_per_s"] == 25.0
+    throughput = {"throughput/tokens_per_s": 25.0}
+    assert {name: value for name, value in found.items() if name.startswith("throughput/")} == throughput
+    # Servers compute for others; and what computes no model has no tokens of its own.
+    calls = ("actor.sample", 0.0), ("advantage.grpo", 8.0)
+    share = Share(
+        METRICS,
+        spans=[["call", name, 1.0] for name, _ in calls],
+        costs=[["call", name, flops, 4.0, 0] for name, flops in calls],
+    )
+    found = step_metrics([share], 4.0)
+    throughput["throughput/flop_per_s"] = 2.0
+    assert {name: value for name, value in found.items() if name.startswith(("throughput/", "memory/"))} == throughput
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ class Collection:
 Looked = Contents | Damaged | Collection
 
 
-def look(path: Path, *, base: Path | None, verify: Callable[[Contents], Contents]) -> Looked:
+def look(path: Path, *, base: Path | None, verify: Callable[[Contents], Contents]) -> Contents | Collection:
     """Look at a path: one model's checkpoint in any format, a step of a run, its checkpoints, or the run.
 
     Args:

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from hybridflow.checkpoint.contents import Collection, Contents, Damaged, Looked, dtypes
+from hybridflow.checkpoint.contents import Collection, Contents, Damaged, dtypes
 from hybridflow.checkpoint.manifest import WEIGHT, TensorEntry
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import format_ranks
@@ -17,15 +17,13 @@ from hybridflow.sections import to_dict
 _SAID = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "base_model_name_or_path")
 
 
-def as_text(found: Looked, *, every_tensor: bool = False) -> str:
+def as_text(found: Contents | Collection, *, every_tensor: bool = False) -> str:
     """Format the contents for a person.
 
     Args:
         found: What was found.
         every_tensor: List each tensor, instead of one line for those that are alike in every layer and expert.
     """
-    if isinstance(found, Damaged):
-        return f"{found.path}\n  damaged: {found.error}"
     if isinstance(found, Contents):
         return f"{found.path}\n{_facts(found)}\n\n{_tree(found, every_tensor)}"
     return "\n".join(_collection_lines(found, every_tensor))

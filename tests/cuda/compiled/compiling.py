@@ -40,6 +40,7 @@ class Use:
         shared_bytes: Shared memory.
         wide_loads: Instructions that read 16 bytes of the GPU's memory.
         narrow_loads: Instructions that read 2 bytes.
+        uses_tf32: Whether products round fp32 to 10 bits of the fraction.
     """
 
     registers: int
@@ -48,6 +49,7 @@ class Use:
     shared_bytes: int
     wide_loads: int
     narrow_loads: int
+    uses_tf32: bool
 
 
 @dataclass(frozen=True)
@@ -133,4 +135,5 @@ def compiled(launch: Launch, capability: int, folder: Path) -> Use:
         shared_bytes=kernel.metadata.shared,
         wide_loads=len(re.findall(r"cp\.async\.cg|ld\.global\S*\.(?:v4\.b32|v2\.b64)", program)),
         narrow_loads=len(re.findall(r"ld\.global\S*\.[bu]16", program)),
+        uses_tf32="tf32" in program,
     )

@@ -252,6 +252,7 @@ def test_kernels_spill_next_to_nothing_and_fit_shared_memory(monkeypatch, tmp_pa
     used = [(each.name, compiled(each, capability, tmp_path_factory.getbasetemp())) for each in launches]
     assert not [(kernel, use) for kernel, use in used if use.stack_bytes > STACK_BYTES or use.local_bytes]
     assert not [(kernel, use) for kernel, use in used if use.shared_bytes > SHARED_BYTES]
+    assert not [(kernel, use) for kernel, use in used if use.uses_tf32], "texts in fp32 are those of a CPU"
 
 
 @pytest.mark.parametrize(

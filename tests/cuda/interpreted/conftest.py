@@ -21,3 +21,14 @@ def products_of_bf16(monkeypatch):
     monkeypatch.setattr(
         InterpreterBuilder, "create_dot", lambda self, a, b, *rest: create_dot(self, widened(a), widened(b), *rest)
     )
+
+
+@pytest.fixture(autouse=True)
+def last_program_first(monkeypatch):
+    """Run the programs of a launch from the last to the first, since a GPU starts them in no order that counts."""
+    set_place = InterpreterBuilder.set_grid_idx
+
+    def set_mirrored(self, *place):
+        set_place(self, *(size - 1 - at for size, at in zip(self.grid_dim, place, strict=True)))
+
+    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", set_mirrored)

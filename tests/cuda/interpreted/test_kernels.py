@@ -53,6 +53,18 @@ def normalized(values: Tensor, weight: Tensor, eps: float, centre: float) -> Ten
     return values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * (weight.float() + centre)
 
 
+@triton.jit
+def _add_to_next(values):
+    program = tl.program_id(0)
+    tl.store(values + program + 1, tl.load(values + program) + 1)
+
+
+def test_what_a_program_reads_of_one_before_it_is_not_there_yet():
+    values = torch.zeros(5)
+    _add_to_next[(4,)](values)
+    assert values.tolist() == [0, 1, 1, 1, 1]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 96), (2, 130)])
 @pytest.mark.parametrize("kind", ["no product", "product", "normalized product", "scaled sum"])

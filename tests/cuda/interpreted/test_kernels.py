@@ -421,6 +421,31 @@ def test_rows_attend_to_compressed_vectors(rows, splits, dtype, heads, latent, r
     close(context.transpose(0, 1)[:, None], expected, dtype, steps=8)
 
 
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_a_cache_may_have_more_numbers_than_32_bits_count(is_compressed):
+    """A place that wraps around is in memory too, where nothing was written. What nobody touches takes no memory."""
+    groups, head, pairs = (1, 26, 3) if is_compressed else (2, 16, 8)
+    memory = torch.empty(2**32 + 2**16, dtype=FP16)
+    middle, places = memory.data_ptr() + 2**32, torch.arange(20)
+    far, rotary, sequences = 2**31 // (BLOCK_TOKENS * groups * head) + 1, random(20, 2, pairs), torch.zeros_like(places)
+    addresses = torch.tensor([[middle, middle + 2**14]])
+    query, found = random(20, 3, head, dtype=FP16), []
+    for first in (0, far):
+        where = addresses, torch.tensor([[first + 1, first]], dtype=torch.int32), sequences, places
+        if is_compressed:
+            turned, of_latent = query.new_empty(20, 3, 2 * pairs), random(3, 20, 20, dtype=FP16, seed=3)
+            ops.store_latent(turned, query, query[:, 0].clone(), *where, rotary, query[0, 0, :20], 0, 1e-5, 1.0)
+            context = torch.empty_like(of_latent)
+            ops.attend_latent(context, None, None, of_latent, turned, *where, 0, 0.3, 0.0, 0)
+        else:
+            turned, mixed = query.new_empty(20, groups, 3, head), random(20, groups, 5, head, dtype=FP16, seed=3)
+            ops.store(turned, mixed, *where, rotary, None, None, None, 0, 1e-5, 1.0, False)
+            context = torch.empty_like(turned)
+            ops.attend(context, None, None, turned, *where, None, None, None, 0, 1, 0.3, 0.0, 0)
+        found.append(context)
+    assert torch.equal(*found) and found[0].isfinite().all()
+
+
 def test_rows_are_cut_into_tiles_of_one_sequence():
     first, counts = tiles_of(np.array([4, 4, 4, 4, 4, 7, 2, 2]), 2).tolist()
     assert (first, counts) == ([0, 2, 4, 5, 6], [2, 2, 1, 1, 2])

@@ -14,7 +14,7 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.shapes import ALIGNED_ROWS, CHUNK_TOKENS, DELTA_CHUNK, DELTA_TOKENS
 from hybridflow.reshard.spec import ITEM_BYTES
-from hybridflow.rollout.blocks import STEP_TOKENS
+from hybridflow.rollout.blocks import MOST_PROMPT_KEYS, STEP_TOKENS
 from hybridflow.sections import changed_keys
 
 _FP32_BYTES = ITEM_BYTES["fp32"]
@@ -65,8 +65,14 @@ def decoding_bytes(recipe: Recipe, model: ModelConfig, mesh: DeviceMesh, rank: i
         edits = concurrent * (2 * columns + model.max_context) * _FP32_BYTES
     if mesh.layout.tp > 1 and changed_keys(recipe.rollout, _CUTS):
         cuts = 2 * concurrent * model.known_vocab_size * (_FP32_BYTES if edits else ITEM_BYTES[model.dtype])
+    keys = 0
+    if model.kv_lora_rank is not None:
+        # As they were made, and as a kernel takes them: values as wide as keys. See ``rollout.gpu.prompts``.
+        widths = 3 * model.head_size - model.rotary_size + model.value_size
+        keys = min(MOST_PROMPT_KEYS, concurrent * model.max_context) * ITEM_BYTES[model.dtype]
+        keys *= model.num_attention_heads // mesh.layout.tp * widths
     # Experts of which some lie with the weights that learn are copied.
-    return _passing_bytes(model, mesh, STEP_TOKENS) + _stacked_bytes(model, mesh) + logits + edits + cuts
+    return _passing_bytes(model, mesh, STEP_TOKENS) + _stacked_bytes(model, mesh) + logits + keys + edits + cuts
 
 
 def training_bytes(

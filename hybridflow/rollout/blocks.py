@@ -19,6 +19,9 @@ BLOCK_TOKENS = 16
 STEP_TOKENS = 2048
 """Tokens that go through the model at one time."""
 
+MOST_PROMPT_KEYS = 4 * STEP_TOKENS
+"""Keys that latent attention on a GPU has of all heads at one time."""
+
 PANEL = 32
 """Outputs of a matrix that lie side by side where a CPU decodes; ``PANEL`` of kernels.c."""
 

@@ -351,7 +351,9 @@ def _check_latent_attention(sizes: Any) -> dict[str, tuple[float, float]]:
     places, found = torch.arange(context, device=device), {}
     for name, splits in {"": 1, ", split": 4}.items():
         attention = GpuAttention(addresses, tables, torch.zeros_like(places), places, splits=splits)
-        output = attention.attend_latent(0, query, compressed, of_keys, table, norm, scoring, 1e-6, 0.0)
+        rotated = attention.store_latent(0, query, compressed, table, norm, 1e-6, 0.0)
+        narrowed = torch.bmm(query[..., :plain].transpose(0, 1), of_keys)
+        output = attention.attend_latent(0, narrowed, rotated, scoring)
         found[f"latent attention{name}"] = relative_gap(output, expected), _BF16
     return found
 

@@ -12,6 +12,7 @@ from hybridflow.models.gpt import Transformer
 from hybridflow.models.scoring import Scoring
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.gpu import ops
+from hybridflow.rollout.gpu.prompts import LatentPrompts
 from hybridflow.rollout.gpu.recurrence import GpuRecurrence
 from hybridflow.rollout.paged import cache_shapes, copy_states, empty_states
 
@@ -42,6 +43,10 @@ class GpuCache:
         table = torch.tensor(found, dtype=torch.int64)
         self.addresses = table.expand(-1, 2).contiguous().to(device)
 
+    def vectors(self, layer: int) -> Tensor:
+        """Return the compressed vectors of a local layer, ``[blocks * BLOCK_TOKENS, width]``."""
+        return self._layers[layer].flatten(0, 3)
+
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy blocks, ``[copies]`` int64 each; no block is both source and target."""
         for layer in self._layers:
@@ -64,9 +69,12 @@ class GpuAttention:
             ``rows_per_tile``; None: each row by itself.
         splits: Shares that the keys of a row are split into.
         recurrence: What layers with linear attention do; None: there are none.
+        prompts: Rows that latent attention computes as in training; None: there are none.
 
     Attributes:
         recurrence: See above.
+        prompts: See above.
+        others: What the rows beside prompts attend by; None: there are no prompts, or no such rows.
     """
 
     def __init__(
@@ -78,14 +86,20 @@ class GpuAttention:
         tiles: Mapping[int, Tensor] | None = None,
         splits: int = 1,
         recurrence: GpuRecurrence | None = None,
+        prompts: LatentPrompts | None = None,
     ) -> None:
         self.recurrence = recurrence
+        self.prompts = prompts
         self.tables = tables
         self.sequences = sequences
         self.positions = positions
         self._addresses = addresses
         self._tiles = tiles
         self._splits = splits
+        self.others: GpuAttention | None = None
+        if prompts is not None and len(prompts.others):
+            own = sequences[prompts.others], positions[prompts.others]
+            self.others = GpuAttention(addresses, tables, *own, splits=splits)
 
     def attend_mixed(
         self,
@@ -139,44 +153,53 @@ class GpuAttention:
             ops.gate_heads(context, mixed)
         return context.flatten(1)
 
-    def attend_latent(
+    def store_latent(
         self,
         layer: int,
         query: Tensor,
         compressed: Tensor,
-        of_keys: Tensor,
         rotary: Tensor,
         norm: Tensor,
-        scoring: Scoring,
         eps: float,
         centre: float,
     ) -> Tensor:
-        """Normalize, rotate, cache and attend to compressed vectors; 3 launches, or 4 where the keys are split.
+        """Normalize, rotate and cache compressed vectors, and rotate queries; 1 launch.
 
         Args:
             layer: Local layer index.
             query: ``[rows, heads, plain + rotary]``, plain dims first.
             compressed: ``[rows, latent + rotary]``.
-            of_keys: By which a compressed vector is multiplied for the plain dims of keys, ``[heads, plain, latent]``.
             rotary: As for ``attend_mixed``.
             norm: Weight of the norm of compressed vectors, ``[latent]``.
-            scoring: How scores are made, without sinks.
             eps: Of the norm.
             centre: Of the norm.
 
         Returns:
-            The sum of compressed vectors that each head sees, ``[heads, rows, latent]``.
+            The dims of queries that turn, ``[rows, heads, rotary]``.
         """
-        (rows, heads, _), plain = query.shape, of_keys.shape[1]
-        turned = query.new_empty(rows, heads, query.shape[2] - plain)
+        turned = query.new_empty(*query.shape[:2], 2 * rotary.shape[2])
         where = self._addresses, self.tables, self.sequences, self.positions
         ops.store_latent(turned, query, compressed, *where, rotary, norm, layer, eps, centre)
-        of_latent = torch.bmm(query[..., :plain].transpose(0, 1), of_keys)
-        context, partial, sums = torch.empty_like(of_latent), None, None
+        return turned
+
+    def attend_latent(self, layer: int, query: Tensor, turned: Tensor, scoring: Scoring) -> Tensor:
+        """Attend to compressed vectors; 1 launch, or 2 where the keys are split.
+
+        Args:
+            layer: Local layer index.
+            query: Plain dims of queries, multiplied into the space of compressed vectors, ``[heads, rows, latent]``.
+            turned: See ``store_latent``.
+            scoring: How scores are made, without sinks.
+
+        Returns:
+            The sum of compressed vectors that each head sees, ``[heads, rows, latent]``.
+        """
+        context, partial, sums = torch.empty_like(query), None, None
         if self._splits > 1:
-            partial = query.new_empty(self._splits, *of_latent.shape, dtype=torch.float32)
-            sums = query.new_empty(2, self._splits, heads, rows, dtype=torch.float32)
-        ops.attend_latent(context, partial, sums, of_latent, turned, *where, layer, *_scores(scoring))
+            partial = query.new_empty(self._splits, *query.shape, dtype=torch.float32)
+            sums = query.new_empty(2, self._splits, *query.shape[:2], dtype=torch.float32)
+        where = self._addresses, self.tables, self.sequences, self.positions
+        ops.attend_latent(context, partial, sums, query, turned, *where, layer, *_scores(scoring))
         if partial is not None:
             ops.combine(context, partial, sums)
         return context

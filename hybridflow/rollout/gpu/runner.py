@@ -12,6 +12,7 @@ from hybridflow.models.gpt import Transformer
 from hybridflow.parallel.copies import to_device
 from hybridflow.rollout.gpu.cache import GpuAttention, GpuCache, processors_of, splits_for, tiles_of
 from hybridflow.rollout.gpu.decode import Decoder
+from hybridflow.rollout.gpu.prompts import plan_prompts
 from hybridflow.rollout.gpu.recurrence import plan_recurrence
 from hybridflow.rollout.gpu.transformer import GpuTransformer
 from hybridflow.rollout.paged import cache_shapes
@@ -94,11 +95,15 @@ class GpuRunner:
         if cache.states:
             slots = first_slot + sequences
             recurrence = plan_recurrence(cache.addresses, cache.states, slots, positions, self._device)
+        prompts = None
+        if self._model.has_latent_attention:
+            prompts = plan_prompts(cache.vectors, tables, sequences, positions, self._device)
         if self._model.has_latent_attention or not (np.diff(sequences) == 0).any():
+            alone = len(sequences) if prompts is None else len(prompts.others)
             # A row of each, as in a captured step. There is a kernel for each number of shares, hence few of these.
-            rows = 1 << (len(sequences) - 1).bit_length()
+            rows = 1 << max(alone - 1, 0).bit_length()
             splits = splits_for(rows, self._transformer.num_groups, self._processors)
-            return GpuAttention(cache.addresses, places, of, at, splits=splits, recurrence=recurrence)
+            return GpuAttention(cache.addresses, places, of, at, splits=splits, recurrence=recurrence, prompts=prompts)
         tiles = {
             most: to_device(torch.from_numpy(tiles_of(sequences, most)), self._device)
             for most in self._transformer.rows_per_tile

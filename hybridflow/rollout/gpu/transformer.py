@@ -211,21 +211,32 @@ class GpuTransformer:
             norm = latent.q_layernorm
             ops.add_norm(narrow, given, None, None, norm.weight, norm.eps, self._centre)
         of_keys, of_values = latent.up_projections(latent.linear_kv_up_proj.weight)
-        context = attention.attend_latent(
-            index,
-            self._linear(layer.qkv, given).view(len(normed), len(of_keys), -1),
-            linear(normed, latent.linear_kv_down_proj.weight),
-            of_keys,
-            layer.rotary,
-            latent.kv_layernorm.weight,
-            layer.scoring,
-            latent.kv_layernorm.eps,
-            self._centre,
-        )
+        query = self._linear(layer.qkv, given).view(len(normed), len(of_keys), -1)
+        compressed, norm = linear(normed, latent.linear_kv_down_proj.weight), latent.kv_layernorm
+        turned = attention.store_latent(index, query, compressed, layer.rotary, norm.weight, norm.eps, self._centre)
+        plain, prompts = query[..., : of_keys.shape[1]], attention.prompts
         values = normed.new_empty(len(normed), *of_values.shape[:2])
+        if prompts is None:
+            self._attend_vectors(values, index, layer, plain, turned, attention)
+            return values.flatten(1)
+        rows, others = prompts.rows, prompts.others
+        values[rows] = prompts.attend(index, latent, plain[rows], turned[rows], layer.scoring)
+        if attention.others is not None:
+            own = values.new_empty(len(others), *values.shape[1:])
+            self._attend_vectors(own, index, layer, plain[others], turned[others], attention.others)
+            values[others] = own
+        return values.flatten(1)
+
+    def _attend_vectors(
+        self, values: Tensor, index: int, layer: _Layer, plain: Tensor, turned: Tensor, attention: GpuAttention
+    ) -> None:
+        """Write what rows see of compressed vectors, as ``[rows, heads, value]``."""
+        assert layer.latent is not None and layer.scoring is not None
+        of_keys, of_values = layer.latent.up_projections(layer.latent.linear_kv_up_proj.weight)
+        narrow = torch.bmm(plain.transpose(0, 1), of_keys)
+        context = attention.attend_latent(index, narrow, turned, layer.scoring)
         # Where the next product reads it, without a copy.
         torch.bmm(context, of_values.transpose(1, 2), out=values.transpose(0, 1))
-        return values.flatten(1)
 
     def _attend(self, index: int, layer: _Layer, normed: Tensor, attention: GpuAttention) -> Tensor:
         mixed = self._linear(layer.qkv, normed)

@@ -14,9 +14,12 @@ from hybridflow.config.roles import LoRAConfig
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.memory import joined_bytes
+from hybridflow.models import cuda_attention
 from hybridflow.models.gpt import build_transformer
 from hybridflow.models.shapes import known_models, model_spec
-from hybridflow.rollout.gpu import decode
+from hybridflow.rollout.blocks import BLOCK_TOKENS
+from hybridflow.rollout.gpu import decode, prompts
+from hybridflow.rollout.gpu.cache import GpuAttention
 from hybridflow.rollout.gpu.transformer import GpuTransformer
 from tests.cuda.fake.machine import DEVICE, Launches, fake_cuda, place
 
@@ -265,6 +268,35 @@ def test_a_step_asks_nothing_of_the_host_and_starts_few_kernels(
     assert sum(cutting.names.values()) == sum(launches.names.values()) + (0 if tp == 1 else 2)
     for name in ("penalize", "add_rules", "remember"):
         assert launches.names[name] == is_edited
+
+
+def test_prompts_of_latent_attention_go_through_kernels_of_training(monkeypatch):
+    """Beside rows of sequences that go on, which attend to compressed vectors; nothing is asked of the device."""
+    model, lengths, layout = replace(DEEPSEEK_V3, num_layers=2), [700, 1, 300, 1], ParallelLayout(tp=8)
+    with fake_cuda(monkeypatch, size=8) as world, torch.inference_mode():
+        _, groups = place(world, layout)
+        built = build_transformer(model, layout, groups, DEVICE, vocab_size=model.vocab_size)
+        transformer = GpuTransformer(built, groups.tp, model.vocab_size)
+        # Real tensors cannot be copied to a device that is not there.
+        for module in (prompts, cuda_attention):
+            monkeypatch.setattr(
+                module, "to_device", lambda each, at: torch.empty(each.shape, dtype=each.dtype, device=at)
+            )
+        sequences = np.repeat(np.arange(4), lengths)
+        # The third goes on behind 48 tokens in the cache.
+        begins = np.array([0, 90, 48, 5])
+        positions = np.concatenate([begin + np.arange(count) for begin, count in zip(begins, lengths, strict=True)])
+        vectors = torch.empty(512 * BLOCK_TOKENS, 576, dtype=torch.bfloat16, device=DEVICE)
+        plan = prompts.plan_prompts(lambda layer: vectors, np.zeros((4, 64), np.int32), sequences, positions, DEVICE)
+        assert (len(plan.rows), len(plan.others), len(plan.places)) == (1000, 2, 1048)
+        rows = torch.empty(2, 1002, dtype=torch.int64, device=DEVICE)
+        tables = torch.empty(4, 64, dtype=torch.int32, device=DEVICE)
+        attention = GpuAttention(torch.empty(2, 2, dtype=torch.int64, device=DEVICE), tables, *rows, prompts=plan)
+        with Launches() as launches:
+            logits = transformer(rows[0], attention, torch.empty(4, dtype=torch.int64, device=DEVICE))
+    assert logits.device == DEVICE and launches.names["_varlen_attn"] == launches.names["attend_latent"] == 2
+    # Only queries of the other rows are taken into the space of compressed vectors, and back.
+    assert launches.names["store_latent"] == 2 and launches.names["bmm"] == 4
 
 
 class Stream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,8 +14,9 @@ from hybridflow.config.roles import LoRAConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.lora import merged_weight
 from hybridflow.parallel.world import World
+from hybridflow.rollout import session
 from hybridflow.rollout.engine import MegatronEngine
-from hybridflow.rollout.gpu import decode, runner
+from hybridflow.rollout.gpu import decode, prompts, runner
 from hybridflow.rollout.gpu.runner import GpuRunner
 from hybridflow.rollout.gpu.transformer import GpuTransformer
 from hybridflow.rollout.request import Request, SamplingParams
@@ -170,6 +172,26 @@ def test_texts_are_the_same_where_the_keys_are_split(world, monkeypatch):
     monkeypatch.setattr(decode, "splits_for", lambda rows, groups, processors: 3)
     ours, theirs, gap = both(world, SMALL, requests(3, KINDS))
     assert ours == theirs and gap < 1e-5
+
+
+def test_long_prompts_of_latent_attention_go_through_in_parts(world, monkeypatch):
+    """Some with tokens in the cache before, some with too many keys for all heads, beside rows of other sequences."""
+    monkeypatch.setattr(session, "STEP_TOKENS", 9)
+    monkeypatch.setattr(prompts, "MOST_PROMPT_KEYS", 20)
+    plans = []
+
+    def noted(vectors, tables, sequences, positions, device):
+        plan = prompts.plan_prompts(vectors, tables, sequences, positions, device)
+        if plan is not None:
+            plans.append((len(plan.places) > len(plan.rows), len(plan.others) > 0))
+        elif (np.diff(sequences) == 0).any():
+            plans.append("by rows")
+        return plan
+
+    monkeypatch.setattr(runner, "plan_prompts", noted)
+    ours, theirs, gap = both(world, replace(SHARED, v_head_dim=18), requests(5, KINDS))
+    assert ours == theirs and gap < 1e-5
+    assert {*plans} >= {(False, False), (True, False), (True, True), "by rows"}, plans
 
 
 def test_logits_that_are_not_finite_fail_and_harm_no_other(world):

@@ -115,7 +115,9 @@ def train_seconds(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, 
     a_micro_batch = layers * sum(parts.values()) + sum(ends.values()) / layout.pp
     found["bubble"] = _waiting(hardware, layout, number, learns=True) * a_micro_batch
     found["pipeline messages"] = _messages(size, hardware, step)
-    dense = _dense_weights(size, layers, size.table_weights, layout.tp)
+    # With stages, one has the embedding and another the output layer.
+    tables = size.table_weights if layout.pp > 1 or size.tied else 2 * size.table_weights
+    dense = _dense_weights(size, layers, tables, layout.tp)
     experts = layers * size.expert_weights / (layout.ep * layout.expert_tp)
     found["data parallel"] = _data_parallel(size, hardware, layout, dense, experts, a_micro_batch)
     kept = _kept_parameters(layout, dense, experts)

@@ -106,6 +106,15 @@ def test_the_optimizer_writes_masters_beside_weights_of_bf16():
     assert both[0] / both[1] == pytest.approx(32 / 28)
 
 
+@pytest.mark.parametrize(("layout", "more"), [("tp1", 128 * 64), ("pp2", 0)])
+def test_the_optimizer_steps_an_output_layer_beside_the_embedding_where_a_rank_has_both(layout, more):
+    machine, size = replace(hardware("h100-sxm"), update_launch=0.0), gpt(2, 64, 2, 128)
+    step = TrainStep(layout=ParallelLayout.parse(layout), sequence=16, batch=1, micro_batch=1)
+    tied, untied = (train_seconds(replace(size, tied=each), machine, step)["optimizer"] for each in (True, False))
+    num_bytes = (untied - tied) * machine.memory_bandwidth * machine.memory_share
+    assert num_bytes == pytest.approx(32 * more)
+
+
 @pytest.mark.parametrize(("model", "tp"), [("llama3-8b", 1), ("qwen3-30b-a3b", 2)])
 def test_decoding_has_the_weights_of_training(model, tp):
     size, layout = model_size(model), ParallelLayout(tp=tp)

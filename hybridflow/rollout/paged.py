@@ -132,14 +132,6 @@ def _empty_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     return everything[first : first + math.prod(shape)].view(shape)
 
 
-def cache_shape(model: Transformer) -> tuple[int, int]:
-    """Return the query groups that this rank caches, and the width of a key, in this stage's first layer with keys.
-
-    Both are 0 where no layer of this stage has keys.
-    """
-    return next(iter(cache_shapes(model).values()), (0, 0))
-
-
 def cache_shapes(model: Transformer) -> dict[int, tuple[int, int]]:
     """Return of each local layer that has keys the query groups that this rank caches, and the width of a key.
 

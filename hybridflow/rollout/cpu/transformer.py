@@ -25,7 +25,7 @@ from hybridflow.models.norm import ProjectionNorm
 from hybridflow.models.shapes import LAYER_SCALAR
 from hybridflow.rollout.blocks import PANEL
 from hybridflow.rollout.cpu.kernels import Batch, Layer, Shape, Slots, Step, Vocabulary, load_kernels
-from hybridflow.rollout.paged import PagedAttention, PagedCache, cache_shape, cache_shapes, state_bytes
+from hybridflow.rollout.paged import PagedAttention, PagedCache, cache_shapes, state_bytes
 
 _GATES = {(0, 0.0, 0.0): 1, (1, 0.0, 0.0): 2}
 """``kernel_gate`` → ``GATED_SILU`` and ``GATED_GELU`` of kernels.c."""
@@ -42,7 +42,7 @@ def runs_on_cpu(model: Transformer) -> bool:
         and not model.has_latent_attention
         and not config.attention_output_gate
         and not state_bytes(model)
-        and len(shapes) <= 1
+        and len(shapes) == 1
         and all(head % 16 == 0 for _, head in shapes)
         and all(2 * pairs == head for pairs in model.rotated_pairs for _, head in shapes)
         and not config.rotary_interleaved
@@ -54,9 +54,9 @@ def runs_on_cpu(model: Transformer) -> bool:
 
 
 def _is_plain(layer: TransformerLayer) -> bool:
-    """Return whether a layer is dense, normalizes its inputs, and of heads queries and keys, each by itself, if at all.
+    """Return whether a layer is dense, and normalizes its inputs.
 
-    Nor has it sinks, or a factor on its output.
+    It may normalize queries and keys, each head by itself. It has no sinks, and no factor on its output.
     """
     attention = layer.self_attention
     is_dense = not isinstance(layer.mlp, ExpertLayer)
@@ -88,7 +88,7 @@ class CpuTransformer:
         self._model = model
         self._group = group if group.size() > 1 else None
         config, layers = model.config, model.decoder.layers
-        groups, head = cache_shape(model)
+        groups, head = next(iter(cache_shapes(model).values()))
         sharers = config.num_attention_heads // config.num_query_groups
         hidden, inner = config.hidden_size, layers[0].mlp.linear_fc1.weight.shape[0] // 2
         self._shape = Shape(

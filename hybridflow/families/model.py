@@ -297,6 +297,12 @@ class ModelConfig:
         """Return the rows of the projection of such a layer: queries, keys, values, gates of these, decays, betas."""
         return self.linear_channels + self.linear_values + 2 * (self.linear_value_heads or 0)
 
+    @property
+    def linear_state(self) -> int:
+        """Return the numbers that such a layer keeps of a sequence: convolution inputs, matrices of value heads."""
+        inputs = self.linear_channels * ((self.linear_conv_kernel or 1) - 1)
+        return inputs + self.linear_values * (self.linear_key_head_dim or 0)
+
     def ffn_size(self, layer: int) -> int | None:
         """Return the width of the dense feed-forward block of a layer, or None if the layer has experts."""
         if self.num_experts is None:

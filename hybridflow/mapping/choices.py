@@ -130,13 +130,13 @@ def shared_share(size: Size, update: ParallelLayout, rollout: ParallelLayout) ->
     """
     of_dense = float(update.tp == rollout.tp)
     of_experts = min(1.0, update.ep / rollout.ep) if update.expert_tp == rollout.expert_tp else 0.0
-    whole = size.whole_weights + _NORMS * size.hidden
+    whole = size.whole_weights + _NORMS * size.model.hidden_size
     dense, experts = size.layer_weights - size.whole_weights, size.expert_weights / (update.ep * update.expert_tp)
-    if size.experts is not None and size.experts.dense_layers:
+    if size.model.num_dense_layers:
         # Stages differ: one may have layers of one kind alone.
         return max(of_dense, of_experts, whole / (whole + dense / update.tp))
     if of_dense > of_experts:
-        layers = size.layers // update.pp if not isinstance(update.layers, tuple) else min(update.layers)
+        layers = size.model.num_layers // update.pp if not isinstance(update.layers, tuple) else min(update.layers)
         dense += (size.table_weights + size.output_weights) / layers
     dense /= update.tp
     return (whole + of_dense * dense + of_experts * experts) / (whole + dense + experts)
@@ -263,7 +263,9 @@ class Choices:
                             weights=int(stage["weights"]),
                             gradients=int(stage["gradients"]) if learns else 0,
                             optimizer=int(stage["optimizer"]) if learns else 0,
-                            activations=activation_bytes(recipe, model, placed, rank, has_value_head=size.columns == 1),
+                            activations=activation_bytes(
+                                recipe, model, placed, rank, has_value_head=size.has_value_head
+                            ),
                         )
                     )
                 for is_offloaded in (False, True):

@@ -14,7 +14,7 @@ from hybridflow.config.types import Recompute
 from hybridflow.errors import ConfigError
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.hardware import Hardware
-from hybridflow.mapping.sizes import Matrix, Size, weights_of
+from hybridflow.mapping.sizes import Matrix, Size, attention_of, widths_of
 
 _FP32 = 4
 _BACKWARD_ATTENTION = 2.5
@@ -78,16 +78,16 @@ class TrainStep:
 def _layers_of(size: Size, layout: ParallelLayout, stage: int) -> int:
     """Return the layers of a stage, those of all its virtual chunks."""
     if layout.layers is None or layout.layers == "auto":
-        return math.ceil(size.layers / layout.pp)
+        return math.ceil(size.model.num_layers / layout.pp)
     return sum(layout.layers[stage :: layout.pp])
 
 
 def _sparse_of(size: Size, layout: ParallelLayout, stage: int) -> int:
     """Return the layers of a stage that have experts; the first stage has those without, as far as it has layers."""
     layers = _layers_of(size, layout, stage)
-    if size.experts is None:
+    if size.model.num_experts is None:
         return 0
-    return max(0, layers - max(0, size.experts.dense_layers - stage * layers))
+    return max(0, layers - max(0, size.model.num_dense_layers - stage * layers))
 
 
 def _most_layers(size: Size, layout: ParallelLayout) -> int:
@@ -153,7 +153,7 @@ def decode_seconds(
         context: Tokens that each of them has.
         fp8: Whether the weights of layers and the cache are in FP8.
     """
-    tp = layout.tp
+    tp, layers = layout.tp, size.model.num_layers
     layer = _layer_products(size, hardware, layout, concurrent, fp8=fp8)
     # Keys and values are read; states are read and written.
     cached = concurrent * (context * size.cached_bytes(tp, fp8=fp8) + 2 * size.state_bytes(tp))
@@ -161,12 +161,12 @@ def decode_seconds(
     # Engines for GPUs do it within other kernels; what that leaves was fitted as launches.
     elementwise = _elementwise(size, hardware, layout, concurrent) if hardware.is_cpu else 0.0
     return {
-        "products": size.layers * layer + _product(size, hardware, concurrent, size.hidden, size.vocab / tp),
-        "elementwise": size.layers * elementwise,
+        "products": layers * layer + _token_product(size, hardware, concurrent, tp),
+        "elementwise": layers * elementwise,
         "attention": cached / (hardware.memory_bandwidth * hardware.cache_share),
-        "tensor parallel": size.layers * summed,
-        "expert parallel": size.layers * exchanged,
-        "launches": size.layers * (hardware.launch + fp8 * hardware.cast_launch),
+        "tensor parallel": layers * summed,
+        "expert parallel": layers * exchanged,
+        "launches": layers * (hardware.launch + fp8 * hardware.cast_launch),
     }
 
 
@@ -183,8 +183,12 @@ def prefill_seconds(
     passed = _passed(size, hardware, layout, prompts * tokens, is_generating=True)
     parts["tensor parallel"], parts["expert parallel"] = passed
     parts["launches"] = hardware.launch
-    last = _product(size, hardware, prompts, size.hidden, size.vocab / layout.tp)
-    return size.layers * sum(parts.values()) + last
+    return size.model.num_layers * sum(parts.values()) + _token_product(size, hardware, prompts, layout.tp)
+
+
+def _token_product(size: Size, hardware: Hardware, rows: float, tp: int) -> float:
+    """Return the seconds of the output layer for the next token of so many texts."""
+    return _product(size, hardware, rows, size.model.hidden_size, size.model.known_vocab_size / tp)
 
 
 def _waiting(hardware: Hardware, layout: ParallelLayout, number: int, *, learns: bool) -> float:
@@ -218,11 +222,13 @@ def _layer(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, float]:
     tp, tokens = layout.tp, step.micro_batch * step.sequence / layout.cp
     products = _layer_products(size, hardware, layout, tokens, fp8=step.fp8)
     # A token sees half of its sequence on average.
-    scored = step.sequence * size.mean_heads(lambda each: each.heads * (each.head + each.value_head))
+    scored = step.sequence * size.mean_heads(lambda each: each.num_attention_heads * widths_of(each))
     scores = tokens * size.mean_attention(scored, 2 * size.state_products) / tp
     cast = _CAST_ITEMS * _product_inputs(size) if step.fp8 else 0.0
     summed, exchanged = _passed(size, hardware, layout, tokens)
-    keys = 2 * tokens * layout.cp * size.mean_heads(lambda each: each.groups * each.head) / tp * size.item_bytes
+    keys = (
+        2 * tokens * layout.cp * size.mean_heads(lambda each: each.query_groups * each.head_size) / tp * size.item_bytes
+    )
     parts = {
         "products": products,
         "attention": scores / (hardware.flops * hardware.attention_share),
@@ -251,10 +257,10 @@ def _elementwise(size: Size, hardware: Hardware, layout: ParallelLayout, tokens:
         others: Further numbers of each token.
     """
     # Norms and residual sums between the products, and the activation within the block.
-    heads = size.mean_heads(lambda each: each.heads * each.head)
-    touched = 12 * size.hidden + (3 + size.gated) * _width(size) + 3 * heads
+    heads = size.mean_heads(lambda each: each.num_attention_heads * each.head_size)
+    touched = 12 * size.model.hidden_size + (3 + size.gated) * _width(size) + 3 * heads
     # Tokens are laid out by experts, and weighed and summed in their own order again.
-    touched += 6 * size.hidden * _visits(size) + others
+    touched += 6 * size.model.hidden_size * _visits(size) + others
     bandwidth = hardware.memory_bandwidth * hardware.elementwise_share
     return tokens * touched / layout.tp * size.item_bytes / bandwidth
 
@@ -277,36 +283,38 @@ def _layer_products(
             for inputs, outputs, is_cut in matrices
         )
 
-    tp, mixture = layout.tp, size.experts
-    attention = size.mean_heads(lambda each: cut(each.attention, tokens, tp)) + cut(size.compressing, tokens / tp, 1)
+    tp, model, number = layout.tp, size.model, size.model.num_experts
+    attention = size.mean_heads(lambda each: cut(attention_of(each), tokens, tp))
+    attention += cut(size.compressing, tokens / tp, 1)
     attention = size.mean_attention(attention, cut(size.linear_attention, tokens, tp))
-    dense = cut(size.block(size.ffn), tokens, tp)
-    if mixture is None:
+    dense = cut(size.block(size.dense_width), tokens, tp)
+    if number is None:
         return attention + dense
     # The ranks that share the experts bring their tokens; each expert has equally many, or none.
-    visits = tokens / tp * layout.expert_tp * layout.ep * mixture.per_token
-    used = mixture.number * (1 - (1 - 1 / mixture.number) ** visits) / layout.ep
-    experts = used * cut(size.block(mixture.ffn), visits / layout.ep / used, layout.expert_tp)
-    router = _product(size, hardware, tokens / tp, size.hidden, mixture.number)
-    shared = cut(size.block(mixture.shared), tokens, tp)
+    visits = tokens / tp * layout.expert_tp * layout.ep * model.experts_per_token
+    used = number * (1 - (1 - 1 / number) ** visits) / layout.ep
+    experts = used * cut(size.block(model.ffn_hidden_size), visits / layout.ep / used, layout.expert_tp)
+    router = _product(size, hardware, tokens / tp, model.hidden_size, number)
+    shared = cut(size.block(size.shared_width), tokens, tp)
     return attention + size.mean_layer(dense, experts + router + shared)
 
 
 def _product_inputs(size: Size) -> float:
     """Return how many numbers of a token the four products of a layer take in, on average over the layers."""
-    return 2 * size.hidden + size.heads * size.value_head + _width(size) + _visits(size) * size.hidden
+    model = size.model
+    outputs = model.num_attention_heads * model.value_size
+    return 2 * model.hidden_size + outputs + _width(size) + _visits(size) * model.hidden_size
 
 
 def _width(size: Size) -> float:
     """Return the width of the activations inside a layer's feed-forward block or its experts, on average."""
-    if size.experts is None:
-        return size.ffn
-    return size.mean_layer(size.ffn, size.experts.per_token * size.experts.ffn + size.experts.shared)
+    chosen = size.model.experts_per_token * size.model.ffn_hidden_size
+    return size.mean_layer(size.dense_width, chosen + size.shared_width)
 
 
 def _visits(size: Size) -> float:
     """Return how many experts a token goes to, on average over the layers."""
-    return 0.0 if size.experts is None else size.mean_layer(0, size.experts.per_token)
+    return size.mean_layer(0, size.model.experts_per_token)
 
 
 def _passed(
@@ -317,11 +325,12 @@ def _passed(
     Gathered before two products, scattered as they are summed behind two others: two of each, as two sums. Experts take
     the place of one of them. When generating, experts that are all here are summed like any block.
     """
-    one = _collective(hardware, layout.tp, tokens * size.hidden * size.item_bytes, is_summed=True)
-    if size.experts is None or (is_generating and layout.ep == 1):
+    a_token = size.model.hidden_size * size.item_bytes
+    one = _collective(hardware, layout.tp, tokens * a_token, is_summed=True)
+    if size.model.num_experts is None or (is_generating and layout.ep == 1):
         return 2 * one, 0.0
-    exchanged = _exchange(hardware, layout, tokens / layout.tp * _visits(size) * size.hidden * size.item_bytes)
-    return size.mean_layer(2, 1 + bool(size.experts.shared)) * one, exchanged
+    exchanged = _exchange(hardware, layout, tokens / layout.tp * _visits(size) * a_token)
+    return size.mean_layer(2, 1 + bool(size.shared_width)) * one, exchanged
 
 
 def _exchange(hardware: Hardware, layout: ParallelLayout, num_bytes: float) -> float:
@@ -357,10 +366,10 @@ def _expert_replicas(layout: ParallelLayout) -> int:
 def _ends(size: Size, hardware: Hardware, step: TrainStep) -> dict[str, float]:
     """Return the seconds of logits and loss of a micro-batch, forward and backward, on the last stage."""
     tokens = step.micro_batch * step.sequence / step.layout.cp
-    columns = size.output_weights / size.hidden / step.layout.tp
+    columns = size.output_weights / size.model.hidden_size / step.layout.tp
     # Written, turned to fp32, read for their largest and their sum, and the gradient the same way back.
     touched = tokens * columns * 6 * _FP32
-    products = _product(size, hardware, tokens, size.hidden, columns)
+    products = _product(size, hardware, tokens, size.model.hidden_size, columns)
     elementwise = touched / (hardware.memory_bandwidth * hardware.elementwise_share)
     return {
         "products": 3 * products,
@@ -416,7 +425,7 @@ def _messages(size: Size, hardware: Hardware, step: TrainStep) -> float:
     layout = step.layout
     if layout.pp == 1:
         return 0.0
-    passed = step.micro_batch * step.sequence / layout.cp * size.hidden / layout.tp * size.item_bytes
+    passed = step.micro_batch * step.sequence / layout.cp * size.model.hidden_size / layout.tp * size.item_bytes
     is_within = layout.world_size <= hardware.ranks_per_node
     bandwidth = hardware.network_bandwidth * hardware.network_share
     if is_within:
@@ -453,7 +462,7 @@ def train_bytes(size: Size, step: TrainStep) -> dict[str, dict[str, float]]:
     products are kept in it; weights and their transposed copies take as much as in bf16. Activations as arXiv
     2205.05198 counts them, without dropout and with fused attention, cut over tp by sequence parallelism.
     """
-    layout = step.layout
+    layout, hidden = step.layout, size.model.hidden_size
     tokens = step.micro_batch * step.sequence / layout.cp
     found = {}
     for name, stage in _stages(layout.pp).items():
@@ -464,13 +473,13 @@ def train_bytes(size: Size, step: TrainStep) -> dict[str, dict[str, float]]:
             tables = size.table_weights
         dense = _dense_weights(size, layers, tables, layout.tp)
         experts = _sparse_of(size, layout, stage) * size.layer_experts / (layout.ep * layout.expert_tp)
-        inputs = tokens * size.hidden * size.item_bytes / layout.tp
+        inputs = tokens * hidden * size.item_bytes / layout.tp
         saved = (size.item_bytes - 1) * _product_inputs(size) if step.fp8 else 0.0
         of_a_layer = tokens * (_kept_elements(size) * size.item_bytes - saved) / layout.tp
         anew = step.num_anew(layers)
         of_a_stage = anew * inputs + (layers - anew) * of_a_layer
         working = of_a_layer if anew else 0.0
-        logits = tokens * size.output_weights / size.hidden / layout.tp * (size.item_bytes + _FP32) if is_last else 0.0
+        logits = tokens * size.output_weights / hidden / layout.tp * (size.item_bytes + _FP32) if is_last else 0.0
         found[name] = {
             "weights": (dense + experts) * size.item_bytes,
             "gradients": (dense + experts) * _FP32,
@@ -494,14 +503,14 @@ def most_bytes(size: Size, layout: ParallelLayout, part: str) -> float:
 
 def _shapes_weights(size: Size, layout: ParallelLayout) -> float:
     """Return a rank's weights of one layer, and of one of its experts."""
-    expert = 0 if size.experts is None else weights_of(size.block(size.experts.ffn)) / layout.expert_tp
+    expert = size.layer_experts / (size.model.num_experts or 1) / layout.expert_tp
     return _dense_weights(size, 1, 0, layout.tp) + expert
 
 
 def decode_bytes(size: Size, tp: int, concurrent: int, context: int, *, fp8: bool = False) -> dict[str, float]:
     """Return a rank's bytes by what they are for, of ``concurrent`` texts of up to ``context`` tokens."""
     tables = _dense_weights(size, 0, (2 - size.tied) * size.table_weights, tp)
-    layers = _dense_weights(size, size.layers, 0, tp) + size.layers * size.expert_weights / tp
+    layers = _dense_weights(size, size.model.num_layers, 0, tp) + size.model.num_layers * size.expert_weights / tp
     kept = size.item_bytes if not fp8 else 1
     return {
         "weights": tables * size.item_bytes + layers * kept,
@@ -515,10 +524,12 @@ def _stages(pp: int) -> dict[str, int]:
 
 def _kept_elements(size: Size) -> float:
     """Return what a layer keeps of a token for the backward pass: inputs of norms, products and activation."""
-    heads = size.mean_heads(lambda each: (each.heads + each.groups) * (each.head + each.value_head))
-    compressed = 0 if size.latent is None else 2 * (size.latent.keys + size.latent.queries)
+    model = size.model
+    heads = size.mean_heads(lambda each: (each.num_attention_heads + each.query_groups) * widths_of(each))
+    compressed = 2 * ((model.kv_lora_rank or 0) + (model.q_lora_rank or 0))
+    blocks = (2 + size.gated) * _width(size)
     # Each expert has its own copy of its tokens, and their outputs are kept to be weighed.
-    return 4 * size.hidden + heads + compressed + (2 + size.gated) * _width(size) + 2 * _visits(size) * size.hidden
+    return 4 * model.hidden_size + heads + compressed + blocks + 2 * _visits(size) * model.hidden_size
 
 
 def _under_way(step: TrainStep, stage: int) -> float:

@@ -153,14 +153,14 @@ def run(arguments: argparse.Namespace, flow_of: Callable[[Recipe], Flow]) -> int
     machine.check_ranks(layout.world_size)
     if arguments.phase == "generate" and layout != ParallelLayout(tp=layout.tp):
         raise ConfigError(f"--layout {layout}: decoding is estimated for one replica cut by tp; leave the others out")
-    _check_cut(size, layout)
+    _check_cut(size.model, layout)
     estimate = _train if arguments.phase == "train" else _generate
     found = estimate(arguments, size, machine, layout)
     what = f"{arguments.phase} fp8" if arguments.dtype == "fp8" else arguments.phase
-    if size.experts is not None:
-        what += " mixture"
+    is_mixture = size.model.num_experts is not None
+    what += " mixture" if is_mixture else ""
     # Of latent attention a mixture alone was measured, and no model with linear attention.
-    is_known = (size.latent is None or size.experts is not None) and size.linear is None
+    is_known = (size.model.kv_lora_rank is None or is_mixture) and not size.model.linear_layers
     found["error"] = known_error(what, arguments.hardware, machine, is_known=is_known)
     asked = {name: getattr(arguments, name) for name in ("phase", "model", "hardware")}
     found = {**asked, "dtype": arguments.dtype or machine.dtype, "gpus": layout.world_size, **found}
@@ -194,7 +194,7 @@ def _layout(text: str, nodes: int | None, machine: Hardware) -> ParallelLayout:
     return layout
 
 
-def _check_cut(size: Size, layout: ParallelLayout) -> None:
+def _check_cut(model: ModelConfig, layout: ParallelLayout) -> None:
     """Refuse a layout in which the model cannot be trained. Stages may be as equal as can be where none are given.
 
     Raises:
@@ -203,21 +203,10 @@ def _check_cut(size: Size, layout: ParallelLayout) -> None:
     if layout.layers == "auto" or layout.is_sharded:
         return  # ``TrainStep`` refuses it.
     layout.check_trainable("--layout")
-    num_stages, experts, layers = layout.pp * layout.vpp, size.experts, size.layers
+    num_stages, layers = layout.pp * layout.vpp, model.num_layers
     # Embedding and output layer may count as a layer each.
     if layout.layers is None and (layout.vpp == 1 or (layers + 2) % num_stages == 0) and num_stages <= layers:
         layout = replace(layout, layers=tuple((layers + stage) // num_stages for stage in range(num_stages)))
-    model = ModelConfig(
-        num_layers=layers,
-        hidden_size=size.hidden,
-        ffn_hidden_size=size.ffn if experts is None else experts.ffn,
-        num_attention_heads=size.heads,
-        num_query_groups=size.groups if size.wide is None else min(size.groups, size.wide.groups),
-        max_context=1,
-        num_experts=None if experts is None else experts.number,
-        dense_ffn_hidden_size=None if experts is None else size.ffn,
-        shared_ffn_hidden_size=None if experts is None else experts.shared,
-    )
     check_cut(model, layout, "--layout")
 
 
@@ -258,10 +247,11 @@ def _interleaved(size: Size, machine: Hardware, step: TrainStep) -> TrainStep:
     groups of as many as there are stages.
     """
     pp = step.layout.pp
-    layers = next((number // pp for number in (size.layers, size.layers + 2) if number % pp == 0), 0)
+    num_layers = size.model.num_layers
+    layers = next((number // pp for number in (num_layers, num_layers + 2) if number % pp == 0), 0)
     if step.num_micro_batches % pp:
         return step
-    chunks = [vpp for vpp in range(1, layers + 1) if layers % vpp == 0 and pp * vpp <= size.layers]
+    chunks = [vpp for vpp in range(1, layers + 1) if layers % vpp == 0 and pp * vpp <= num_layers]
     steps = [replace(step, layout=replace(step.layout, vpp=vpp)) for vpp in chunks]
     return min(steps, key=lambda one: sum(train_seconds(size, machine, one).values()), default=step)
 

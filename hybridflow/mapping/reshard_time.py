@@ -66,7 +66,7 @@ def least_seconds(
     if not is_whole_nodes or not across:
         return seconds
     # At least what differs between the ranks of a tensor-parallel group: experts may be the same on some of them.
-    cut = needed - size.layers * size.whole_weights * size.item_bytes
+    cut = needed - size.model.num_layers * size.whole_weights * size.item_bytes
     entering = cut * min(rollout.tp, rollout.ep * rollout.expert_tp) - held * ranks_per_node
     return max(seconds, entering / ranks_per_node / across)
 

@@ -30,7 +30,7 @@ from hybridflow.mapping.estimate import (
 from hybridflow.mapping.hardware import Hardware
 from hybridflow.mapping.memory import held_texts
 from hybridflow.mapping.reshard_time import reshard_seconds
-from hybridflow.mapping.sizes import Size, size_of
+from hybridflow.mapping.sizes import Size
 from hybridflow.observe.phases import phase_of
 from hybridflow.recipe.meshes import SAMPLING_MESHES
 from hybridflow.reshard.spec import ITEM_BYTES
@@ -358,9 +358,8 @@ def role_size(recipe: Recipe, node: Node) -> Size | None:
     section: Any = getattr(recipe, node.role, None)
     if section is None or node.role == "advantage" or (node.role in REWARDS and section.model is None):
         return None
-    size = size_of(model := recipe.sized_model_of(node.role))
-    size = replace(size, item_bytes=ITEM_BYTES[model.dtype])
-    return replace(size, columns=1, tied=False) if recipe.has_value_head(node.role) else size
+    model, has_value_head = recipe.sized_model_of(node.role), recipe.has_value_head(node.role)
+    return Size(model=model, item_bytes=ITEM_BYTES[model.dtype], has_value_head=has_value_head)
 
 
 def work_of(recipe: Recipe, mesh: DeviceMesh) -> Work:
@@ -441,7 +440,7 @@ def scoring_seconds(size: Size, hardware: Hardware, work: Work, texts: Texts, sa
 
 
 def _pass_share(size: Size, hardware: Hardware) -> float:
-    return hardware.sample_share * (1.0 if size.experts is None else hardware.mixture_share)
+    return hardware.sample_share * (1.0 if size.model.num_experts is None else hardware.mixture_share)
 
 
 def offload_seconds(size: Size, work: Work, hardware: Hardware) -> float:

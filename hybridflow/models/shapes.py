@@ -58,16 +58,9 @@ def cached_token_bytes(model: ModelConfig, layout: ParallelLayout) -> int:
 
 
 def state_bytes(model: ModelConfig, layout: ParallelLayout) -> int:
-    """Return the states of linear attention of a sequence on a rank of the stage that has the most of them, in bytes.
-
-    Each layer keeps the inputs of its convolution and a matrix for each value head, in fp32.
-    """
-    if not model.linear_layers:
-        return 0
-    kernel, size = model.linear_conv_kernel or 0, model.linear_key_head_dim or 0
-    each = model.linear_channels * (kernel - 1) + model.linear_values * size
+    """Return the states of linear attention of a sequence on a rank of the stage that has the most, in bytes."""
     counts = Counter(stage_of(layer, layout, model.num_layers, f"layout {layout}") for layer in model.linear_layers)
-    return max(counts.values()) * each // layout.tp * ITEM_BYTES["fp32"]
+    return max(counts.values(), default=0) * model.linear_state // layout.tp * ITEM_BYTES["fp32"]
 
 
 def model_spec(model: ModelConfig, *, has_value_head: bool = False) -> ModelSpec:

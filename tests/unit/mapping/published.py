@@ -66,8 +66,10 @@ class Step:
         flops = size.training_flops(tokens, self.sequence)
         if self.unit == "TFLOP/s with recomputation":
             # arXiv 2104.04473: 96 B s l h² (1 + s/6h + V/16lh).
-            h, layers = size.hidden, size.layers
-            flops = 96 * tokens * layers * h**2 * (1 + self.sequence / (6 * h) + size.vocab / (16 * layers * h))
+            h, layers = size.model.hidden_size, size.model.num_layers
+            flops = (
+                96 * tokens * layers * h**2 * (1 + self.sequence / (6 * h) + size.model.vocab_size / (16 * layers * h))
+            )
         return flops / self.published / gpus / 1e12
 
     def estimate(self) -> dict[str, float]:
@@ -328,8 +330,7 @@ def _simumax() -> list[Step]:
 def _part_of_deepseek() -> Size:
     """Return DeepSeek-V3 with one dense layer and three of experts."""
     whole = model_size("deepseek-v3")
-    assert whole.experts is not None
-    return replace(whole, layers=4, experts=replace(whole.experts, dense_layers=1))
+    return replace(whole, model=replace(whole.model, num_layers=4, num_dense_layers=1))
 
 
 def _mixtures() -> list[Step]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from hybridflow import cli
+from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.accuracy import ERRORS
@@ -18,7 +19,7 @@ from hybridflow.mapping.estimate import (
     train_seconds,
 )
 from hybridflow.mapping.hardware import hardware
-from hybridflow.mapping.sizes import Experts, Latent, Size, model_size
+from hybridflow.mapping.sizes import Size, model_size
 from hybridflow.models.shapes import known_models, model_spec
 from hybridflow.reshard.fsdp import weight_holdings
 from hybridflow.reshard.plan import held_bytes
@@ -88,14 +89,16 @@ def test_activations_are_those_of_the_formula_less_dropout():
 
 
 def test_activations_of_experts_and_latent_attention_are_counted_by_hand():
-    experts = Experts(number=4, per_token=2, ffn=3, shared=5, dense_layers=1)
-    latent = Latent(keys=3, queries=7, rotated=2, value=5)
-    words = dict(layers=2, hidden=4, heads=2, groups=2, head=6, ffn=8, vocab=10, experts=experts, latent=latent)
+    experts = dict(num_experts=4, ffn_hidden_size=3, shared_ffn_hidden_size=5)
+    experts |= dict(num_dense_layers=1, dense_ffn_hidden_size=8)
+    latent = dict(kv_lora_rank=3, q_lora_rank=7, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5)
+    words = dict(num_layers=2, hidden_size=4, num_attention_heads=2, vocab_size=10, max_context=3)
+    size = Size(model=ModelConfig(**words, **experts, **latent))
     # Inputs of norms and products, 16; queries, keys and values, 4 · 11; compressed and normalized, 20; within blocks
     # 3 · 8 and 3 · (2 · 3 + 5); what goes to two experts and comes back, 0 and 16: in two layers 233 in bf16.
     of_a_token = 2 * (2 * (16 + 44 + 20) + 3 * (8 + 11) + 16) + 10 * 6
     step = TrainStep(layout=ParallelLayout(), sequence=3, batch=1, micro_batch=1)
-    assert train_bytes(Size(**words), step)["first"]["activations"] == 3 * of_a_token == 3 * 526
+    assert train_bytes(size, step)["first"]["activations"] == 3 * of_a_token == 3 * 526
 
 
 def test_the_optimizer_writes_masters_beside_weights_of_bf16():
@@ -110,7 +113,8 @@ def test_the_optimizer_writes_masters_beside_weights_of_bf16():
 def test_the_optimizer_steps_an_output_layer_beside_the_embedding_where_a_rank_has_both(layout, more):
     machine, size = replace(hardware("h100-sxm"), update_launch=0.0), gpt(2, 64, 2, 128)
     step = TrainStep(layout=ParallelLayout.parse(layout), sequence=16, batch=1, micro_batch=1)
-    tied, untied = (train_seconds(replace(size, tied=each), machine, step)["optimizer"] for each in (True, False))
+    sizes = [replace(size, model=replace(size.model, tied_embeddings=each)) for each in (True, False)]
+    tied, untied = (train_seconds(each, machine, step)["optimizer"] for each in sizes)
     num_bytes = (untied - tied) * machine.memory_bandwidth * machine.memory_share
     assert num_bytes == pytest.approx(32 * more)
 
@@ -199,7 +203,7 @@ def test_interleaved_stages_wait_for_the_first_and_last_messages_alone():
 )
 def test_stages_take_as_long_as_the_schedule_with_its_blank_micro_batches(layout, number, learning, scoring):
     # No output layer to speak of, and no time for messages.
-    size, cut = replace(gpt(16, 1024, 8, 1), columns=1), ParallelLayout.parse(layout)
+    size, cut = replace(gpt(16, 1024, 8, 1), has_value_head=True), ParallelLayout.parse(layout)
     machine = replace(hardware("h100-sxm"), node_latency=0, node_bandwidth=1e18, pass_launch=0)
 
     def seconds(layout, number):
@@ -233,7 +237,8 @@ def test_a_layout_without_vpp_is_estimated_with_the_fastest(capsys):
 
 def test_sizes_that_are_left_out():
     size = model_size("layers=2,hidden=4096,ffn=16384,vocab=50257")
-    assert (size.heads, size.groups, size.head, size.gated) == (32, 32, 128, True)
+    assert (size.model.num_attention_heads, size.model.query_groups, size.model.head_size) == (32, 32, 128)
+    assert size.gated and not size.tied
 
 
 def test_a_directory_tells_the_sizes(tmp_path):
@@ -245,7 +250,11 @@ def test_a_directory_tells_the_sizes(tmp_path):
     }
     path = tmp_path / "config.json"
     path.write_text(json.dumps(values), encoding="utf-8")
-    assert model_size(str(tmp_path)) == model_size(str(path)) == model_size("llama3-8b")
+    found, known = model_size(str(tmp_path)), model_size("llama3-8b")
+    assert found == model_size(str(path))
+    weights = ("layer_weights", "table_weights", "output_weights", "tied")
+    assert all(getattr(found, each) == getattr(known, each) for each in weights)
+    assert (found.model.num_layers, found.cached_bytes(1)) == (known.model.num_layers, known.cached_bytes(1))
 
 
 # Parameters in all and active ones of a token, in billions, as their makers say.
@@ -262,10 +271,11 @@ def test_a_directory_tells_the_sizes(tmp_path):
 )
 def test_a_mixture_has_the_parameters_that_its_maker_says(model, total, active):
     size = model_size(model)
-    weights = size.layers * (size.layer_weights + size.expert_weights) + 2 * size.table_weights
+    layers = size.model.num_layers
+    weights = layers * (size.layer_weights + size.expert_weights) + 2 * size.table_weights
     assert weights == pytest.approx(total * 1e9, rel=0.01)
     # Makers round, and some leave out the embedding.
-    used = size.layers * size.active_weights
+    used = layers * size.active_weights
     assert used * 0.98 < active * 1e9 < (used + 2 * size.table_weights) * 1.02
 
 
@@ -290,7 +300,7 @@ def test_weights_of_a_rank_are_those_of_its_tensors(model, layout, has_value_hea
     held = held_bytes(spec, weight_holdings(spec, mesh), mesh.first_of_stage(0))
     step = TrainStep(layout=cut, sequence=64, batch=8, micro_batch=1)
     size = model_size(model)
-    size = replace(size, columns=1, tied=False) if has_value_head else size
+    size = replace(size, has_value_head=has_value_head)
     assert train_bytes(size, step)["first"]["weights"] == pytest.approx(held, rel=0.002)
     if model == "llama3-1b" and not has_value_head:
         assert decode_bytes(size, cut.tp, 1, 1)["weights"] == pytest.approx(held, rel=0.002)
@@ -298,7 +308,7 @@ def test_weights_of_a_rank_are_those_of_its_tensors(model, layout, has_value_hea
 
 def test_a_mixture_of_one_expert_is_a_dense_model():
     dense = model_size("layers=8,hidden=1024,heads=8,ffn=4096,vocab=4096")
-    mixture = replace(dense, ffn=0, experts=Experts(number=1, per_token=1, ffn=4096))
+    mixture = replace(dense, model=replace(dense.model, num_experts=1, experts_per_token=1))
     step = TrainStep(layout=ParallelLayout(tp=2, dp=4), sequence=512, batch=8, micro_batch=2)
     one, other = (train_seconds(size, hardware("h100-sxm"), step) for size in (dense, mixture))
     assert other["products"] == pytest.approx(one["products"], rel=0.02)  # the router is there besides
@@ -321,7 +331,8 @@ def test_tokens_travel_to_experts_and_back():
 
 def test_layers_of_experts_add_to_each_pass():
     dense = model_size("layers=4,hidden=1024,heads=8,ffn=4096,vocab=4096")
-    mixture = replace(dense, experts=Experts(number=8, per_token=2, ffn=1024, dense_layers=1))
+    experts = dict(num_experts=8, ffn_hidden_size=1024, num_dense_layers=1, dense_ffn_hidden_size=4096)
+    mixture = replace(dense, model=replace(dense.model, **experts))
     machine = hardware("h100-sxm")
     step = TrainStep(layout=ParallelLayout(), sequence=512, batch=2, micro_batch=1)
     # Two micro-batches; a backward pass counts as two; four layers and the output layer.

@@ -11,7 +11,7 @@ from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.hardware import hardware
 from hybridflow.mapping.reshard_time import fewer_replicas, least_seconds
-from hybridflow.mapping.sizes import size_of
+from hybridflow.mapping.sizes import Size
 from hybridflow.models.shapes import model_spec
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.overlap import max_overlap
@@ -108,7 +108,7 @@ def test_ranks_in_another_order_stay():
 )
 @pytest.mark.parametrize("first", [0, 1024], ids=["together", "apart"])
 def test_no_reshard_takes_less_than_the_bound(shape, first):
-    size, machine = size_of(shape), hardware("h100-sxm")
+    size, machine = Size(model=shape), hardware("h100-sxm")
     links = Bandwidth(
         node=machine.node_bandwidth * machine.node_share / 1e9,
         network=machine.network_bandwidth * machine.network_share / 1e9,

@@ -23,12 +23,17 @@ from hybridflow.mapping.rl_step import (
     spread_lengths,
     update_seconds,
 )
-from hybridflow.mapping.sizes import Linear, Size, model_size
+from hybridflow.mapping.sizes import Size, model_size
+from hybridflow.models.shapes import known_models
 from hybridflow.recipe.load import load_recipe
 
 LLAMA = {
     **{"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32},
     **{"num_query_groups": 8, "max_context": 4096, "vocab_size": 128256, "dtype": "bf16"},
+}
+LINEAR = {
+    **{"linear_layers": tuple(range(12)), "linear_key_heads": 16, "linear_value_heads": 32},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 64, "linear_conv_kernel": 4},
 }
 ACTOR = {"update": {"pp": 2, "dp": 8}, "rollout": {"dp": 16}, "optimizer": {"lr": 1e-6}}
 
@@ -56,9 +61,10 @@ def estimate(capsys, *words):
 
 
 @pytest.mark.parametrize("concurrent", [1, 3, 8, 40])
-@pytest.mark.parametrize("linear", [None, Linear(layers=12, rows=8256, values=2048, key=128, state=280_576)])
+@pytest.mark.parametrize("linear", [{}, LINEAR])
 def test_generation_is_what_a_simulation_token_by_token_says(concurrent, linear):
-    size, machine, layout = replace(model_size("llama3-1b"), linear=linear), hardware("h100-sxm"), ParallelLayout(tp=2)
+    size = Size(model=replace(known_models()["llama3-1b"], **linear))
+    machine, layout = hardware("h100-sxm"), ParallelLayout(tp=2)
     # A group shares its prompt, also with linear attention.
     prompts = 10
     lengths = random.Random(3).choices(range(1, 60), k=40)
@@ -110,7 +116,7 @@ def test_a_text_has_the_tokens_since_it_began():
 def test_what_is_offloaded_travels_over_the_link_to_the_host():
     machine = replace(hardware("h100-sxm"), host_bandwidth=10.0, host_share=0.5)
     # 4 · 12 + 4 · 4 weights of attention, 3 · 4 · 8 of the block and two tables of 4 · 10.
-    size = Size(layers=1, hidden=4, heads=1, groups=1, head=4, ffn=8, vocab=10)
+    size = model_size("layers=1,hidden=4,heads=1,ffn=8,vocab=10")
     away, here = (Work(layout=ParallelLayout(), micro_batch_tokens=8, is_offloaded=each) for each in (True, False))
 
     def moving(role, work, *, is_update=False):
@@ -136,11 +142,13 @@ def test_a_call_has_the_size_of_its_model(recipe):
         return role_size(made, Node(name=role, role=role, call="call", mesh=role))
 
     actor = size(plain, "actor")
-    assert (actor.layers, actor.columns, actor.tied, actor.item_bytes) == (32, None, False, 2)
+    assert (actor.model.num_layers, actor.has_value_head, actor.tied, actor.item_bytes) == (32, False, False, 2)
     assert size(plain, "reference") == actor and size(plain, "advantage") is size(plain, "reward") is None
     # One number has no table.
     critic = size(plain, "critic")
-    assert (critic.layers, critic.columns, critic.tied) == (2, 1, False) and size(judged, "reward") == critic
+    assert (critic.model.num_layers, critic.has_value_head, critic.tied) == (2, True, False) and size(
+        judged, "reward"
+    ) == critic
 
 
 @pytest.mark.parametrize("num_replicas", [4, 16, 64])

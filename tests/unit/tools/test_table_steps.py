@@ -23,7 +23,7 @@ def test_steps_that_were_held_back_are_within_a_fifth_on_average():
 @pytest.mark.parametrize("is_mixture", [False, True])
 def test_the_command_tells_the_largest_difference(is_mixture):
     percent, words = ERRORS["step of a mixture" if is_mixture else "step", "h100-sxm"]
-    mine = [one for one in STEPS if (model_size(one.model).experts is not None) == is_mixture]
+    mine = [one for one in STEPS if (model_size(one.model).model.num_experts is not None) == is_mixture]
     number = {7: "seven", 8: "eight"}[len(mine)]
     assert words.startswith(f"{number} GRPO steps")
     assert 100 * max(abs(difference(one)) for one in mine) == pytest.approx(percent, abs=1)

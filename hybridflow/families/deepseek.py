@@ -1,8 +1,16 @@
 """DeepSeek-V3 and R1, Kimi-K2: latent attention, groups of experts with a shared one, and dense first layers."""
 
-from hybridflow.families.family import COMMON_KEYS, EMBEDDINGS, MIXTURE, MIXTURE_KEYS, NO_DROPOUT, NORMS, Family, Rule
+from hybridflow.families.family import (
+    COMMON_KEYS,
+    EMBEDDINGS,
+    MIXTURE,
+    MIXTURE_KEYS,
+    NO_DROPOUT,
+    NORMS,
+    Family,
+    in_layer,
+)
 
-_LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
 _ATTENTION = {
     "linear_q_proj": "q_proj",
     "linear_q_down_proj": "q_a_proj",
@@ -65,7 +73,7 @@ DEEPSEEK_V3 = Family(
         *EMBEDDINGS,
         *NORMS,
         *(
-            Rule(logical=f"{_LAYER}.self_attention.{ours}.weight", hf=(f"{_HF_LAYER}.self_attn.{theirs}.weight",))
+            in_layer(f"self_attention.{ours}.weight", f"self_attn.{theirs}.weight")
             for ours, theirs in _ATTENTION.items()
         ),
         *MIXTURE,

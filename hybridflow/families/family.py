@@ -142,90 +142,79 @@ EMBEDDINGS = (
 )
 """Of each of these a model has those that belong to it: tied embeddings have no output layer, scorers have a head."""
 
-_LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
-_QKV = tuple(f"{_HF_LAYER}.self_attn.{part}_proj" for part in "qkv")
+
+def in_layer(ours: str, *theirs: str, form: Form = "same") -> Rule:
+    """Return the rule of a tensor of each layer, by its names within the layer."""
+    return Rule(
+        logical=f"decoder.layers.{{layer}}.{ours}",
+        hf=tuple(f"model.layers.{{layer}}.{name}" for name in theirs),
+        form=form,
+    )
+
+
+def gated_block(
+    ours: str, theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[Rule, Rule]:
+    """Return the rules of a gated feed-forward block, or of an expert.
+
+    Args:
+        ours: What the block is called within our layer.
+        theirs: What it is called within a Hugging Face layer.
+        gate: What its gate projection is called there.
+        up: The same of its up projection.
+        down: The same of its down projection.
+    """
+    first = in_layer(f"{ours}.linear_fc1.weight", f"{theirs}.{gate}.weight", f"{theirs}.{up}.weight", form="stack")
+    return first, in_layer(f"{ours}.linear_fc2.weight", f"{theirs}.{down}.weight")
+
 
 NORMS = (
-    Rule(logical=f"{_LAYER}.input_layernorm.weight", hf=(f"{_HF_LAYER}.input_layernorm.weight",)),
-    Rule(logical=f"{_LAYER}.pre_mlp_layernorm.weight", hf=(f"{_HF_LAYER}.post_attention_layernorm.weight",)),
+    in_layer("input_layernorm.weight", "input_layernorm.weight"),
+    in_layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
 )
 
 ATTENTION = (
-    Rule(logical=f"{_LAYER}.self_attention.linear_qkv.weight", hf=tuple(f"{name}.weight" for name in _QKV), form="qkv"),
-    Rule(logical=f"{_LAYER}.self_attention.linear_proj.weight", hf=(f"{_HF_LAYER}.self_attn.o_proj.weight",)),
+    in_layer("self_attention.linear_qkv.weight", *(f"self_attn.{part}_proj.weight" for part in "qkv"), form="qkv"),
+    in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
 )
 
-QKV_BIAS = (
-    Rule(logical=f"{_LAYER}.self_attention.linear_qkv.bias", hf=tuple(f"{name}.bias" for name in _QKV), form="qkv"),
-)
+QKV_BIAS = (in_layer("self_attention.linear_qkv.bias", *(f"self_attn.{part}_proj.bias" for part in "qkv"), form="qkv"),)
 
-QK_NORM = tuple(
-    Rule(logical=f"{_LAYER}.self_attention.{part}_layernorm.weight", hf=(f"{_HF_LAYER}.self_attn.{part}_norm.weight",))
-    for part in "qk"
-)
+QK_NORM = tuple(in_layer(f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_norm.weight") for part in "qk")
 
 POST_NORMS = (
-    Rule(
-        logical=f"{_LAYER}.self_attention.post_layernorm.weight", hf=(f"{_HF_LAYER}.post_attention_layernorm.weight",)
-    ),
-    Rule(logical=f"{_LAYER}.mlp.post_layernorm.weight", hf=(f"{_HF_LAYER}.post_feedforward_layernorm.weight",)),
+    in_layer("self_attention.post_layernorm.weight", "post_attention_layernorm.weight"),
+    in_layer("mlp.post_layernorm.weight", "post_feedforward_layernorm.weight"),
 )
 """Of blocks whose outputs are normalized."""
 
 FUSED_FEED_FORWARD = (
-    Rule(
-        logical=f"{_LAYER}.mlp.linear_fc1.weight",
-        hf=(f"{_HF_LAYER}.mlp.gate_up_proj.weight",),
-        form="halves",
-    ),
-    Rule(logical=f"{_LAYER}.mlp.linear_fc2.weight", hf=(f"{_HF_LAYER}.mlp.down_proj.weight",)),
+    in_layer("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", form="halves"),
+    in_layer("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
 )
 
-FEED_FORWARD = (
-    Rule(
-        logical=f"{_LAYER}.mlp.linear_fc1.weight",
-        hf=(f"{_HF_LAYER}.mlp.gate_proj.weight", f"{_HF_LAYER}.mlp.up_proj.weight"),
-        form="stack",
-    ),
-    Rule(logical=f"{_LAYER}.mlp.linear_fc2.weight", hf=(f"{_HF_LAYER}.mlp.down_proj.weight",)),
-)
+FEED_FORWARD = gated_block("mlp", "mlp")
 
 DENSE = (*EMBEDDINGS, *NORMS, *ATTENTION, *FEED_FORWARD)
 """Every tensor of a model shaped like Llama."""
 
 
-def experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+def experts(block: str = "mlp", *projections: str) -> tuple[Rule, ...]:
     """Return the rules of a mixture of experts, which takes the place of the feed-forward block.
 
     Args:
         block: What the block is called within a Hugging Face layer.
-        gate: What an expert's gate projection is called.
-        up: The same of its up projection.
-        down: The same of its down projection.
+        projections: What an expert's gate, up and down projections are called, if not as in ``gated_block``.
     """
-    expert = f"{_HF_LAYER}.{block}.experts.{{expert}}"
     return (
-        Rule(logical=f"{_LAYER}.mlp.router.weight", hf=(f"{_HF_LAYER}.{block}.gate.weight",)),
-        Rule(
-            logical=f"{_LAYER}.mlp.experts.{{expert}}.linear_fc1.weight",
-            hf=(f"{expert}.{gate}.weight", f"{expert}.{up}.weight"),
-            form="stack",
-        ),
-        Rule(logical=f"{_LAYER}.mlp.experts.{{expert}}.linear_fc2.weight", hf=(f"{expert}.{down}.weight",)),
+        in_layer("mlp.router.weight", f"{block}.gate.weight"),
+        *gated_block("mlp.experts.{expert}", f"{block}.experts.{{expert}}", *projections),
     )
 
 
 GATED_SHARED_EXPERT = (
-    Rule(
-        logical=f"{_LAYER}.mlp.shared_experts.linear_fc1.weight",
-        hf=(f"{_HF_LAYER}.mlp.shared_expert.gate_proj.weight", f"{_HF_LAYER}.mlp.shared_expert.up_proj.weight"),
-        form="stack",
-    ),
-    Rule(
-        logical=f"{_LAYER}.mlp.shared_experts.linear_fc2.weight",
-        hf=(f"{_HF_LAYER}.mlp.shared_expert.down_proj.weight",),
-    ),
-    Rule(logical=f"{_LAYER}.mlp.shared_experts.gate_weight", hf=(f"{_HF_LAYER}.mlp.shared_expert_gate.weight",)),
+    *gated_block("mlp.shared_experts", "mlp.shared_expert"),
+    in_layer("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"),
 )
 """The shared expert of Qwen's mixtures."""
 
@@ -244,16 +233,8 @@ MIXTURE_KEYS = {
 
 MIXTURE = (
     *FEED_FORWARD,
-    *experts("mlp", "gate_proj", "up_proj", "down_proj"),
-    Rule(logical=f"{_LAYER}.mlp.router.expert_bias", hf=(f"{_HF_LAYER}.mlp.gate.e_score_correction_bias",)),
-    Rule(
-        logical=f"{_LAYER}.mlp.shared_experts.linear_fc1.weight",
-        hf=(f"{_HF_LAYER}.mlp.shared_experts.gate_proj.weight", f"{_HF_LAYER}.mlp.shared_experts.up_proj.weight"),
-        form="stack",
-    ),
-    Rule(
-        logical=f"{_LAYER}.mlp.shared_experts.linear_fc2.weight",
-        hf=(f"{_HF_LAYER}.mlp.shared_experts.down_proj.weight",),
-    ),
+    *experts(),
+    in_layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias"),
+    *gated_block("mlp.shared_experts", "mlp.shared_experts"),
 )
 """Their tensors."""

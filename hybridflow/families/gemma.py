@@ -13,7 +13,8 @@ from hybridflow.families.family import (
     POST_NORMS,
     QK_NORM,
     Family,
-    Rule,
+    gated_block,
+    in_layer,
 )
 
 _ALWAYS = {"zero_centered_norms": True, "scaled_embeddings": True, "activation": "gelu_tanh"}
@@ -25,15 +26,14 @@ _DEFAULTS = {
     "pad_token_id": 0,
 }
 _COMPUTED = {"attention_dropout": (0.0,), "attention_bias": (False,), "use_bidirectional_attention": (None, False)}
-_LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
 
 _SANDWICHED = (
     *EMBEDDINGS,
     *ATTENTION,
     *FEED_FORWARD,
     *POST_NORMS,
-    Rule(logical=f"{_LAYER}.input_layernorm.weight", hf=(f"{_HF_LAYER}.input_layernorm.weight",)),
-    Rule(logical=f"{_LAYER}.pre_mlp_layernorm.weight", hf=(f"{_HF_LAYER}.pre_feedforward_layernorm.weight",)),
+    in_layer("input_layernorm.weight", "input_layernorm.weight"),
+    in_layer("pre_mlp_layernorm.weight", "pre_feedforward_layernorm.weight"),
 )
 
 GEMMA = Family(
@@ -97,27 +97,17 @@ GEMMA3_TEXT = Family(
     rules=(*_SANDWICHED, *QK_NORM),
 )
 
-_MLP, _HF_MLP, _HF_NORM = f"{_LAYER}.mlp", f"{_HF_LAYER}.mlp", "feedforward_layernorm"
 _EXPERTS = (
-    Rule(logical=f"{_MLP}.router.weight", hf=(f"{_HF_LAYER}.router.proj.weight",)),
-    Rule(logical=f"{_MLP}.router.scale", hf=(f"{_HF_LAYER}.router.scale",)),
-    Rule(logical=f"{_MLP}.router.expert_scale", hf=(f"{_HF_LAYER}.router.per_expert_scale",)),
-    Rule(
-        logical=f"{_MLP}.experts.{{expert}}.linear_fc1.weight",
-        hf=(f"{_HF_LAYER}.experts.gate_up_proj",),
-        form="halves",
-    ),
-    Rule(logical=f"{_MLP}.experts.{{expert}}.linear_fc2.weight", hf=(f"{_HF_LAYER}.experts.down_proj",)),
-    Rule(
-        logical=f"{_MLP}.shared_experts.linear_fc1.weight",
-        hf=(f"{_HF_MLP}.gate_proj.weight", f"{_HF_MLP}.up_proj.weight"),
-        form="stack",
-    ),
-    Rule(logical=f"{_MLP}.shared_experts.linear_fc2.weight", hf=(f"{_HF_MLP}.down_proj.weight",)),
-    Rule(logical=f"{_MLP}.shared_input_layernorm.weight", hf=(f"{_HF_LAYER}.pre_{_HF_NORM}.weight",)),
-    Rule(logical=f"{_MLP}.shared_output_layernorm.weight", hf=(f"{_HF_LAYER}.post_{_HF_NORM}_1.weight",)),
-    Rule(logical=f"{_MLP}.routed_input_layernorm.weight", hf=(f"{_HF_LAYER}.pre_{_HF_NORM}_2.weight",)),
-    Rule(logical=f"{_MLP}.routed_output_layernorm.weight", hf=(f"{_HF_LAYER}.post_{_HF_NORM}_2.weight",)),
+    in_layer("mlp.router.weight", "router.proj.weight"),
+    in_layer("mlp.router.scale", "router.scale"),
+    in_layer("mlp.router.expert_scale", "router.per_expert_scale"),
+    in_layer("mlp.experts.{expert}.linear_fc1.weight", "experts.gate_up_proj", form="halves"),
+    in_layer("mlp.experts.{expert}.linear_fc2.weight", "experts.down_proj"),
+    *gated_block("mlp.shared_experts", "mlp"),
+    in_layer("mlp.shared_input_layernorm.weight", "pre_feedforward_layernorm.weight"),
+    in_layer("mlp.shared_output_layernorm.weight", "post_feedforward_layernorm_1.weight"),
+    in_layer("mlp.routed_input_layernorm.weight", "pre_feedforward_layernorm_2.weight"),
+    in_layer("mlp.routed_output_layernorm.weight", "post_feedforward_layernorm_2.weight"),
 )
 
 GEMMA4_TEXT = Family(
@@ -168,6 +158,6 @@ GEMMA4_TEXT = Family(
         *_SANDWICHED,
         *QK_NORM,
         *_EXPERTS,
-        Rule(logical=f"{_LAYER}.layer_scalar", hf=(f"{_HF_LAYER}.layer_scalar",)),
+        in_layer("layer_scalar", "layer_scalar"),
     ),
 )

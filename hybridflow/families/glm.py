@@ -17,7 +17,7 @@ from hybridflow.families.family import (
     QK_NORM,
     QKV_BIAS,
     Family,
-    Rule,
+    in_layer,
 )
 
 _KEYS = {**COMMON_KEYS, "attention_bias": "qkv_bias"}
@@ -31,7 +31,6 @@ _DEFAULTS = {
     "attention_bias": True,
     "partial_rotary_factor": 0.5,
 }
-_LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
 
 GLM = Family(
     name="glm",
@@ -56,11 +55,8 @@ GLM4 = Family(
     scalings=("linear", "llama3", "yarn"),
     rules=(
         *GLM.rules,
-        Rule(
-            logical=f"{_LAYER}.self_attention.post_layernorm.weight",
-            hf=(f"{_HF_LAYER}.post_self_attn_layernorm.weight",),
-        ),
-        Rule(logical=f"{_LAYER}.mlp.post_layernorm.weight", hf=(f"{_HF_LAYER}.post_mlp_layernorm.weight",)),
+        in_layer("self_attention.post_layernorm.weight", "post_self_attn_layernorm.weight"),
+        in_layer("mlp.post_layernorm.weight", "post_mlp_layernorm.weight"),
     ),
 )
 

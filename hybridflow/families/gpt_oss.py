@@ -1,9 +1,8 @@
 """GPT-OSS: attention sinks, a window in every second layer, biases everywhere, and experts with a clamped gate."""
 
-from hybridflow.families.family import ATTENTION, COMMON_KEYS, EMBEDDINGS, NO_DROPOUT, NORMS, QKV_BIAS, Family, Rule
+from hybridflow.families.family import ATTENTION, COMMON_KEYS, EMBEDDINGS, NO_DROPOUT, NORMS, QKV_BIAS, Family, in_layer
 
-_LAYER, _HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
-_EXPERT, _HF_EXPERTS = f"{_LAYER}.mlp.experts.{{expert}}", f"{_HF_LAYER}.mlp.experts"
+_EXPERT = "mlp.experts.{expert}"
 
 GPT_OSS = Family(
     name="gpt_oss",
@@ -51,13 +50,13 @@ GPT_OSS = Family(
         *NORMS,
         *ATTENTION,
         *QKV_BIAS,
-        Rule(logical=f"{_LAYER}.self_attention.linear_proj.bias", hf=(f"{_HF_LAYER}.self_attn.o_proj.bias",)),
-        Rule(logical=f"{_LAYER}.self_attention.core_attention.softmax_offset", hf=(f"{_HF_LAYER}.self_attn.sinks",)),
-        Rule(logical=f"{_LAYER}.mlp.router.weight", hf=(f"{_HF_LAYER}.mlp.router.weight",)),
-        Rule(logical=f"{_LAYER}.mlp.router.bias", hf=(f"{_HF_LAYER}.mlp.router.bias",)),
-        Rule(logical=f"{_EXPERT}.linear_fc1.weight", hf=(f"{_HF_EXPERTS}.gate_up_proj",), form="interleaved"),
-        Rule(logical=f"{_EXPERT}.linear_fc1.bias", hf=(f"{_HF_EXPERTS}.gate_up_proj_bias",), form="interleaved"),
-        Rule(logical=f"{_EXPERT}.linear_fc2.weight", hf=(f"{_HF_EXPERTS}.down_proj",), form="transposed"),
-        Rule(logical=f"{_EXPERT}.linear_fc2.bias", hf=(f"{_HF_EXPERTS}.down_proj_bias",)),
+        in_layer("self_attention.linear_proj.bias", "self_attn.o_proj.bias"),
+        in_layer("self_attention.core_attention.softmax_offset", "self_attn.sinks"),
+        in_layer("mlp.router.weight", "mlp.router.weight"),
+        in_layer("mlp.router.bias", "mlp.router.bias"),
+        in_layer(f"{_EXPERT}.linear_fc1.weight", "mlp.experts.gate_up_proj", form="interleaved"),
+        in_layer(f"{_EXPERT}.linear_fc1.bias", "mlp.experts.gate_up_proj_bias", form="interleaved"),
+        in_layer(f"{_EXPERT}.linear_fc2.weight", "mlp.experts.down_proj", form="transposed"),
+        in_layer(f"{_EXPERT}.linear_fc2.bias", "mlp.experts.down_proj_bias"),
     ),
 )

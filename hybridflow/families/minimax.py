@@ -8,8 +8,8 @@ from hybridflow.families.family import (
     NORMS,
     QK_NORM,
     Family,
-    Rule,
     experts,
+    in_layer,
 )
 
 MINIMAX_M2 = Family(
@@ -57,9 +57,6 @@ MINIMAX_M2 = Family(
         *ATTENTION,
         *QK_NORM,
         *experts("block_sparse_moe", "w1", "w3", "w2"),
-        Rule(
-            logical="decoder.layers.{layer}.mlp.router.expert_bias",
-            hf=("model.layers.{layer}.block_sparse_moe.e_score_correction_bias",),
-        ),
+        in_layer("mlp.router.expert_bias", "block_sparse_moe.e_score_correction_bias"),
     ),
 )

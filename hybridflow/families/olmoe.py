@@ -33,5 +33,5 @@ OLMOE = Family(
     },
     always={"qk_norm": True, "qk_norm_over": "projection"},
     computed={**NO_DROPOUT, "attention_bias": (False,), "clip_qkv": (None,)},
-    rules=(*EMBEDDINGS, *NORMS, *ATTENTION, *QK_NORM, *experts("mlp", "gate_proj", "up_proj", "down_proj")),
+    rules=(*EMBEDDINGS, *NORMS, *ATTENTION, *QK_NORM, *experts()),
 )

@@ -1,6 +1,6 @@
 """Phi-3 and Phi-4: fused projections, LongRoPE, and a sliding window; in Phi-4-mini a part of each head is rotated."""
 
-from hybridflow.families.family import COMMON_KEYS, EMBEDDINGS, FUSED_FEED_FORWARD, NO_DROPOUT, NORMS, Family, Rule
+from hybridflow.families.family import COMMON_KEYS, EMBEDDINGS, FUSED_FEED_FORWARD, NO_DROPOUT, NORMS, Family, in_layer
 
 PHI3 = Family(
     name="phi3",
@@ -21,15 +21,8 @@ PHI3 = Family(
     rules=(
         *EMBEDDINGS,
         *NORMS,
-        Rule(
-            logical="decoder.layers.{layer}.self_attention.linear_qkv.weight",
-            hf=("model.layers.{layer}.self_attn.qkv_proj.weight",),
-            form="fused_qkv",
-        ),
-        Rule(
-            logical="decoder.layers.{layer}.self_attention.linear_proj.weight",
-            hf=("model.layers.{layer}.self_attn.o_proj.weight",),
-        ),
+        in_layer("self_attention.linear_qkv.weight", "self_attn.qkv_proj.weight", form="fused_qkv"),
+        in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
         *FUSED_FEED_FORWARD,
     ),
 )

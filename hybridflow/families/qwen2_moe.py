@@ -53,7 +53,7 @@ QWEN2_MOE = Family(
         *NORMS,
         *ATTENTION,
         *QKV_BIAS,
-        *experts("mlp", "gate_proj", "up_proj", "down_proj"),
+        *experts(),
         *GATED_SHARED_EXPERT,
     ),
 )

@@ -13,27 +13,23 @@ from hybridflow.families.family import (
     NORMS,
     QK_NORM,
     Family,
-    Rule,
     experts,
+    in_layer,
 )
 
-_OURS, _THEIRS = "decoder.layers.{layer}.self_attention", "model.layers.{layer}.linear_attn"
-_IN_PROJ = Rule(
-    logical=f"{_OURS}.in_proj.weight",
-    hf=tuple(f"{_THEIRS}.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
-    form="delta",
+_OURS, _THEIRS = "self_attention", "linear_attn"
+_IN_PROJ = in_layer(
+    f"{_OURS}.in_proj.weight", *(f"{_THEIRS}.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")), form="delta"
 )
-_FUSED_IN_PROJ = Rule(
-    logical=f"{_OURS}.in_proj.weight",
-    hf=tuple(f"{_THEIRS}.in_proj_{part}.weight" for part in ("qkvz", "ba")),
-    form="fused_delta",
+_FUSED_IN_PROJ = in_layer(
+    f"{_OURS}.in_proj.weight", *(f"{_THEIRS}.in_proj_{part}.weight" for part in ("qkvz", "ba")), form="fused_delta"
 )
 _LINEAR = (
-    Rule(logical=f"{_OURS}.conv1d.weight", hf=(f"{_THEIRS}.conv1d.weight",), form="delta_conv"),
-    Rule(logical=f"{_OURS}.dt_bias", hf=(f"{_THEIRS}.dt_bias",)),
-    Rule(logical=f"{_OURS}.A_log", hf=(f"{_THEIRS}.A_log",)),
-    Rule(logical=f"{_OURS}.out_norm.weight", hf=(f"{_THEIRS}.norm.weight",)),
-    Rule(logical=f"{_OURS}.out_proj.weight", hf=(f"{_THEIRS}.out_proj.weight",)),
+    in_layer(f"{_OURS}.conv1d.weight", f"{_THEIRS}.conv1d.weight", form="delta_conv"),
+    in_layer(f"{_OURS}.dt_bias", f"{_THEIRS}.dt_bias"),
+    in_layer(f"{_OURS}.A_log", f"{_THEIRS}.A_log"),
+    in_layer(f"{_OURS}.out_norm.weight", f"{_THEIRS}.norm.weight"),
+    in_layer(f"{_OURS}.out_proj.weight", f"{_THEIRS}.out_proj.weight"),
 )
 
 QWEN3_5_TEXT = Family(
@@ -87,7 +83,7 @@ _MIXTURE_DEFAULTS = {
 }
 _MIXTURE = (
     *(*EMBEDDINGS, *NORMS, *ATTENTION, *QK_NORM, *_LINEAR),
-    *(*experts("mlp", "gate_proj", "up_proj", "down_proj"), *GATED_SHARED_EXPERT),
+    *(*experts(), *GATED_SHARED_EXPERT),
 )
 
 QWEN3_5_MOE_TEXT = Family(

@@ -29,5 +29,5 @@ QWEN3_MOE = Family(
     always={"qk_norm": True},
     computed={**NO_DROPOUT, "attention_bias": (False,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
     window="switched",
-    rules=(*EMBEDDINGS, *NORMS, *ATTENTION, *QK_NORM, *experts("mlp", "gate_proj", "up_proj", "down_proj")),
+    rules=(*EMBEDDINGS, *NORMS, *ATTENTION, *QK_NORM, *experts()),
 )

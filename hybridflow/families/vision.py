@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from hybridflow.errors import CheckpointError
 from hybridflow.families.assets import CONFIG, parse_json, to_json
-from hybridflow.families.family import EMBEDDING, Rule
+from hybridflow.families.family import EMBEDDING, Rule, in_layer
 from hybridflow.families.tables import FAMILIES
 
 ORIGIN = "_name_or_path"
@@ -82,10 +82,10 @@ _QWEN3_5 = VisionModel(
     name="qwen3_5", causal="Qwen3_5ForConditionalGeneration", text="qwen3_5_text", family="qwen3_5_text"
 )
 
-_EXPERT, _HF_EXPERTS = "decoder.layers.{layer}.mlp.experts.{expert}", "model.layers.{layer}.mlp.experts"
+_FC1, _FC2 = ("mlp.experts.{expert}.linear_fc1.weight", "mlp.experts.{expert}.linear_fc2.weight")
 _FUSED_EXPERTS = (
-    Rule(logical=f"{_EXPERT}.linear_fc1.weight", hf=(f"{_HF_EXPERTS}.gate_up_proj",), form="halves"),
-    Rule(logical=f"{_EXPERT}.linear_fc2.weight", hf=(f"{_HF_EXPERTS}.down_proj",)),
+    in_layer(_FC1, "mlp.experts.gate_up_proj", form="halves"),
+    in_layer(_FC2, "mlp.experts.down_proj"),
 )
 
 _QWEN3_5_MOE = VisionModel(
@@ -131,8 +131,8 @@ _QWEN3_VL_MOE = VisionModel(
     # Its router always divides by the sum.
     unused=(*_WINDOW, "norm_topk_prob"),
     rules=(
-        Rule(logical=f"{_EXPERT}.linear_fc1.weight", hf=(f"{_HF_EXPERTS}.gate_up_proj",), form="transposed_halves"),
-        Rule(logical=f"{_EXPERT}.linear_fc2.weight", hf=(f"{_HF_EXPERTS}.down_proj",), form="transposed"),
+        in_layer(_FC1, "mlp.experts.gate_up_proj", form="transposed_halves"),
+        in_layer(_FC2, "mlp.experts.down_proj", form="transposed"),
     ),
     saved_rules=_FUSED_EXPERTS,
 )

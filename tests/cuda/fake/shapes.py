@@ -2,48 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hybridflow.families.config_json import read_config
 from hybridflow.families.model import ModelConfig
 
+
+def _config(hidden: int, ffn: int, heads: int, groups: int, **more: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": ffn, "num_attention_heads": heads}
+    return {**sizes, "num_key_value_heads": groups, **more}
+
+
 _CONFIGS = {
-    "llama": dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8),
-    "mistral": dict(
-        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, sliding_window=1024
-    ),
-    "qwen2": dict(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4),
-    "qwen3": dict(
-        hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128
-    ),
-    "phi3": dict(hidden_size=3072, intermediate_size=8192, num_attention_heads=32, num_key_value_heads=32),
-    "gemma": dict(
-        hidden_size=3072, intermediate_size=24576, num_attention_heads=16, num_key_value_heads=16, head_dim=256
-    ),
-    "gemma2": dict(
-        hidden_size=3584,
-        intermediate_size=14336,
-        num_attention_heads=16,
-        num_key_value_heads=8,
+    "llama": _config(4096, 14336, 32, 8),
+    "mistral": _config(4096, 14336, 32, 8, sliding_window=1024),
+    "qwen2": _config(3584, 18944, 28, 4),
+    "qwen3": _config(4096, 12288, 32, 8, head_dim=128),
+    "phi3": _config(3072, 8192, 32, 32),
+    "gemma": _config(3072, 24576, 16, 16, head_dim=256),
+    "gemma2": _config(
+        3584,
+        14336,
+        16,
+        8,
         head_dim=256,
         sliding_window=1024,
         query_pre_attn_scalar=256,
         attn_logit_softcapping=50.0,
         final_logit_softcapping=30.0,
     ),
-    "gemma3_text": dict(
-        hidden_size=2560,
-        intermediate_size=10240,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=256,
-        sliding_window=1024,
-        sliding_window_pattern=2,
-        query_pre_attn_scalar=256,
+    "gemma3_text": _config(
+        2560, 10240, 8, 4, head_dim=256, sliding_window=1024, sliding_window_pattern=2, query_pre_attn_scalar=256
     ),
-    "gemma4_text": dict(
-        hidden_size=5376,
-        intermediate_size=21504,
-        num_attention_heads=32,
-        num_key_value_heads=16,
+    "gemma4_text": _config(
+        5376,
+        21504,
+        32,
+        16,
         head_dim=256,
         global_head_dim=512,
         num_global_key_value_heads=4,
@@ -53,83 +48,47 @@ _CONFIGS = {
         hidden_size_per_layer_input=0,
         final_logit_softcapping=30.0,
     ),
-    "glm": dict(hidden_size=4096, intermediate_size=13696, num_attention_heads=32, num_key_value_heads=2),
-    "glm4": dict(hidden_size=4096, intermediate_size=13696, num_attention_heads=32, num_key_value_heads=2),
-    "olmo2": dict(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32),
-    "olmo3": dict(
-        hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32, sliding_window=1024
-    ),
-    "smollm3": dict(
-        hidden_size=2048,
-        intermediate_size=11008,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        no_rope_layer_interval=2,
-    ),
-    "glm4_moe": dict(
-        hidden_size=4096,
-        intermediate_size=10944,
+    "glm": _config(4096, 13696, 32, 2),
+    "glm4": _config(4096, 13696, 32, 2),
+    "olmo2": _config(4096, 11008, 32, 32),
+    "olmo3": _config(4096, 11008, 32, 32, sliding_window=1024),
+    "smollm3": _config(2048, 11008, 16, 4, no_rope_layer_interval=2),
+    "glm4_moe": _config(
+        4096,
+        10944,
+        96,
+        8,
         moe_intermediate_size=1408,
-        num_attention_heads=96,
-        num_key_value_heads=8,
         head_dim=128,
         n_routed_experts=128,
         num_experts_per_tok=8,
         first_k_dense_replace=0,
     ),
-    "mixtral": dict(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-    ),
-    "seed_oss": dict(
-        hidden_size=5120, intermediate_size=27648, num_attention_heads=80, num_key_value_heads=8, head_dim=128
-    ),
-    "olmoe": dict(
-        hidden_size=2048, intermediate_size=1024, num_attention_heads=16, num_key_value_heads=16, num_experts=64
-    ),
-    "ernie4_5": dict(hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=2),
-    "minimax_m2": dict(
-        hidden_size=3072,
-        intermediate_size=1536,
-        num_attention_heads=48,
-        num_key_value_heads=8,
-        head_dim=128,
-        rotary_dim=64,
-        num_local_experts=256,
-        num_experts_per_tok=8,
-    ),
-    "gpt_oss": dict(
-        hidden_size=2880, intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8, num_local_experts=32
-    ),
-    "qwen3_moe": dict(
-        hidden_size=2048,
-        intermediate_size=6144,
+    "mixtral": _config(4096, 14336, 32, 8, num_local_experts=8, num_experts_per_tok=2),
+    "seed_oss": _config(5120, 27648, 80, 8, head_dim=128),
+    "olmoe": _config(2048, 1024, 16, 16, num_experts=64),
+    "ernie4_5": _config(1024, 3072, 16, 2),
+    "minimax_m2": _config(3072, 1536, 48, 8, head_dim=128, rotary_dim=64, num_local_experts=256, num_experts_per_tok=8),
+    "gpt_oss": _config(2880, 2880, 64, 8, num_local_experts=32),
+    "qwen3_moe": _config(
+        2048,
+        6144,
+        32,
+        4,
         moe_intermediate_size=768,
-        num_attention_heads=32,
-        num_key_value_heads=4,
         head_dim=128,
         num_experts=128,
         num_experts_per_tok=8,
         norm_topk_prob=True,
     ),
-    "qwen3_5_text": dict(
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        layer_types=["linear_attention", "full_attention"],
-    ),
-    "qwen2_moe": dict(
-        hidden_size=2048,
-        intermediate_size=5632,
+    "qwen3_5_text": _config(4096, 12288, 16, 4, layer_types=["linear_attention", "full_attention"]),
+    "qwen2_moe": _config(
+        2048,
+        5632,
+        16,
+        16,
         moe_intermediate_size=1408,
         shared_expert_intermediate_size=5632,
-        num_attention_heads=16,
-        num_key_value_heads=16,
         num_experts=60,
         num_experts_per_tok=4,
     ),

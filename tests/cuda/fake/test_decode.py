@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from hybridflow.config.roles import LoRAConfig
-from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.memory import joined_bytes
 from hybridflow.models import cuda_attention
@@ -23,66 +22,10 @@ from hybridflow.rollout.gpu.cache import GpuAttention
 from hybridflow.rollout.gpu.transformer import GpuTransformer
 from tests.cuda.fake.machine import DEVICE, Launches, fake_cuda, place
 
-QWEN2_7B = ModelConfig(
-    num_layers=28,
-    hidden_size=3584,
-    ffn_hidden_size=18944,
-    num_attention_heads=28,
-    num_query_groups=4,
-    max_context=4096,
-    vocab_size=152064,
-    rotary_base=1e6,
-    qkv_bias=True,
-    dtype="bf16",
-)
-QWEN3_30B = ModelConfig(
-    # Of 48 layers.
-    num_layers=4,
-    hidden_size=2048,
-    ffn_hidden_size=768,
-    num_attention_heads=32,
-    num_query_groups=4,
-    head_dim=128,
-    max_context=4096,
-    vocab_size=151936,
-    rotary_base=1e6,
-    qk_norm=True,
-    num_experts=128,
-    experts_per_token=8,
-    dtype="bf16",
-)
-LLAMA3_70B = ModelConfig(
-    num_layers=80,
-    hidden_size=8192,
-    ffn_hidden_size=28672,
-    num_attention_heads=64,
-    num_query_groups=8,
-    max_context=8192,
-    vocab_size=128256,
-    rotary_base=5e5,
-    dtype="bf16",
-)
-QWEN3_5_9B = ModelConfig(
-    num_layers=32,
-    hidden_size=4096,
-    ffn_hidden_size=12288,
-    num_attention_heads=16,
-    num_query_groups=4,
-    head_dim=256,
-    rotary_dim=64,
-    max_context=4096,
-    vocab_size=248320,
-    qk_norm=True,
-    zero_centered_norms=True,
-    attention_output_gate=True,
-    linear_layers=tuple(layer for layer in range(32) if layer % 4 != 3),
-    linear_key_heads=16,
-    linear_value_heads=32,
-    linear_key_head_dim=128,
-    linear_value_head_dim=128,
-    linear_conv_kernel=4,
-    dtype="bf16",
-)
+QWEN2_7B, QWEN3_5_9B = known_models()["qwen2.5-7b"], replace(known_models()["qwen3.5-9b"], rotary_dim=64)
+LLAMA3_70B = replace(known_models()["llama3-70b"], max_context=8192)
+# Of 48 and 94 layers.
+QWEN3_30B, QWEN3_235B = (replace(known_models()[name], num_layers=4) for name in ("qwen3-30b-a3b", "qwen3-235b-a22b"))
 QWEN3_5_35B = replace(
     QWEN3_5_9B,
     # Of 40 layers.
@@ -113,21 +56,11 @@ GLM_4_5_AIR = replace(
     router_score="sigmoid",
     router_bias=True,
 )
-
-OLMO3_7B = ModelConfig(
-    num_layers=32,
-    hidden_size=4096,
-    ffn_hidden_size=11008,
-    num_attention_heads=32,
-    max_context=4096,
+OLMO3_7B = replace(
+    known_models()["olmo2-7b"],
     vocab_size=100278,
-    qk_norm=True,
-    qk_norm_over="projection",
-    pre_norms=False,
-    post_norms=True,
     window=4096,
     window_layers=tuple(layer for layer in range(32) if layer % 4 != 3),
-    dtype="bf16",
 )
 MINIMAX_M2 = replace(
     QWEN3_30B,
@@ -143,58 +76,31 @@ MINIMAX_M2 = replace(
     router_score="sigmoid",
     router_bias=True,
 )
-DEEPSEEK_V3 = ModelConfig(
+DEEPSEEK_V3 = replace(
+    known_models()["deepseek-v3"],
     # Of 61 layers.
     num_layers=4,
-    hidden_size=7168,
-    ffn_hidden_size=2048,
-    num_attention_heads=128,
-    max_context=4096,
-    vocab_size=129280,
-    kv_lora_rank=512,
-    q_lora_rank=1536,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    num_experts=256,
-    experts_per_token=8,
     num_dense_layers=1,
-    dense_ffn_hidden_size=18432,
-    shared_ffn_hidden_size=2048,
-    router_score="sigmoid",
-    router_bias=True,
     router_groups=8,
     router_groups_per_token=4,
     routed_scaling=2.5,
-    dtype="bf16",
 )
 GPT_OSS_20B = replace(
-    QWEN3_30B,
+    known_models()["gpt-oss-20b"],
     # Of 24 layers.
-    hidden_size=2880,
-    ffn_hidden_size=2880,
-    num_attention_heads=64,
-    num_query_groups=8,
-    head_dim=64,
-    vocab_size=201088,
-    qk_norm=False,
+    num_layers=4,
     qkv_bias=True,
-    linear_bias=True,
-    attention_sinks=True,
     window=128,
     window_layers=(0, 2),
     activation="quick_gelu",
     glu_clamp=7.0,
     glu_offset=1.0,
-    num_experts=32,
-    experts_per_token=4,
 )
 GEMMA4_31B, GEMMA4_26B = (
     # Of 60 and 30 layers.
     replace(known_models()[name], num_layers=6, window_layers=(0, 1, 2, 3, 4), max_context=4096, dtype="bf16")
     for name in ("gemma4-31b", "gemma4-26b-a4b")
 )
-QWEN3_235B = replace(QWEN3_30B, hidden_size=4096, ffn_hidden_size=1536, num_attention_heads=64)
 
 LORA = LoRAConfig(rank=16, alpha=32.0)
 

@@ -153,7 +153,9 @@ def test_an_update_too_small_for_a_weight_in_bf16_counts(world):
         pytest.param(WIDE, KINDS, marks=pytest.mark.long, id="norms over all heads, none before a block"),
         pytest.param(GLOBAL, KINDS, marks=pytest.mark.long, id="other heads in some layers, norms around experts"),
         pytest.param(BOUNDED, KINDS, id="sinks, experts with biases and bounds"),
-        pytest.param(BESIDE, KINDS, id="a shared expert with a gate, experts by sigmoids and a bias"),
+        pytest.param(
+            BESIDE, KINDS, marks=pytest.mark.long, id="a shared expert with a gate, experts by sigmoids and a bias"
+        ),
         # Norms of compressed vectors have an epsilon of their own.
         pytest.param(replace(SHARED, norm_eps=1e-3), KINDS, id="latent attention, groups of experts"),
         pytest.param(

@@ -19,7 +19,7 @@ from hybridflow.data.preferences import JudgedResponse
 from hybridflow.data.prompts import RESPONSE, Example, Solution, prompt_tokens
 from hybridflow.data.shaping import Shape, Shaper, examples_of
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.errors import DataError
+from hybridflow.errors import ConfigError, DataError
 from hybridflow.parallel.coordinator import Coordinator
 
 _KEPT = 16
@@ -197,6 +197,10 @@ class GivenProblems:
     prompts: tuple[tuple[int, ...], ...]
     solutions: tuple[Solution, ...] = ()
     all_responses: tuple[tuple[JudgedResponse, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(each.images for each in self.examples):
+            raise ConfigError("data.images_field: rows that a program gives are text; read images by data.train")
 
     def row(self, prompt_index: int) -> int:
         """Return the index into ``examples`` of a prompt index, counted from 0 over all epochs."""

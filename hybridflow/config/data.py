@@ -120,6 +120,10 @@ class DataConfig:
             answer if the row has no other.
         chosen_field: Field of the better response of a preference.
         rejected_field: Field of the worse response of a preference.
+        images_field: Field of the images of a prompt: a path or a list of paths. Each has a place in the messages. None
+            means prompts are text. See ``docs/images.md``.
+        image_max_pixels: Most pixels of an image. A larger one is made smaller. None means as the model's own settings
+            say.
         margin_field: Field of a number: by how much the chosen response is better. A row without it has 0. Only
             ``reward-model`` reads it.
         completion_field: Field of the response in a row that has one response instead of two. A row without it may
@@ -153,6 +157,8 @@ class DataConfig:
     messages_field: str = "messages"
     chosen_field: str = "chosen"
     rejected_field: str = "rejected"
+    images_field: str | None = None
+    image_max_pixels: Count | None = None
     margin_field: str = "margin"
     completion_field: str = "completion"
     wanted_field: str = "wanted"

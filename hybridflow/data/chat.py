@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.data import check_kwargs
+from hybridflow.data.images import as_part
 from hybridflow.data.limited import LimitedProcess
 from hybridflow.data.pieces import PieceTokenizer
 from hybridflow.data.tokenizer import Tokenizer, has_marks, read_object, special_names, tokenizer_settings
@@ -234,15 +235,20 @@ class Chat(LimitedProcess):
         return answer
 
 
-def read_messages(value: Any, where: str) -> list[dict[str, Any]]:
+def read_messages(value: Any, where: str, *, with_images: bool = False) -> list[dict[str, Any]]:
     """Read the messages of a conversation from JSON; their content as text, empty where they call tools alone.
+
+    Args:
+        value: The list.
+        where: What messages of errors call it.
+        with_images: Content with an image stays a list of parts.
 
     Raises:
         DataError: It is no such list.
     """
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: found {value!r:.60}, expected a list of messages, at least one")
-    return [_message(each, f"{where}[{index}]") for index, each in enumerate(value)]
+    return [_message(each, f"{where}[{index}]", with_images=with_images) for index, each in enumerate(value)]
 
 
 def read_kwargs(value: Any, where: str) -> dict[str, Any]:
@@ -260,20 +266,30 @@ def read_kwargs(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-def _message(value: Any, where: str) -> dict[str, Any]:
+def _message(value: Any, where: str, *, with_images: bool) -> dict[str, Any]:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise DataError(f"{where}: found {value!r:.60}, expected an object with role and content")
     content = value.get("content")
     if content is None and value.get("tool_calls"):
         content = ""
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
-    ):
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise DataError(f"{where}: content: found {content!r:.60}, expected text, or a list of parts of type text")
+    if isinstance(content, list):
+        content = _joined_parts(content, with_images=with_images)
+    if content is None or not isinstance(content, str | list):
+        types = "text or image" if with_images else "text; of messages with images give the field: data.images_field"
+        raise DataError(
+            f"{where}: content: found {value.get('content')!r:.60}, expected text, or a list of parts of type {types}"
+        )
     # Columns of tables have a field that one message has in all of them.
     return {**{name: each for name, each in value.items() if each is not None}, "content": content}
+
+
+def _joined_parts(parts: list[Any], *, with_images: bool) -> str | list[dict[str, Any]] | None:
+    """Return the text of parts; the parts themselves, if images are among them; None: one is of no such type."""
+    known = [as_part(each) for each in parts]
+    if any(each is None or (each["type"] == "image" and not with_images) for each in known):
+        return None
+    found = [each for each in known if each is not None]
+    return "".join(each["text"] for each in found) if all(each["type"] == "text" for each in found) else found
 
 
 def _has_arguments_as_object(template: str) -> bool:

@@ -21,6 +21,7 @@ from hybridflow.config.data import DataConfig, DataSourceConfig
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.rewards import RewardConfig
 from hybridflow.data.chat import chat_template
+from hybridflow.data.images import Image, row_number, source_and_row
 from hybridflow.data.live import Taken
 from hybridflow.data.mixture import source_of, whole_weights
 from hybridflow.data.order import permuted
@@ -31,7 +32,8 @@ from hybridflow.data.prompts import Example, Solution, encode_solution, prompt_t
 from hybridflow.data.row_store import RowStore, Stored
 from hybridflow.data.shaping import Shape, end_of, examples_of
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.errors import DataError
+from hybridflow.errors import ConfigError, DataError
+from hybridflow.families.images import ImageSettings, image_settings
 
 FOLDER = "rows"
 """Where stores are kept in a run's directory."""
@@ -148,14 +150,20 @@ class StoredProblems:
         """Return the responses of a preference, the better one first; else one response."""
         return self._drawn(prompt_index).responses
 
+    def images(self, row_number: int) -> tuple[Image, ...]:
+        """Return the images of a row, by its number."""
+        return self._at(source_and_row(row_number)).example.images
+
     def _drawn(self, prompt_index: int) -> _Drawn:
-        place = self._rows.place(prompt_index)
+        return self._at(self._rows.place(prompt_index))
+
+    def _at(self, place: tuple[int, int]) -> _Drawn:
         with self._lock:
             if place in self._kept:
                 self._kept.move_to_end(place)
                 return self._kept[place][0]
         stored = self._rows.stored(place)
-        drawn = self._encoded(stored)
+        drawn = self._encoded(stored, place)
         with self._lock:
             num_bytes = _ENTRY_BYTES + _BYTES_PER_BYTE * stored.num_bytes
             self._kept_bytes += num_bytes - self._kept.pop(place, (None, 0))[1]
@@ -164,8 +172,10 @@ class StoredProblems:
                 self._kept_bytes -= self._kept.popitem(last=False)[1][1]
         return drawn
 
-    def _encoded(self, stored: Stored) -> _Drawn:
+    def _encoded(self, stored: Stored, place: tuple[int, int]) -> _Drawn:
         example = example_in(stored, self._shape)
+        if example.images:
+            example = replace(example, row_number=row_number(*place))
         most = self._shape.max_context
         # Checked when it was prepared; without a context any length will do.
         context = 2**62 if most is None else most
@@ -204,10 +214,24 @@ def shape_of(recipe: Recipe, tokenizer: Tokenizer | None) -> Shape:
         template=template_of(recipe.data, tokenizer),
         tokenizer=None if tokenizer is None else str(tokenizer.path),
         num_rows=None if tokenizer is None else tokenizer.vocab_size,
+        images=images_settings(recipe),
         # Of what is only imitated nothing is sampled.
         max_new_tokens=1 if traits.imitates else recipe.rollout.max_new_tokens,
         max_context=recipe.model.max_context,
     )
+
+
+def images_settings(recipe: Recipe) -> ImageSettings | None:
+    """Return how the actor makes tokens of images; None: its prompts are text.
+
+    Raises:
+        ConfigError: It reads no images.
+    """
+    if recipe.data.images_field is None:
+        return None
+    if recipe.model.path is None:
+        raise ConfigError("data.images_field: model.path is missing; name the directory of a model that reads images")
+    return image_settings(Path(recipe.model.path), recipe.data.image_max_pixels)
 
 
 def training_shape(recipe: Recipe, tokenizer: Tokenizer | None) -> Shape:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hybridflow.config.data import DataConfig
+from hybridflow.data.images import Image, with_images
 from hybridflow.data.rows import Row, are_messages
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
@@ -44,6 +45,8 @@ class Example:
             is then observed, what to write, …
         responses: The responses of a preference, the better one first; else one.
         margin: By how much the first response of a preference is better.
+        images: Those in the prompt, in their order.
+        row_number: Says which row it is, in the ids of the images' tokens, see ``data.images``.
         begins: Whether the prompt's text has the beginning of a sequence in it, as a chat template writes it.
         place: File and line, or row, for messages.
         row: All that the data says of it.
@@ -54,6 +57,8 @@ class Example:
     solution: str | tuple[str, ...] | None = None
     responses: tuple[Judged, ...] = ()
     margin: float = 0.0
+    images: tuple[Image, ...] = ()
+    row_number: int = field(default=0, compare=False)
     begins: bool = False
     place: str
     row: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -61,7 +66,9 @@ class Example:
     @property
     def content(self) -> list[Any]:
         """Return the content that makes it another problem where it differs; JSON."""
-        return [self.prompt, self.answer, self.solution, *([self.responses, self.margin] if self.responses else [])]
+        judged = [self.responses, self.margin] if self.responses else []
+        images = [[[each.source, *each.grid] for each in self.images]] if self.images else []
+        return [self.prompt, self.answer, self.solution, *judged, *images]
 
     @property
     def turns(self) -> tuple[str, ...]:
@@ -212,9 +219,16 @@ def check_length(example: Example, num_prompt: int, what: str, num_tokens: int, 
 
 
 def prompt_tokens(example: Example, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return a prompt's token ids, after the beginning-of-sequence token where the tokenizer has one."""
+    """Return a prompt's token ids, after the beginning-of-sequence token where the tokenizer has one.
+
+    Raises:
+        DataError: The text cannot be encoded, or has not a place for each image; names the file and line.
+    """
     begin = () if tokenizer.bos_id is None or example.begins else (tokenizer.bos_id,)
-    return (*begin, *tokens_at(example.place, example.prompt, tokenizer))
+    tokens = tokens_at(example.place, example.prompt, tokenizer)
+    if example.images:
+        tokens = with_images(tokens, example.images, example.row_number, example.place)
+    return (*begin, *tokens)
 
 
 def tokens_at(place: str, text: str, tokenizer: Tokenizer) -> list[int]:

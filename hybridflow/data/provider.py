@@ -106,6 +106,8 @@ class DataProvider:
             cache_dir=cache_dir,
             **fields,
         )
+        if self._data.images_field is not None:
+            raise ConfigError("DataProvider: images_field: prompts are text here; read images by a recipe's data.train")
         self._tokenizer = open_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         self._seed, self._batch_size, self._num_epochs = seed, batch_size, num_epochs
         self._dp_rank, self._dp_size, self._prefetch = dp_rank, dp_size, prefetch_factor

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from hybridflow.data.images import as_address
 from hybridflow.errors import DataError
 
 Row = dict[str, Any]
@@ -39,7 +40,7 @@ def object_of(line: bytes) -> Row | DataError:
 
 
 def plain_row(row: object) -> Row | DataError:
-    """Convert a row to plain JSON: times and bytes of UTF-8 become text; a column that is null is absent."""
+    """Convert a row to plain JSON: times and bytes become text, images an address; a column that is null is absent."""
     if not isinstance(row, Mapping):
         return DataError(f"{HERE}: expected a row of named fields, found {type(row).__name__} {row!r:.60}")
     try:
@@ -103,7 +104,12 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, bytes | bytearray):
-        return value.decode("utf-8")
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            if (address := as_address(bytes(value))) is None:
+                raise
+            return address
     if isinstance(value, Mapping):
         return {str(name): _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -18,6 +18,7 @@ from hybridflow.data.chat import (
     turn_end_id,
 )
 from hybridflow.data.files import find_files
+from hybridflow.data.images import image_parts, images_of
 from hybridflow.data.preferences import check_imitable, encode_responses, preferences_of
 from hybridflow.data.prompts import (
     RESPONSE,
@@ -34,6 +35,7 @@ from hybridflow.data.readers import cut, format_of, place_of, read
 from hybridflow.data.rows import HERE, Row, are_messages
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.errors import DataError
+from hybridflow.families.images import ImageSettings
 
 _TOOLS = "tools"
 """Field of what the assistant may call, for the chat template."""
@@ -55,6 +57,7 @@ class Shape:
         template: Text of the chat template; None: there is none.
         tokenizer: File of the tokenizer; None: nothing is counted in tokens.
         num_rows: Tokens that the model knows; None: all of the tokenizer's.
+        images: How images become tokens; None: prompts are text.
         max_new_tokens: Longest response.
         max_context: Longest sequence; None: any.
     """
@@ -66,6 +69,7 @@ class Shape:
     template: str | None = None
     tokenizer: str | None = None
     num_rows: int | None = None
+    images: ImageSettings | None = None
     max_new_tokens: int = 0
     max_context: int | None = None
 
@@ -94,6 +98,10 @@ def examples_of(row: Row, place: str, begins: bool, shape: Shape) -> tuple[Examp
         found: tuple[Example, ...] = (example_of(row, place, shape.data, needs_answer=shape.needs_answer),)
     else:
         found = preferences_of(row, place, shape.data, is_paired=shape.kind == "pairs")
+    if shape.images is not None and shape.data.images_field is not None:
+        where = f"{place}: field {shape.data.images_field!r}"
+        images = images_of(value_of(row, shape.data.images_field), where, shape.images)
+        found = tuple(replace(each, images=images) for each in found)
     return tuple(replace(each, begins=True) for each in found) if begins else found
 
 
@@ -237,6 +245,7 @@ class Shaper:
                 f"{place}: holds messages, and the tokenizer has no chat template; set data.chat_template to a file "
                 "with one, or give the prompt as text"
             )
+        row, messages = self._with_images(row, messages, place)
         tools, kwargs = _tools_of(row, place), {**data.chat_template_kwargs, **_kwargs_of(row, place)}
         try:
             text = self._chat.render(messages, tools, kwargs)
@@ -247,6 +256,14 @@ class Shaper:
         names = self._answers_read({**given, **row}, said, messages)
         answers = {name: _last_said(said[name], f"{place}: field {name!r}", name in leading) for name in names}
         return {**given, **row, data.prompt_field: text, **answers}, True
+
+    def _with_images(self, row: Row, messages: list[dict[str, Any]], place: str) -> tuple[Row, list[dict[str, Any]]]:
+        """Return a row with all its images in their field, and messages with a part for each."""
+        name = self.shape.data.images_field
+        if name is None or self.shape.images is None:
+            return row, messages
+        messages, sources = image_parts(messages, value_of(row, name), place)
+        return ({**row, name: sources} if sources else row), messages
 
     def _answers_read(self, row: Row, said: Mapping[str, Any], prompt: list[dict[str, Any]]) -> list[str]:
         """Return the fields of messages that become the text of a response; others stay as they are."""
@@ -263,7 +280,7 @@ class Shaper:
     def _asked(self, row: Row, place: str, *, is_said: bool) -> tuple[list[dict[str, Any]], dict[str, str]]:
         """Return the messages of a row's own conversation, and the fields that it has from the last of them."""
         found = _conversation(row, place, self.shape.data, is_said=is_said)
-        messages = [] if found is None else read_messages(*found)
+        messages = [] if found is None else read_messages(*found, with_images=self.shape.images is not None)
         if found is None or messages[-1]["role"] != "assistant":
             return messages, {}
         *messages, last = messages

@@ -195,6 +195,21 @@ def language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**text, **above, "model_type": table.name, "architectures": [table.causal]}
 
 
+def rotary_sections(values: Mapping[str, Any], kind: VisionModel) -> list[int]:
+    """Return how many pairs of rotated dims time, height and width turn.
+
+    Args:
+        values: ``config.json`` of the whole.
+        kind: Which model it is.
+
+    Raises:
+        KeyError: It does not say.
+    """
+    told = _text_of(values, kind)
+    rotary = told.get("rope_parameters") or told.get("rope_scaling") or {}
+    return [int(count) for count in rotary[_MROPE[0]]]
+
+
 def _plain_rotary(told: Any) -> Any:
     """Return rotary settings without what tells pictures from text."""
     if not isinstance(told, Mapping):

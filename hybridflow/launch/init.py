@@ -14,9 +14,11 @@ from typing import Any
 
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.chat import template_in
+from hybridflow.data.images import IMAGES
 from hybridflow.errors import ConfigError, DataError, WriteError
 from hybridflow.exit_status import DONE
 from hybridflow.families.hub_cache import data_set_hint, download_hint, find_model
+from hybridflow.families.images import reads_images
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.launch.init_fields import fields_in, first_row
 from hybridflow.observe.console import complain
@@ -251,6 +253,8 @@ def _fields(arguments: argparse.Namespace) -> dict[str, str]:
     if row is None:
         return {}
     named, lacking = fields_in(row, ALGORITHMS[arguments.algorithm].traits)
+    if row.get(IMAGES) and reads_images(str(find_model(arguments.model))):
+        named["images_field"] = IMAGES
     there = f"{arguments.data}: its first row has the fields {', '.join(map(repr, sorted(row)))}"
     needed = [f"data.{key}" for key in lacking if key != "answer_field"]
     if needed:

@@ -21,6 +21,7 @@ from hybridflow.config.recipe import CRITICS, FROZEN, MODEL_MESHES, REWARDS, Rec
 from hybridflow.config.roles import LoRAConfig, OptimizerConfig
 from hybridflow.families.family import OUTPUT, ROUTER_BIASES
 from hybridflow.families.fp8 import LAYERS
+from hybridflow.families.images import KEPT_TOKENS, image_settings, tower_elements
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.mapping.activations import activation_bytes, decoding_bytes
@@ -140,11 +141,31 @@ def job_memory(
             if key not in needed:
                 needed[key] = _mesh_memory(recipe, placed, meshes[name], rank, cached, gpu_bytes)
             found[rank].append(needed[key])
+    if recipe.data.images_field is not None:
+        for rank, part in _image_memory(recipe, meshes, names).items():
+            found[rank].append(part)
     is_open = "actor.rollout" in names and cached is None and recipe.rollout.engine.kind == "megatron"
     spare = _spare_bytes(recipe, meshes["actor.rollout"]) if is_open else 0
     away = frozenset(name for name in (*FROZEN, *CRITICS) if name in meshes and getattr(recipe, name).offload)
     is_offloaded = bool(recipe.actor.offload)
     return tuple(rank_memory(tuple(parts), away, spare, is_offloaded=is_offloaded) for parts in found.values())
+
+
+def _image_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh], names: Collection[str]) -> dict[int, MeshMemory]:
+    """Return what images take on ranks of first stages: vision towers, and what these made of the last images."""
+    found: dict[int, dict[str, int]] = {}
+    for name in names:
+        model, mesh = recipe.model_of(name), meshes[name]
+        assert model.path is not None, "checked with the recipe"
+        settings = image_settings(Path(model.path))
+        num_bytes = ITEM_BYTES[model.dtype] * (
+            tower_elements(Path(settings.path)) + KEPT_TOKENS * (1 + settings.num_deep) * model.hidden_size
+        )
+        for rank in mesh.ranks:
+            if mesh.coordinate(rank).pp == 0:
+                # Models of one directory share them.
+                found.setdefault(rank, {})[f"{settings.path} {model.dtype}"] = num_bytes
+    return {rank: MeshMemory(mesh="images", weights=sum(towers.values())) for rank, towers in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from hybridflow.families.model import ModelConfig
 from hybridflow.models import cuda_attention, delta_rule
 from hybridflow.models.delta_rule import Recurrence
+from hybridflow.models.images import ImageRows
 from hybridflow.models.norm import ProjectionNorm
 from hybridflow.models.scoring import Scoring
 from hybridflow.models.shapes import DELTA_TOKENS
@@ -52,11 +53,13 @@ class PackedAttention:
     Attributes:
         positions: Place of each token in its sequence, ``[tokens]`` int64.
         routing: What routers of a mixture are told, a ``routing.Routing``; None: nothing.
+        images: The tokens of images; None: there are none.
         can_split: Whether sequence parallelism may split the tokens; not beside ranks that decode.
     """
 
     is_compressed = False
     routing: Any = None
+    images: ImageRows | None = None
     can_split = True
 
     def __init__(self, lengths: list[int], device: torch.device, places: Tensor | None = None) -> None:
@@ -304,10 +307,12 @@ class AttentionPlan(Protocol):
     Attributes:
         positions: Place of each token in its sequence, ``[tokens]`` int64.
         is_compressed: Whether keys and values of latent attention are compressed.
+        images: The tokens of images; None: there are none.
     """
 
     positions: Tensor
     is_compressed: bool
+    images: ImageRows | None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Compute the attention of one layer, as ``PackedAttention.attend`` does."""

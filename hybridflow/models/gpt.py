@@ -31,6 +31,7 @@ from torch.nn.functional import embedding, pad, silu
 
 from hybridflow.config.roles import LoRAConfig
 from hybridflow.config.types import Fp8
+from hybridflow.data.images import FIRST_ID
 from hybridflow.families.cut import check_cut
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -42,6 +43,7 @@ from hybridflow.models.fp8 import ALIGNED_TOKENS, check_device
 from hybridflow.models.gated import GatedMLP, gelu_tanh, quick_gelu
 from hybridflow.models.gated_delta_net import GatedDeltaNet
 from hybridflow.models.grouped import lay_side_by_side
+from hybridflow.models.images import ImageReader, ImageRows
 from hybridflow.models.latent_attention import LatentSelfAttention
 from hybridflow.models.layers import Chunks
 from hybridflow.models.lora import Dropout, attach
@@ -54,6 +56,11 @@ from hybridflow.parallel.cpu import use_cpu_for_cuda
 from hybridflow.reshard.views import TORCH_DTYPES
 
 use_cpu_for_cuda()
+
+
+def _padded(positions: Tensor, missing: int) -> Tensor:
+    """Pad ``[tokens, …]`` at its end."""
+    return pad(positions, (0, 0) * (positions.dim() - 1) + (0, missing))
 
 
 def padded_vocab_size(model: ModelConfig, vocab_size: int, tp: int) -> int:
@@ -191,6 +198,7 @@ class Transformer(GPTModel):
         dropout: Dropout on the inputs of its adapters; None: none.
         flops: Operations that the whole model needs; None: they are not counted.
         sequence_switch: Splits activations by tokens over the tensor-parallel ranks; None: they are never split.
+        images: What it knows of images; None: its prompts are text.
         aligned_tokens: A rank's tokens of packed sequences are padded to a multiple of this.
     """
 
@@ -201,6 +209,7 @@ class Transformer(GPTModel):
     dropout: Dropout | None = None
     flops: ModelFlops | None = None
     sequence_switch: SequenceSwitch | None = None
+    images: ImageReader | None = None
     aligned_tokens = 1
 
     def stage_tokens(self, num_tokens: int) -> int:
@@ -231,17 +240,18 @@ class Transformer(GPTModel):
             ``[stage_tokens, 1, hidden]``; on the last logits ``[rows, padded_vocab/tp]``,
             this rank's columns, or values ``[rows, 1]``.
         """
-        embedded, num_tokens, positions = None, len(attention.positions), attention.positions
+        embedded, num_tokens, images = None, len(attention.positions), attention.images
+        positions = attention.positions if images is None else images.positions
         if self.dropout is not None:
             self.dropout.begin(tokens, attention)
-        is_packed, is_split = isinstance(attention, PackedAttention) and attention.can_split, False
+        is_packed = isinstance(attention, PackedAttention) and attention.can_split
+        is_split = is_packed and self.sequence_switch is not None
         if self.sequence_switch is not None:
-            is_split = is_packed
             self.sequence_switch.turn(is_split)
         if is_packed and (missing := self.stage_tokens(num_tokens) * self._num_slices - num_tokens):
-            tokens, positions = pad(tokens, (0, missing)), pad(positions, (0, missing))
+            tokens, positions = pad(tokens, (0, missing)), _padded(positions, missing)
         if self.pre_process:
-            embedded = self.embedding(input_ids=tokens[None], position_ids=positions[None])
+            embedded = self._embedded(tokens, images, is_split=is_split)
             if self.has_scaled_embeddings:
                 # The factor in the activations' own format, as these models were trained.
                 embedded = embedded * embedded.new_full((), embedded.shape[-1] ** 0.5)
@@ -267,12 +277,45 @@ class Transformer(GPTModel):
         output = self.output_layer(hidden, weight=weight)[0][:, 0]
         return output if self.logit_softcap is None else self.logit_softcap * torch.tanh(output / self.logit_softcap)
 
+    def _embedded(self, tokens: Tensor, images: ImageRows | None, *, is_split: bool) -> Tensor:
+        """Return the embeddings of tokens, or what images have in their places; with ``is_split`` of this rank's."""
+        if images is None:
+            found: Tensor = self.embedding(input_ids=tokens[None], position_ids=None)
+            return found
+        known = tokens.masked_fill(tokens >= FIRST_ID, images.reader.settings.token_id)
+        found = self.embedding(input_ids=known[None], position_ids=None)
+        return images.put(found, self._first_token(found, is_split=is_split))
+
+    def read_images(self, images: ImageReader) -> None:
+        """Have the model read images; its first layers add to their outputs what images have for them."""
+        self.images = images
+        for layer in self.decoder.layers:
+            if layer.layer_number <= images.settings.num_deep:
+                layer.register_forward_hook(self._add_deep, with_kwargs=True)
+
+    def _add_deep(self, layer: TransformerLayer, _: Any, given: dict[str, Any], output: Any) -> Any:
+        attention: AttentionPlan = given["attention_bias"]
+        if attention.images is None:
+            return output
+        hidden, *rest = output
+        first = self._first_token(hidden, is_split=len(hidden) < len(attention.positions))
+        return attention.images.add(hidden, layer.layer_number, first), *rest
+
+    def _first_token(self, hidden: Tensor, *, is_split: bool) -> int:
+        """Return the first of the tokens that hidden states of this rank are of."""
+        return len(hidden) * int(self.pg_collection.tp.rank()) if is_split else 0
+
     def _angles(self, positions: Tensor) -> Tensor:
         """Return the angles of each dim, ``[tokens, 1, 1, dims]``, those of layers with a base of their own behind.
 
         Where kernels turn queries and keys, the cosines of each pair of dims and then the sines, in as many numbers.
+
+        Args:
+            positions: Of each token, ``[tokens]``; or of each token and pair of dims, ``[tokens, pairs]``.
         """
-        angles = torch.outer(positions.float(), self.rotary_pos_emb.inv_freq)
+        if positions.dim() == 1:
+            positions = positions[:, None]
+        angles: Tensor = positions.float() * self.rotary_pos_emb.inv_freq
         if angles.is_cuda and not self.has_latent_attention:
             kinds = angles.split(self.rotated_pairs, dim=-1)
             return torch.cat([turn for kind in kinds for turn in (kind.cos(), kind.sin())], dim=-1)[:, None, None]

@@ -385,6 +385,35 @@ def _make(auto_class: str, folder: Path, model: ModelConfig, filling: Filling) -
     return module.eval()
 
 
+def make_vision_tower(folder: Path, dtype: torch.dtype) -> nn.Module:
+    """Return the part of a vision-language model that computes images, in host memory, without its weights.
+
+    Args:
+        folder: Directory of the model.
+        dtype: Of the weights.
+
+    Raises:
+        ConfigError: ``transformers`` is not there, or does not know the tower.
+    """
+    library = _library(f"{folder}: images are computed in transformers")
+    try:
+        config = library.AutoConfig.for_model(**read_json(folder / CONFIG)["vision_config"])
+        tower: nn.Module = library.AutoModel.from_config(config, dtype=dtype)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{folder / CONFIG}: vision_config: transformers {library.__version__} cannot make the vision tower: "
+            f"{type(error).__name__}: {error}; update transformers, or restore the file"
+        ) from error
+    return tower.requires_grad_(False).eval()
+
+
+def make_image_processor(folder: Path) -> Any:
+    """Return what makes the patches of images that a vision tower takes. Raises ConfigError: as make_vision_tower."""
+    library = _library(f"{folder}: images are read in transformers")
+    # The other backend needs torchvision, and rounds in another way.
+    return library.AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+
+
 def _say_what_is_tied(config: Any, folder: Path) -> None:
     """Say of a vision-language model whether its embeddings are tied, where its ``config.json`` does not.
 

@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.data.images import FIRST_ID
 from hybridflow.models.attention import PackedAttention
 from hybridflow.models.context import ContextAttention, ContextShare, Dealt
 from hybridflow.models.flops import sequence_pairs
+from hybridflow.models.images import ImageReader, ImageRows
 from hybridflow.parallel.copies import to_device
 
 
@@ -154,6 +156,7 @@ def pack(
     prompt_lengths: list[int],
     device: torch.device,
     context: dist.ProcessGroup | None = None,
+    images: ImageReader | None = None,
 ) -> MicroBatch:
     """Pack some samples of a rank's batch.
 
@@ -165,6 +168,7 @@ def pack(
         prompt_lengths: Prompt tokens of every sample of the batch, at least 1.
         device: Where the model lives.
         context: The context-parallel ranks that share each sample; None: this rank has them whole.
+        images: What knows images in prompts; None: there are none.
     """
     chosen, prompts = [sequences[index] for index in samples], [prompt_lengths[index] for index in samples]
     pieces: list[Tensor] = []
@@ -181,7 +185,8 @@ def pack(
     targets = [sequence[prompt:] for sequence, prompt in zip(chosen, prompts, strict=True)]
     lengths = [len(sequence) for sequence in chosen]
     none = torch.empty(0, dtype=torch.int64)
-    tokens, at = to_device(torch.cat([none, *pieces]), device), torch.cat([none, *places])
+    host_tokens, at = torch.cat([none, *pieces]), torch.cat([none, *places])
+    tokens = to_device(host_tokens, device)
     whole = MicroBatch(
         samples=samples,
         tokens=tokens,
@@ -194,7 +199,27 @@ def pack(
         all_tokens=tokens,
         num_pairs=num_pairs,
     )
-    return _shared(whole, [len(piece) for piece in pieces], at, context)
+    part = _shared(whole, [len(piece) for piece in pieces], at, context)
+    if images is not None:
+        mine = slice(None) if part.share is None else part.share.tokens.host_mine
+        part.attention.images = _image_rows(images, chosen, host_tokens, at, mine, device)
+    return part
+
+
+def _image_rows(
+    images: ImageReader,
+    sequences: list[Tensor],
+    tokens: Tensor,
+    places: Tensor,
+    mine: slice | Tensor,
+    device: torch.device,
+) -> ImageRows | None:
+    """Return this rank's tokens of images; None: no sequence has any."""
+    if not bool((tokens >= FIRST_ID).any()):
+        return None
+    turns = torch.cat([images.turns(sequence) for sequence in sequences])
+    whole = torch.empty(len(tokens), 3, dtype=torch.int64).index_copy_(0, places, turns)
+    return images.rows(tokens[mine], whole[mine], device)
 
 
 def blank(device: torch.device, context: dist.ProcessGroup | None = None) -> MicroBatch:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from hybridflow.config.recipe import MODEL_SECTIONS, Recipe
+from hybridflow.data.images import FIRST_ID, Image
 from hybridflow.data.preferences import JudgedResponse
 from hybridflow.data.prompts import Example, Solution
 from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.families.images import ImageSettings
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
+from hybridflow.models.images import ImageReader
 from hybridflow.parallel.world import World
 
 
@@ -58,6 +61,9 @@ class Job:
         is_resumed: Models are made without initial values: a checkpoint will fill them.
         objects: What a Python program gave in the place of what the recipe names, by role: functions, models.
         modules: The models that run in ``transformers``, by role, from ``placement.library_models``.
+        images: How the actor makes tokens of images; None: prompts are text.
+        images_of: Number of a row, as the ids of its images' tokens have it -> its images; None: prompts are text.
+        image_readers: What models know of images, by directory and dtype, from ``placement.images``.
     """
 
     world: World
@@ -70,11 +76,20 @@ class Job:
     is_resumed: bool = False
     objects: Mapping[str, Any] = field(default_factory=dict)
     modules: Mapping[str, Any] = field(default_factory=dict)
+    images: ImageSettings | None = None
+    images_of: Callable[[int], tuple[Image, ...]] | None = None
+    image_readers: dict[tuple[str, str], ImageReader] = field(default_factory=dict)
 
     @property
     def vocab_size(self) -> int:
         """Return the number of token ids that the actor chooses among; every model that reads them has these."""
         return min(self.model_of(role).known_vocab_size for role in MODEL_SECTIONS)
+
+    def without_images(self, prompt: Sequence[int]) -> list[int]:
+        """Return a prompt's tokens as the vocabulary has them: those of images are the one that stands for an image."""
+        if self.images is None:
+            return list(prompt)
+        return [self.images.token_id if token >= FIRST_ID else token for token in prompt]
 
     def model_of(self, name: str) -> ModelConfig:
         """Return the settings of the model of a role or mesh, with the vocabulary size."""

@@ -21,6 +21,7 @@ from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.microbatch import MicroBatch, first_of_prompt, pack, split_by_tokens
 from hybridflow.models.training import Trainable, forward_only, sum_over
 from hybridflow.models.user_model import Uncut
+from hybridflow.placement.images import image_reader
 from hybridflow.placement.job import Job
 from hybridflow.placement.model_on_mesh import ModelOnMesh
 from hybridflow.placement.routing import ROUTER_CHOICES, attach_choices, set_dispatcher
@@ -52,6 +53,7 @@ class PlacedModel(ModelOnMesh):
 
     Attributes:
         temperature: The rollout's, by which logits are divided.
+        images: What the model knows of images; None: prompts are text.
     """
 
     groups: ProcessGroupCollection
@@ -81,6 +83,10 @@ class PlacedModel(ModelOnMesh):
         if mesh.name != "actor.rollout" and isinstance(section, ActorConfig | CriticConfig):
             owner = f"{self._role}.recompute"
             recompute_activations(self.transformer, owner, section.recompute, section.recompute_layers)
+        self.images = image_reader(job, self._role)
+        if self.images is not None:
+            for chunk in chunks_of(self.megatron_model):
+                chunk.read_images(self.images)
         if self._role == "actor" and not isinstance(self.transformer, Uncut):
             set_dispatcher(self.transformer, recipe.actor.moe.dispatcher)
         if not (is_filled_later or job.is_resumed):
@@ -138,7 +144,7 @@ class PlacedModel(ModelOnMesh):
         budget = self._job.recipe.trainer.micro_batch_tokens
         chosen = split_by_tokens(lengths, budget, prompts=prompts, group_size=group_size)
         device, context = self._world.device, self.groups.cp
-        return [pack(samples, sequences, prompt_lengths, device, context) for samples in chosen]
+        return [pack(samples, sequences, prompt_lengths, device, context, self.images) for samples in chosen]
 
     def log_probs(
         self, output: Tensor, micro_batch: MicroBatch, *, temperature: float | None = None

@@ -19,6 +19,7 @@ from hybridflow.families.model import FREE_SETTINGS, check_model, differing
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.flows.registry import ALGORITHMS, CHOSEN
 from hybridflow.recipe.check_fp8 import check_fp8
+from hybridflow.recipe.check_images import check_images
 from hybridflow.recipe.check_placement import (
     check_lora,
     check_moe,
@@ -99,6 +100,7 @@ def check_recipe(recipe: Recipe, in_memory: Mapping[str, ModelInfo] | None = Non
     check_recompute(recipe, in_memory)
     check_transformers(recipe, in_memory)
     check_data(recipe.data)
+    check_images(recipe)
     _check_live(recipe)
     check_placement(recipe)
     check_split(recipe)

@@ -115,6 +115,7 @@ NAMES: Mapping[str, Mapping[str, str | tuple[str, str]]] = {
         "data.train_files": "data.train",
         "data.val_files": "data.held_out",
         "data.prompt_key": "data.prompt_field",
+        "data.image_key": "data.images_field",
         "data.train_batch_size": ("trainer.global_batch_size", _SAMPLES),
         "data.max_prompt_length": "data.max_prompt_tokens",
         "data.filter_overlong_prompts": ("data.max_prompt_tokens", "leaves longer prompts out"),

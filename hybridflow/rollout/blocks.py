@@ -45,7 +45,7 @@ def block_keys(tokens: np.ndarray, before: Key = b"") -> list[Key]:
     """Return keys of the blocks of a sequence; the last block may have fewer tokens than a block holds.
 
     Args:
-        tokens: Token ids, ``[tokens]`` int32, from a border of blocks on.
+        tokens: Token ids, ``[tokens]`` int64, from a border of blocks on.
         before: Key of the block before them.
     """
     data, num_bytes = tokens.tobytes(), BLOCK_TOKENS * tokens.itemsize

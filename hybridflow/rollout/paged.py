@@ -17,6 +17,7 @@ from hybridflow.models.attention import attend
 from hybridflow.models.delta_rule import Recurrence, State
 from hybridflow.models.gated_delta_net import GatedDeltaNet
 from hybridflow.models.gpt import Transformer
+from hybridflow.models.images import ImageRows
 from hybridflow.models.latent_attention import LatentSelfAttention
 from hybridflow.models.routing import choice_dtype, unknown_choice
 from hybridflow.models.scoring import Scoring
@@ -195,7 +196,12 @@ class PagedAttention:
         positions: Position of each token in its sequence, ``[tokens]`` int64, rising within a sequence. With linear
             attention a sequence goes on behind the token that was computed last in its slot, or begins anew with 0.
         first_slot: Slot of the first of the sequences in ``tables``; the others follow it.
+
+    Attributes:
+        images: The tokens of images; None: there are none.
     """
+
+    images: ImageRows | None = None
 
     def __init__(
         self, cache: PagedCache, tables: Tensor, sequences: Tensor, positions: Tensor, first_slot: int = 0

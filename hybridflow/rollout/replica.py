@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from hybridflow.data.images import FIRST_ID
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.models.attention import PackedAttention
 from hybridflow.models.gpt import Transformer
@@ -106,6 +107,8 @@ class Replica:
         reason = model_refusal(request, self.model.max_sequence_length, self.vocab_size)
         if reason := reason or self._text_refusal(request.params):
             return reason
+        if self.model.images is None and bool((request.prompt >= FIRST_ID).any()):
+            return "it has images, and the model reads none here; set data.images_field"
         if request.params.num_top_log_probs and request.begun is not None and len(request.begun.tokens):
             return "num_top_log_probs: ask for them where it begins"
         num_prompt, most = len(request.prompt), request.params.max_new_tokens

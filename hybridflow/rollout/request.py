@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from hybridflow.data.images import FIRST_ID
 from hybridflow.errors import DataError
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ def model_refusal(
     """
     if reason := length_refusal(request, max_context, of):
         return reason
-    smallest, largest = (int(each) for each in request.prompt.aminmax())
+    smallest, largest = (int(each) for each in request.prompt[request.prompt < FIRST_ID].aminmax())
     if smallest < 0 or (vocab_size is not None and largest >= vocab_size):
         wrong = smallest if smallest < 0 else largest
         expected = "0 or more" if vocab_size is None else f"0 to {vocab_size - 1}"

@@ -123,7 +123,9 @@ class PlainRunner:
 
     def __call__(self, tokens: Tensor, attention: PagedAttention, rows: Tensor) -> Tensor:
         """See ``Runner``."""
-        found: Tensor = (self._fast or self._model)(tokens, attention, rows)
+        # The kernels know neither embeddings of images nor how these turn.
+        compute = self._model if attention.images is not None else self._fast or self._model
+        found: Tensor = compute(tokens, attention, rows)
         return found
 
     def decode(
@@ -158,6 +160,6 @@ def make_runner(
         # Needs Triton, which comes with torch's CUDA builds only.
         from hybridflow.rollout.gpu.runner import GpuRunner, runs_on_gpu
 
-        if runs_on_gpu(model):
+        if runs_on_gpu(model) and model.images is None:
             return GpuRunner(model, groups, vocab_size, max_rows=max_rows, max_steps=max_steps)
     return PlainRunner(model, groups, vocab_size, device, keeps_choices=keeps_choices)

@@ -38,7 +38,7 @@ class TokenSequence:
 
     Attributes:
         number: Names it; lower numbers go first.
-        tokens: Known tokens, ``[known]`` int32: the prompt, and what was sampled before.
+        tokens: Known tokens, ``[known]`` int64: the prompt, and what was sampled before.
         num_prompt: How many of them are the prompt.
         end: Most tokens, prompt included.
         no_stop_before: Tokens, prompt included, before which it does not stop.
@@ -104,7 +104,7 @@ class Scheduler:
         num_states: Places of states that are kept, of a model with linear attention; 0: of any other.
 
     Attributes:
-        tokens: Known tokens of each slot, ``[slots, capacity]`` int32.
+        tokens: Known tokens of each slot, ``[slots, capacity]`` int64.
         lengths: How many are known, ``[slots]``.
         tables: Blocks of each slot, ``[slots, blocks]`` int32.
         num_computed: Tokens computed so far, in all.
@@ -119,7 +119,7 @@ class Scheduler:
     ) -> None:
         self.blocks = blocks
         self._num_states = num_states
-        self.tokens = np.zeros((num_slots, capacity), np.int32)
+        self.tokens = np.zeros((num_slots, capacity), np.int64)
         self.lengths = np.zeros(num_slots, np.int64)
         self.tables = np.zeros((num_slots, -(-capacity // BLOCK_TOKENS)), np.int32)
         self.num_computed = self.num_prompt_computed = self.num_preempted = 0
@@ -247,7 +247,7 @@ class Scheduler:
         self._state_copies.clear()
         all_slots, all_positions = np.concatenate(slots), np.concatenate(positions)
         return Step(
-            tokens=self.tokens[all_slots, all_positions].astype(np.int64),
+            tokens=self.tokens[all_slots, all_positions],
             slots=all_slots,
             positions=all_positions,
             rows=np.concatenate(rows),

@@ -11,7 +11,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
+from hybridflow.data.images import FIRST_ID
+from hybridflow.models.images import ImageRows
 from hybridflow.models.log_probs import vocab_parallel_log_probs
 from hybridflow.models.routing import unknown_choice
 from hybridflow.parallel.copies import to_device
@@ -264,6 +267,10 @@ class Session:
         lane.is_watched[slot] = request.params.has_texts
         lane.num_prompt[slot] = len(request.prompt)
         lane.num_top[slot] = request.params.num_top_log_probs
+        lane.has_images[slot] = bool((request.prompt >= FIRST_ID).any())
+        if lane.has_images[slot]:
+            assert self._replica.model.images is not None, "such a request is refused"
+            lane.turns[slot] = self._replica.model.images.turns(pad(request.prompt, (0, 1)))
 
     def _forward(self, lane: _Lane, step: Step) -> _Outcome:
         """Compute a step; on the last stage also sample, and send the others the tokens."""
@@ -275,6 +282,7 @@ class Session:
             moved = torch.from_numpy(lane.first_slot + step.state_copies)
             self._cache.copy_states(*to_device(moved, replica.device).unbind(1))
         attention = replica.runner.attention(self._cache, scheduler.tables, step.slots, step.positions, lane.first_slot)
+        attention.images = self._images(lane, step)
         output = replica.run(to_device(torch.from_numpy(step.tokens), replica.device), attention, rows)
         if output is None:
             return _Outcome(replica.receive_tokens(len(step.rows)), replica.version)
@@ -297,6 +305,21 @@ class Session:
             )[0]
         tops = self._find_tops(lane, step, output, (sampled.tokens, following), (sampled.log_probs, scores))
         return _Outcome(take_tokens, replica.version, sampled, scores, tops)
+
+    def _images(self, lane: _Lane, step: Step) -> ImageRows | None:
+        """Return the tokens of images in a step; None: no sequence in it has any."""
+        slots = np.unique(step.slots[lane.has_images[step.slots]]).tolist()
+        if not slots:
+            return None
+        turns = torch.from_numpy(step.positions)[:, None].repeat(1, 3)
+        for slot in slots:
+            rows = torch.from_numpy(np.flatnonzero(step.slots == slot))
+            known, places = lane.turns[slot], turns[rows, 0]
+            last = len(known) - 1
+            turns[rows] = known[places.clamp(max=last)] + (places - last).clamp(min=0)[:, None]
+        reader = self._replica.model.images
+        assert reader is not None, "such a request is refused"
+        return reader.rows(torch.from_numpy(step.tokens), turns, self._replica.device)
 
     def _find_tops(
         self,
@@ -344,7 +367,7 @@ class Session:
 
     def _is_decodable(self, lane: _Lane, step: Step) -> bool:
         """Return whether the runner can take this step by itself, and further ones in the same call."""
-        is_one_token_each = len(step.rows) == len(step.tokens)
+        is_one_token_each = len(step.rows) == len(step.tokens) and not lane.has_images[step.slots].any()
         does_more = len(step.copies) + len(step.state_copies) + len(step.scored) > 0
         runner = self._replica.runner
         if not runner.can_decode or not is_one_token_each or does_more:
@@ -497,6 +520,9 @@ class _Lane:
         self.is_watched = np.zeros(num_slots, bool)
         self.num_prompt = np.zeros(num_slots, np.int64)
         self.num_top = np.zeros(num_slots, np.int64)
+        self.has_images = np.zeros(num_slots, bool)
+        # Of slots with images how far each token of the prompt turns, and the one behind it.
+        self.turns: dict[int, Tensor] = {}
         self.pending: tuple[Step, _Outcome] | None = None
 
 
@@ -505,7 +531,7 @@ def _sequence(number: int, request: Request) -> TokenSequence:
     known = prompt if request.begun is None else torch.cat([prompt, request.begun.tokens])
     return TokenSequence(
         number=number,
-        tokens=known.numpy().astype(np.int32),
+        tokens=known.numpy(),
         num_prompt=len(prompt),
         end=len(prompt) + params.max_new_tokens,
         no_stop_before=len(prompt) + params.min_new_tokens,

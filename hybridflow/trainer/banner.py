@@ -15,8 +15,6 @@ from hybridflow.observe.console import duration
 from hybridflow.observe.summary import REPORT_FILE
 from hybridflow.reshard.spec import ModelSpec
 
-_PLAIN = "plain text; for a chat model set data.prompt_as_message=true, which applies its chat template"
-
 
 def first_line(recipe: Recipe) -> str:
     """Return the line for the time in which a job imports its libraries."""
@@ -32,7 +30,7 @@ def banner(
     device: str,
     num_rows: int | None,
     num_held_out: int,
-    is_plain: bool = False,
+    prompts: str | None = None,
 ) -> str:
     """Return what is about to be trained, on what, and where.
 
@@ -43,7 +41,7 @@ def banner(
         device: What the ranks compute with.
         num_rows: Rows to train on; None: it is not known, as of a live queue.
         num_held_out: Held-out rows.
-        is_plain: Prompts are text that no chat template has rendered, and the tokenizer has one.
+        prompts: What is to be said of the prompts; None: nothing.
     """
     trainer, rollout = recipe.trainer, recipe.rollout
     size = sum(math.prod(tensor.shape) for tensor in spec.tensors)
@@ -61,7 +59,7 @@ def banner(
         "device": device,
         "model": f"{model}, {_count(size)} parameters, {recipe.model.dtype}",
         "data": f"{recipe.data.title}, {rows}; {num_held_out:,} held out",
-        **({"prompts": _PLAIN} if is_plain else {}),
+        **({} if prompts is None else {"prompts": prompts}),
         "layouts": ", ".join(_layouts(recipe, meshes)),
         "steps": f"{steps} of {samples}, {saves}",
     }

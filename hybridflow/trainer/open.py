@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hybridflow.checkpoint.job_file import latest_step, step_path
@@ -10,6 +11,7 @@ from hybridflow.config.data import DataSourceConfig
 from hybridflow.config.recipe import Recipe
 from hybridflow.data.arithmetic import ensure_files
 from hybridflow.data.chat import is_plain
+from hybridflow.data.images import HELD_OUT, IMAGES, Image, held_out_number, source_and_row
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.preferences import JudgedResponse, encode_responses, pairs_of
 from hybridflow.data.problems import FOLDER, example_in, held_out_shape, open_problems, open_stores, training_shape
@@ -19,6 +21,7 @@ from hybridflow.data.shaping import Shape, end_of, read_examples
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.errors import DataError
 from hybridflow.families.assets import FOLDER as ASSETS
+from hybridflow.families.images import reads_images
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
 from hybridflow.recipe.check_sampling import check_stop
@@ -63,24 +66,37 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
         shape = held_out_shape(shape, recipe)
         source = DataSourceConfig(path=data.held_out, file_format=data.file_format)
         (store,) = open_stores([source], shape, folder, everyone=everyone)
-        held_out = [example_in(store[row], shape) for row in range(len(store))]
+        held_out = [
+            replace(example_in(store[row], shape), row_number=held_out_number(row)) for row in range(len(store))
+        ]
+
+    def images_of(row: int) -> tuple[Image, ...]:
+        source, index = source_and_row(row)
+        return held_out[index].images if source == HELD_OUT else train.images(row)
+
     return Job(
         world=world,
         recipe=recipe,
         meshes=plan.meshes,
         tokenizer=tokenizer,
         train=train,
+        images=shape.images,
+        images_of=None if shape.images is None else images_of,
         held_out=() if has_preferences else tuple((each, prompt_tokens(each, tokenizer)) for each in held_out),
         held_out_pairs=_pairs(recipe, shape, tokenizer, held_out) if has_preferences and held_out else (),
     )
 
 
-def has_plain_prompts(job: Job) -> bool:
-    """Return whether prompts are plain text although the tokenizer has a chat template, by the first of them."""
+def note_of_prompts(job: Job) -> str | None:
+    """Return what the first prompt is that was seldom meant: text without the chat template, or without its images."""
     if job.tokenizer is None or job.train.num_rows is None:
-        return False
+        return None
     example = job.train.example(0)
-    return is_plain(example.prompt, example.begins, job.tokenizer)
+    if is_plain(example.prompt, example.begins, job.tokenizer):
+        return "plain text; for a chat model set data.prompt_as_message=true, which applies its chat template"
+    if job.images is None and example.row.get(IMAGES) and reads_images(job.model_of("actor").path):
+        return f"text alone; data.images_field={IMAGES} gives the model the images of its rows, too"
+    return None
 
 
 def _pairs(

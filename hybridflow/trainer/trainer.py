@@ -42,7 +42,7 @@ from hybridflow.trainer import checkpoints
 from hybridflow.trainer.banner import banner
 from hybridflow.trainer.decisions import Decisions
 from hybridflow.trainer.initial_weights import read_weights, spread_weights
-from hybridflow.trainer.open import has_plain_prompts, open_job
+from hybridflow.trainer.open import note_of_prompts, open_job
 from hybridflow.trainer.plan import JobPlan, placement_warnings, plan_job, transformers_note
 from hybridflow.trainer.progress import Progress
 from hybridflow.trainer.record import Record
@@ -195,7 +195,7 @@ class Trainer(Role):
                 device=device,
                 num_rows=rows,
                 num_held_out=num_held_out,
-                is_plain=has_plain_prompts(job),
+                prompts=note_of_prompts(job),
             )
             say_event("start", text, device=device, num_rows=rows, num_held_out=num_held_out)
         self._checkpoints = checkpoints.Checkpoints(job, self.roles.by_name, start)

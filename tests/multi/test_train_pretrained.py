@@ -20,7 +20,7 @@ from hybridflow.placement.pretrained import assets_of
 from hybridflow.recipe.load import recipe_from_dict
 from hybridflow.trainer.checkpoints import find_resume_point
 from hybridflow.trainer.initial_weights import read_weights, spread_weights
-from hybridflow.trainer.open import has_plain_prompts
+from hybridflow.trainer.open import note_of_prompts
 from hybridflow.trainer.plan import plan_job
 from hybridflow.trainer.record import Record
 from hybridflow.trainer.stopping import Stopping
@@ -222,8 +222,8 @@ def test_ranks_that_find_other_checkpoints_of_a_run_are_refused(folder):
     assert told[1].endswith(f"name the step, as in {folder}/other/checkpoints/step_000002")
 
 
-def plain(world: World, values: dict[str, Any]) -> bool:
-    return has_plain_prompts(open_with_data(world, values)[0])
+def note(world: World, values: dict[str, Any]) -> str | None:
+    return note_of_prompts(open_with_data(world, values)[0])
 
 
 def small_files(world: World, values: dict[str, Any]) -> dict[str, dict[str, bytes]]:
@@ -237,7 +237,8 @@ def test_the_chat_template_of_the_prompts_is_written_with_the_actor(folder, own)
     write_tokenizer(folder / "causal", has_start=True, chat_template=own)
     values = recipe(folder, "grpo", cluster={"ranks": 1}, actor={})
     # A person is told that prompts of text go past a template.
-    assert run_ranks(plain, 1, values) == [own is not None]
+    (told,) = run_ranks(note, 1, values)
+    assert (told or "").startswith("plain text; for a chat model set data.prompt_as_message=true") is (own is not None)
     (before,) = run_ranks(small_files, 1, values)
     assert all("chat_template.jinja" not in files for files in before.values())
     (folder / "chat.txt").write_text("{% for each in messages %}{{ each.content }}{% endfor %}")

@@ -11,6 +11,7 @@ import tokenizers
 import torch
 import transformers
 
+IMAGE_TOKEN = 40
 END, START, PAD = "<|end|>", "<|start|>", "<|pad|>"
 SIZES: dict[str, Any] = dict(
     hidden_size=32,
@@ -62,6 +63,10 @@ def write_model(
     return model.eval()
 
 
+QWEN3_5_ROPE = dict(
+    **dict(rope_type="default", rope_theta=5e3, partial_rotary_factor=0.5),
+    **dict(mrope_section=[2, 1, 1], mrope_interleaved=True),
+)
 WITH_VISION: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "Gemma3": (
         dict(sliding_window=5, sliding_window_pattern=2, query_pre_attn_scalar=24),
@@ -87,12 +92,14 @@ WITH_VISION: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     # nearly 0 magnifies what is rounded, the more the smaller the number that it adds.
     "Qwen3_5": (
         dict(layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=2)
+        | dict(rope_parameters=QWEN3_5_ROPE)
         | dict(linear_key_head_dim=8, linear_value_head_dim=8, head_dim=16, rms_norm_eps=1e-3),
         dict(depth=1, hidden_size=8, intermediate_size=8, num_heads=2, out_hidden_size=32, num_position_embeddings=16),
         {},
     ),
     "Qwen3_5Moe": (
         dict(layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=2)
+        | dict(rope_parameters=QWEN3_5_ROPE)
         | dict(linear_key_head_dim=8, linear_value_head_dim=8, head_dim=16, num_experts=4, num_experts_per_tok=2)
         | dict(moe_intermediate_size=24, shared_expert_intermediate_size=16, rms_norm_eps=1e-3),
         dict(depth=1, hidden_size=8, intermediate_size=8, num_heads=2, out_hidden_size=32, num_position_embeddings=16),
@@ -137,11 +144,19 @@ def write_vision_model(folder: Path, name: str, *, seed: int = 0, **text: Any) -
     of_text, vision, whole = WITH_VISION[name]
     sizes = {**SIZES, "head_dim": 12, "vocab_size": 45, "eos_token_id": 0, "bos_token_id": 1, "pad_token_id": 2}
     told = {key: each for key, each in {**sizes, **of_text, **text}.items() if each is not None or key not in sizes}
+    if name.startswith("Qwen"):
+        whole = {**whole, "image_token_id": IMAGE_TOKEN, "video_token_id": IMAGE_TOKEN + 1}
     config = getattr(transformers, f"{name}Config")(text_config=told, vision_config=vision, **whole)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     randomize(model, seed, 0.2)
     model.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "Gemma3ImageProcessor"}')
+    processor: dict[str, Any] = {"image_processor_type": "Gemma3ImageProcessor"}
+    if name.startswith("Qwen"):
+        processor = {
+            **{"image_processor_type": "Qwen2VLImageProcessor", "patch_size": config.vision_config.patch_size},
+            **{"merge_size": 2, "temporal_patch_size": 2, "size": {"shortest_edge": 64, "longest_edge": 4096}},
+        }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return model.eval()
 
 

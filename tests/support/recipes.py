@@ -35,6 +35,17 @@ POLICY: dict[str, Any] = {
 SCORER: dict[str, Any] = {**POLICY, "architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
 
 
+SEES: dict[str, Any] = {
+    **dict(model_type="qwen3_vl", image_token_id=9, vision_config={"deepstack_visual_indexes": [0]}),
+    "text_config": {
+        **{key: value for key, value in POLICY.items() if key != "architectures"},
+        **dict(model_type="qwen3_vl_text", head_dim=12, num_key_value_heads=2),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e3, "mrope_section": [2, 2, 2]},
+    },
+}
+"""``config.json`` of a small Qwen3-VL."""
+
+
 def write_config(folder: Path, config: dict[str, Any] = POLICY, **changes: Any) -> Path:
     """Put a ``config.json`` into a folder, which is made if absent; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)

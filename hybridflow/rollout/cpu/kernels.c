@@ -336,7 +336,7 @@ void hf_settle(int64_t *tokens, float *log_probs, float *sampled_log_probs, cons
 /* Sequences in slots that get their next tokens: the arrays of scheduler.py, sampling.py and records.py. */
 typedef struct {
     int64_t capacity, num_stops, version;
-    int32_t *tokens;                      /* [slots, capacity] */
+    int64_t *tokens;                      /* [slots, capacity] */
     int64_t *lengths;                     /* [slots]: of what is known; the last token is not in the cache */
     const int64_t *ends, *no_stop_before; /* [slots]: lengths at which they end, and below which no token stops them */
     const int32_t *stops;                 /* [slots, num_stops] */
@@ -366,7 +366,7 @@ static void choose_token(const slots *d, int64_t slot, const float *logits, int6
         d->failures[slot] = token;
         return;
     }
-    d->tokens[at] = (int32_t)token;
+    d->tokens[at] = token;
     d->log_probs[at] = log_prob;
     d->sampled_log_probs[at] = sampled;
     d->versions[at] = (int32_t)d->version;
@@ -376,7 +376,7 @@ static void choose_token(const slots *d, int64_t slot, const float *logits, int6
 static int goes_on(const slots *d, int64_t slot) {
     int64_t length = d->lengths[slot];
     if (d->failures[slot] || length >= d->ends[slot]) return 0;
-    int32_t last = d->tokens[slot * d->capacity + length - 1];
+    int64_t last = d->tokens[slot * d->capacity + length - 1];
     for (int64_t i = 0; i < d->num_stops && length >= d->no_stop_before[slot]; i++)
         if (d->stops[slot * d->num_stops + i] == last) return 0;
     return 1;

@@ -72,10 +72,13 @@ class GpuAttention:
         prompts: Rows that latent attention computes as in training; None: there are none.
 
     Attributes:
+        images: None: sequences with images go through the modules of training.
         recurrence: See above.
         prompts: See above.
         others: What the rows beside prompts attend by; None: there are no prompts, or no such rows.
     """
+
+    images: None = None
 
     def __init__(
         self,

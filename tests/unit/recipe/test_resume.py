@@ -20,9 +20,9 @@ from hybridflow.families.model_info import ModelInfo
 from hybridflow.recipe.load import recipe_from_dict
 from hybridflow.recipe.resume import check_resume
 from hybridflow.sections import Bounds, put_over, read_section, to_dict
-from tests.support.recipes import POLICY, SCORER, SMALLEST, write_config
+from tests.support.recipes import POLICY, SCORER, SEES, SMALLEST, write_config
 
-NUM_LEAF_KEYS = 859
+NUM_LEAF_KEYS = 861
 
 
 class Key(NamedTuple):
@@ -79,6 +79,7 @@ ALGORITHMS = {
 
 GIVEN = {
     r"model\.(path|implementation|trust_remote_code)": ["model={path: DIR/policy-1}"],
+    r"data\.image": ["model={path: DIR/sees}", "data.images_field=images"],
     r"actor\.fp8": ["model.dtype=bf16", "model.hidden_size=128", "model.ffn_hidden_size=128"],
     r"(critic|cost_critic|teacher)\.model\.(path|implementation|trust_remote_code)": [r"\1.model={path: DIR/policy-1}"],
     r"(reward|cost)\.model\.(path|implementation|trust_remote_code)": [r"\1={model: {path: DIR/scorer-1}}"],
@@ -190,6 +191,9 @@ def folder(tmp_path_factory):
     for number in "12":
         write_config(folder / f"policy-{number}", POLICY)
         write_config(folder / f"scorer-{number}", SCORER)
+    write_config(folder / "sees", SEES)
+    processor = {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 1024, "longest_edge": 65536}}
+    (folder / "sees" / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder
 
 

@@ -9,11 +9,11 @@ from hybridflow.reshard.spec import ModelSpec
 from hybridflow.trainer.banner import banner, farewell
 
 
-def test_the_beginning_tells_of_prompts_without_the_chat_template_alone():
+def test_the_beginning_tells_of_prompts_what_there_is_to_say():
     told = {"device": "CPU", "num_rows": 3, "num_held_out": 1}
-    for is_plain in (False, True):
-        text = banner(load_recipe("sft"), {}, ModelSpec(tensors=(), num_layers=0), **told, is_plain=is_plain)
-        assert ("\n  prompts  plain text; for a chat model set data.prompt_as_message=true" in text) is is_plain
+    for prompts in (None, "plain text"):
+        text = banner(load_recipe("sft"), {}, ModelSpec(tensors=(), num_layers=0), **told, prompts=prompts)
+        assert ("\n  prompts  plain text\n" in text) is (prompts is not None)
 
 
 @pytest.mark.parametrize(("steps", "words"), [(1, "done: 1 step in 2 s"), (2000, "done: 2,000 steps in 2 s")])

@@ -1,0 +1,88 @@
+"""The images of a job's rows, and what its models see of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.data.images import Grid, Image, row_and_which
+from hybridflow.errors import DataError
+from hybridflow.families.images import ImageSettings, image_settings
+from hybridflow.models.hf_model import make_image_processor
+from hybridflow.models.images import ImageReader
+from hybridflow.placement.job import Job
+from hybridflow.placement.vision_tower import VisionTower
+from hybridflow.reshard.views import TORCH_DTYPES
+
+
+def image_reader(job: Job, role: str) -> ImageReader | None:
+    """Return what a role's model knows of images; None: prompts are text. Models of one directory share it.
+
+    Raises:
+        ConfigError: The model reads no images.
+    """
+    model = job.model_of(role)
+    if job.images_of is None or model.path is None:
+        return None
+    settings = image_settings(Path(model.path), job.recipe.data.image_max_pixels)
+    key = settings.path, model.dtype
+    if key not in job.image_readers:
+        tower = _LaterTower(settings, TORCH_DTYPES[model.dtype], job.world.device)
+        job.image_readers[key] = ImageReader(settings, JobImages(job.images_of, settings), tower)
+    return job.image_readers[key]
+
+
+class _LaterTower:
+    """A ``VisionTower`` that is read when it is first asked for: not every rank computes images."""
+
+    def __init__(self, settings: ImageSettings, dtype: torch.dtype, device: torch.device) -> None:
+        self._make = functools.partial(VisionTower, Path(settings.path), dtype, device)
+
+    def __call__(self, patches: Tensor, grid: Grid) -> Tensor:
+        return self._tower(patches, grid)
+
+    @functools.cached_property
+    def _tower(self) -> VisionTower:
+        return self._make()
+
+
+class JobImages:
+    """The images of a job's rows, see ``models.images.Images``."""
+
+    def __init__(self, images_of: Callable[[int], tuple[Image, ...]], settings: ImageSettings) -> None:
+        self._images_of, self._settings = images_of, settings
+
+    def grid(self, number: int) -> Grid:
+        """Return rows and columns of an image's tokens."""
+        return self._image(number).grid
+
+    def patches(self, number: int) -> Tensor:
+        """Return an image as the tower takes it, ``[patches, numbers]`` fp32.
+
+        Raises:
+            DataError: Its file is not what it was when the job began.
+        """
+        image = self._image(number)
+        size = {"shortest_edge": self._settings.min_pixels, "longest_edge": self._settings.max_pixels}
+        found = self._processor([image.open()], size=size, return_tensors="pt")
+        rows, columns = (found["image_grid_thw"][0, 1:] // self._processor.merge_size).tolist()
+        if (rows, columns) != image.grid:
+            raise DataError(
+                f"{image.source:.200}: {rows} x {columns} tokens, there were {image.grid[0]} x {image.grid[1]}; "
+                "restore the file as it was when the job began"
+            )
+        patches: Tensor = found["pixel_values"]
+        return patches
+
+    def _image(self, number: int) -> Image:
+        row, which = row_and_which(number)
+        return self._images_of(row)[which]
+
+    @functools.cached_property
+    def _processor(self) -> Any:
+        return make_image_processor(Path(self._settings.path))

@@ -251,7 +251,7 @@ def _side_by_side(*kinds: list[Any]) -> list[list[Any]]:
 
 
 def _check_attention(sizes: Any) -> dict[str, tuple[float, float]]:
-    """Prefill in tiles, then a decode step with whole and with split keys; with and without window, cap and sinks."""
+    """Prefill in tiles, then a decode step with whole and split keys, and with shifts; window, cap and sinks."""
     import numpy as np
     import torch
 
@@ -283,12 +283,18 @@ def _check_attention(sizes: Any) -> dict[str, tuple[float, float]]:
     }
     for name, scoring in scorings.items():
         expected = _attend(mixed.view(num_sequences, context, groups, sharers + 2, head), rotary, norms, scoring)
-        for kind, chosen, splits in (("prefill", ~is_last, 1), ("decode", is_last, 1), ("split decode", is_last, 4)):
+        for kind in ("prefill", "decode", "split decode", "shifted decode"):
+            chosen = ~is_last if kind == "prefill" else is_last
             sequences, positions = rows[chosen] // context, rows[chosen] % context
             tiles = torch.from_numpy(tiles_of(sequences.cpu().numpy().astype(np.int64), most)).to(device)
-            how = {"tiles": {most: tiles}} if kind == "prefill" else {"splits": splits}
+            how: dict[str, Any] = {
+                **{"prefill": {"tiles": {most: tiles}}, "split decode": {"splits": 4}},
+                **{"decode": {}, "shifted decode": {"shifts": torch.full_like(positions, 3)}},
+            }[kind]
             attention = GpuAttention(addresses, tables, sequences, positions, **how)
-            output = attention.attend_mixed(0, mixed[chosen].contiguous(), rotary, norms, scoring, 1e-6, 0.0)
+            # With a shift of 3 each row turns as it would without.
+            table = torch.cat([0 * rotary[:3], rotary]) if "shifts" in how else rotary
+            output = attention.attend_mixed(0, mixed[chosen].contiguous(), table, norms, scoring, 1e-6, 0.0)
             found[f"{kind}{name}"] = relative_gap(output, expected[chosen]), _BF16
     return found
 

@@ -70,6 +70,7 @@ class GpuAttention:
         splits: Shares that the keys of a row are split into.
         recurrence: What layers with linear attention do; None: there are none.
         prompts: Rows that latent attention computes as in training; None: there are none.
+        shifts: See ``kernels.store``, ``[rows]`` int64; None: each row turns by its position.
 
     Attributes:
         images: None: sequences with images go through the modules of training.
@@ -90,7 +91,9 @@ class GpuAttention:
         splits: int = 1,
         recurrence: GpuRecurrence | None = None,
         prompts: LatentPrompts | None = None,
+        shifts: Tensor | None = None,
     ) -> None:
+        self._shifts = shifts
         self.recurrence = recurrence
         self.prompts = prompts
         self.tables = tables
@@ -141,7 +144,7 @@ class GpuAttention:
         rows, groups, width, head = mixed.shape
         query = mixed.new_empty(rows, groups, (width - 2) // (1 + is_gated), head)
         where = self._addresses, self.tables, self.sequences, self.positions
-        how = layer, eps, centre, is_interleaved, has_value_norm
+        how = layer, eps, centre, is_interleaved, has_value_norm, self._shifts
         ops.store(query, mixed, *where, rotary, *(norms or (None, None)), squares, *how)
         context, partial, sums = torch.empty_like(query), None, None
         if self._splits > 1:

@@ -100,11 +100,12 @@ def _scaled(values, scale, query_weight, key_weight, at, is_query, is_key, centr
 
 
 @triton.jit(do_not_specialize=["layer", "table_width"])
-def store(query, mixed, caches, tables, sequences, positions, rotary, query_weight, key_weight, squares, layer,
-          table_width, eps, centre, GROUPS: tl.constexpr, SHARERS: tl.constexpr, HEAD: tl.constexpr,
+def store(query, mixed, caches, tables, sequences, positions, rotary, shifts, query_weight, key_weight, squares,
+          layer, table_width, eps, centre, GROUPS: tl.constexpr, SHARERS: tl.constexpr, HEAD: tl.constexpr,
           TURNED: tl.constexpr, BLOCK_TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
           REST: tl.constexpr, WIDTH: tl.constexpr, HAS_NORM: tl.constexpr, IS_WIDE: tl.constexpr,
-          HAS_VALUE_NORM: tl.constexpr, HAS_GATE: tl.constexpr, IS_INTERLEAVED: tl.constexpr):  # fmt: skip
+          HAS_VALUE_NORM: tl.constexpr, HAS_GATE: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+          HAS_SHIFTS: tl.constexpr):  # fmt: skip
     """Rotate queries and keys, and write keys and values to the cache; a program for each row and query group.
 
     Args:
@@ -115,7 +116,8 @@ def store(query, mixed, caches, tables, sequences, positions, rotary, query_weig
         tables: Blocks of each sequence, ``[sequences, table_width]`` int32.
         sequences: Sequence of each row, ``[rows]`` int64.
         positions: Position of each row in its sequence, ``[rows]`` int64; -1: padding.
-        rotary: Cosines and sines of each position, ``[context, 2, TURNED]`` fp32.
+        rotary: Cosines and sines, ``[turns, 2, TURNED]`` fp32; those of a row are at its position.
+        shifts: With ``HAS_SHIFTS`` they are at its position plus this, ``[rows]`` int64.
         query_weight: Weight of the queries' norm, ``[head]``; with ``IS_WIDE`` ``[groups, sharers, head]``.
         key_weight: Weight of the keys' norm, ``[head]``; with ``IS_WIDE`` ``[groups, head]``.
         squares: With ``IS_WIDE`` mean squares of queries and keys, ``[rows, 2]`` fp32.
@@ -137,6 +139,7 @@ def store(query, mixed, caches, tables, sequences, positions, rotary, query_weig
         HAS_VALUE_NORM: Whether values are normalized, without a weight.
         HAS_GATE: Whether there are gates.
         IS_INTERLEAVED: Whether neighboring dims turn together, instead of a dim of each half.
+        HAS_SHIFTS: Whether there are shifts.
     """
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + row)
@@ -169,7 +172,10 @@ def store(query, mixed, caches, tables, sequences, positions, rotary, query_weig
         high = _scaled(high, scale, query_weight, key_weight, at_high, is_query, is_key, centre)
         if REST > 0:
             rest = _scaled(rest, scale, query_weight, key_weight, at_rest, rest_query, rest_key, centre)
-    turn = rotary + tl.maximum(position, 0) * 2 * TURNED + tl.arange(0, HALF)
+    turn_at = position
+    if HAS_SHIFTS:
+        turn_at += tl.load(shifts + row)
+    turn = rotary + tl.maximum(turn_at, 0) * 2 * TURNED + tl.arange(0, HALF)
     is_turn = tl.arange(0, HALF) < TURNED
     cosine = tl.load(turn, mask=is_turn, other=0.0)[None, :]
     sine = tl.load(turn + TURNED, mask=is_turn, other=0.0)[None, :]

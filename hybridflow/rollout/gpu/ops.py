@@ -98,11 +98,12 @@ def store(
     centre: float,
     is_interleaved: bool,
     has_value_norm: bool = False,
+    shifts: Tensor | None = None,
 ) -> None:
     rows, groups, sharers, head = query.shape
     turned = rotary.shape[2]
     kernels.store[(rows, groups)](
-        *(query, mixed, caches, tables, sequences, positions, rotary),
+        *(query, mixed, caches, tables, sequences, positions, rotary, positions if shifts is None else shifts),
         *(query if each is None else each for each in (query_weight, key_weight, squares)),
         *(layer, tables.shape[1], eps, centre),
         GROUPS=groups,
@@ -119,6 +120,7 @@ def store(
         HAS_VALUE_NORM=has_value_norm,
         HAS_GATE=mixed.shape[2] > sharers + 2,
         IS_INTERLEAVED=is_interleaved,
+        HAS_SHIFTS=shifts is not None,
         num_warps=2 if head <= 256 else 4,
     )
 

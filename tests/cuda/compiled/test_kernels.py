@@ -58,7 +58,7 @@ def attend_in_cache(
     if is_wide:
         ops.mean_squares(norms[2], mixed, 1)
     turned = head // 4 if is_interleaved else head // 2
-    how = 0, 1e-6, 0.0, is_interleaved, shape is GEMMA4_31B
+    how = 0, 1e-6, 0.0, is_interleaved, shape is GEMMA4_31B, longs(rows) if shape is QWEN2_7B else None
     ops.store(query, mixed, *where, torch.zeros(16, 2, turned), *norms, *how)
     partial = torch.zeros(splits, *query.shape) if splits > 1 else None
     sums = torch.zeros(2, splits, *query.shape[:-1]) if splits > 1 else None
@@ -71,11 +71,13 @@ def attend_in_cache(
 
 
 def gated_attention(dtype, shape):
-    """Launch what gates on attention's output change, where a part of each head turns."""
+    """Launch what gates on attention's output change, where a part of each head turns, behind images too."""
     rows, head, groups, sharers = 4, shape["head"], shape["groups"], shape["sharers"]
     query, mixed = (torch.zeros(rows, groups, heads, head, dtype=dtype) for heads in (sharers, 2 * sharers + 2))
     where, norms = (longs(2, 2), ints(rows, 8), longs(rows), longs(rows)), (torch.zeros(head, dtype=dtype),) * 2
-    ops.store(query, mixed, *where, torch.zeros(16, 2, shape["pairs"]), *norms, None, 0, 1e-6, 1.0, False)
+    ops.store(
+        query, mixed, *where, torch.zeros(16, 2, shape["pairs"]), *norms, None, 0, 1e-6, 1.0, False, shifts=longs(rows)
+    )
     ops.gate_heads(query, mixed)
 
 

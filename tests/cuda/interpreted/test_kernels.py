@@ -269,7 +269,9 @@ def test_keys_and_values_are_written_where_the_table_says(
     query = torch.empty(5, groups, sharers, head, dtype=dtype)
     where = cache.addresses, cache.tables, sequences, positions
     values, has_value_norm = mixed[:, :, sharers + 1], normed == "each head"
-    ops.store(query, given, *where, rotary, *norms, squares, 1, 1e-5, 0.0, is_interleaved, has_value_norm)
+    # As behind images, and one that is too large for a row of padding.
+    shifts = torch.tensor([-3, -7, 0, 2, -9]) if is_gated else None
+    ops.store(query, given, *where, rotary, *norms, squares, 1, 1e-5, 0.0, is_interleaved, has_value_norm, shifts)
     if has_value_norm:
         values = normalized(values, torch.ones(head), 1e-5, 0.0)
     queries, keys = mixed[:, :, :sharers].float(), mixed[:, :, sharers].float()
@@ -279,7 +281,8 @@ def test_keys_and_values_are_written_where_the_table_says(
             normalized(each.reshape(5, -1, weight.numel()), weight.flatten(), 1e-5, 0.0).view(each.shape)
             for each, weight in zip((queries, keys), norms, strict=True)
         )
-    queries, keys = (turned(each, rotary, positions.clamp(min=0), is_interleaved) for each in (queries, keys))
+    turns = (positions if shifts is None else positions + shifts).clamp(min=0)
+    queries, keys = (turned(each, rotary, turns, is_interleaved) for each in (queries, keys))
     close(query, queries, dtype, steps=16)
     written = torch.zeros(cache.memory[1, 0].shape[:2], dtype=torch.bool)
     for row in range(4):

@@ -37,10 +37,12 @@ class Runner(Protocol):
     Attributes:
         can_cut: Whether ``decode`` knows top k, top p and min p.
         can_edit: Whether ``decode`` knows penalties, biases and forbidden tokens.
+        can_turn: Whether ``decode`` knows how text behind images turns.
     """
 
     can_cut: bool
     can_edit: bool
+    can_turn: bool
 
     @property
     def can_decode(self) -> bool:
@@ -80,7 +82,7 @@ class PlainRunner:
         keeps_choices: Whether its caches keep the choices of experts.
     """
 
-    can_cut = can_edit = False
+    can_cut = can_edit = can_turn = False
 
     def __init__(
         self,
@@ -160,6 +162,6 @@ def make_runner(
         # Needs Triton, which comes with torch's CUDA builds only.
         from hybridflow.rollout.gpu.runner import GpuRunner, runs_on_gpu
 
-        if runs_on_gpu(model) and model.images is None:
+        if runs_on_gpu(model):
             return GpuRunner(model, groups, vocab_size, max_rows=max_rows, max_steps=max_steps)
     return PlainRunner(model, groups, vocab_size, device, keeps_choices=keeps_choices)

@@ -268,9 +268,11 @@ class Session:
         lane.num_prompt[slot] = len(request.prompt)
         lane.num_top[slot] = request.params.num_top_log_probs
         lane.has_images[slot] = bool((request.prompt >= FIRST_ID).any())
+        lane.shifts[slot] = 0
         if lane.has_images[slot]:
             assert self._replica.model.images is not None, "such a request is refused"
             lane.turns[slot] = self._replica.model.images.turns(pad(request.prompt, (0, 1)))
+            lane.shifts[slot] = lane.turns[slot][-1, 0] - len(request.prompt)
 
     def _forward(self, lane: _Lane, step: Step) -> _Outcome:
         """Compute a step; on the last stage also sample, and send the others the tokens."""
@@ -367,10 +369,12 @@ class Session:
 
     def _is_decodable(self, lane: _Lane, step: Step) -> bool:
         """Return whether the runner can take this step by itself, and further ones in the same call."""
-        is_one_token_each = len(step.rows) == len(step.tokens) and not lane.has_images[step.slots].any()
-        does_more = len(step.copies) + len(step.state_copies) + len(step.scored) > 0
         runner = self._replica.runner
-        if not runner.can_decode or not is_one_token_each or does_more:
+        is_one_token_each = len(step.rows) == len(step.tokens)
+        does_more = len(step.copies) + len(step.state_copies) + len(step.scored) > 0
+        # A prompt that is known but for its last token may end with an image.
+        has_images = (step.tokens >= FIRST_ID).any() or (not runner.can_turn and lane.has_images[step.slots].any())
+        if not runner.can_decode or not is_one_token_each or does_more or has_images:
             return False
         known = {"with_cuts": runner.can_cut, "with_edits": runner.can_edit}
         return lane.sampler.is_plain(step.slots, **known) and not lane.num_top[step.slots].any()
@@ -379,6 +383,7 @@ class Session:
         """Sample up to ``num_steps`` tokens of each running sequence, 1 if any is watched; return what ended."""
         replica, tables = self._replica, lane.scheduler.tables
         arrays = {**lane.scheduler.arrays(), **lane.sampler.arrays(slots), **lane.records.arrays()}
+        arrays["shifts"] = lane.shifts
         begin = slots[lane.scheduler.lengths[slots] == lane.num_prompt[slots]]
         failures = replica.runner.decode(self._cache, tables, slots, num_steps, replica.version, **arrays)[slots]
         self._note_first_tokens(lane, begin)
@@ -523,6 +528,8 @@ class _Lane:
         self.has_images = np.zeros(num_slots, bool)
         # Of slots with images how far each token of the prompt turns, and the one behind it.
         self.turns: dict[int, Tensor] = {}
+        # Text behind a prompt turns as if it stood this much further on; negative behind images.
+        self.shifts = np.zeros(num_slots, np.int64)
         self.pending: tuple[Step, _Outcome] | None = None
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.models.gpt import Transformer
+from hybridflow.models.images import ImageRows
 from hybridflow.models.scoring import Scoring
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.gpu import ops
@@ -73,13 +74,13 @@ class GpuAttention:
         shifts: See ``kernels.store``, ``[rows]`` int64; None: each row turns by its position.
 
     Attributes:
-        images: None: sequences with images go through the modules of training.
+        images: The tokens of images; None: there are none.
         recurrence: See above.
         prompts: See above.
         others: What the rows beside prompts attend by; None: there are no prompts, or no such rows.
     """
 
-    images: None = None
+    images: ImageRows | None = None
 
     def __init__(
         self,
@@ -94,6 +95,7 @@ class GpuAttention:
         shifts: Tensor | None = None,
     ) -> None:
         self._shifts = shifts
+        self._rotary: Tensor | None = None
         self.recurrence = recurrence
         self.prompts = prompts
         self.tables = tables
@@ -106,6 +108,11 @@ class GpuAttention:
         if prompts is not None and len(prompts.others):
             own = sequences[prompts.others], positions[prompts.others]
             self.others = GpuAttention(addresses, tables, *own, splits=splits)
+
+    def turn_by(self, rotary: Tensor) -> None:
+        """Let each row turn by cosines and sines of its own, ``[rows, 2, turned pairs]`` fp32."""
+        self._rotary = rotary
+        self._shifts = torch.arange(len(rotary), device=rotary.device) - self.positions
 
     def attend_mixed(
         self,
@@ -145,6 +152,7 @@ class GpuAttention:
         query = mixed.new_empty(rows, groups, (width - 2) // (1 + is_gated), head)
         where = self._addresses, self.tables, self.sequences, self.positions
         how = layer, eps, centre, is_interleaved, has_value_norm, self._shifts
+        rotary = rotary if self._rotary is None else self._rotary
         ops.store(query, mixed, *where, rotary, *(norms or (None, None)), squares, *how)
         context, partial, sums = torch.empty_like(query), None, None
         if self._splits > 1:

@@ -34,6 +34,7 @@ _WHOLE = (
     "num_prompt",
     "top_k",
     "slots",
+    "shifts",
     "counts",
     "failures",
 )
@@ -150,7 +151,9 @@ class Decoder:
         where = state.addresses, state.tables[:rows], state.sequences[:rows], state.whole["positions"][:rows]
         groups = self._transformer.num_groups
         recurrence = GpuRecurrence(state.addresses, state.whole["slots"][:rows], where[-1])
-        attention = GpuAttention(*where, splits=splits_for(rows, groups, self._processors), recurrence=recurrence)
+        splits = splits_for(rows, groups, self._processors)
+        shifts = state.whole["shifts"][:rows] if self._transformer.reads_images else None
+        attention = GpuAttention(*where, splits=splits, recurrence=recurrence, shifts=shifts)
         logits = self._transformer(state.whole["tokens"][:rows], attention, None)
         noise = state.whole["keys"][:rows], state.whole["lengths"][:rows]
         settings = state.temperatures[:rows], state.is_quiet[:rows]
@@ -263,7 +266,7 @@ class _State:
         whole["slots"][:num] = chosen
         whole["tokens"][:num] = arrays["tokens"][chosen, lengths - 1]
         whole["lengths"][:num], whole["positions"][:num] = lengths, lengths - 1
-        for name in ("keys", "ends", "no_stop_before", "num_prompt", "top_k"):
+        for name in ("keys", "ends", "no_stop_before", "num_prompt", "top_k", "shifts"):
             whole[name][:num] = arrays[name][chosen]
         self._host_temperatures.numpy()[:num] = arrays["temperatures"][chosen]
         self._host_shares.numpy()[:, num:rows] = [[1], [0]]

@@ -39,7 +39,7 @@ class GpuRunner:
         max_steps: Most steps in a row.
     """
 
-    can_cut = can_edit = True
+    can_cut = can_edit = can_turn = True
 
     def __init__(
         self, model: Transformer, groups: ProcessGroupCollection, vocab_size: int, *, max_rows: int, max_steps: int

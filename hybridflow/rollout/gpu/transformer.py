@@ -16,11 +16,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from hybridflow.data.images import FIRST_ID
 from hybridflow.models.attention import GroupedSelfAttention
 from hybridflow.models.experts import ExpertLayer
 from hybridflow.models.gated import kernel_gate
 from hybridflow.models.gated_delta_net import GatedDeltaNet
 from hybridflow.models.gpt import Transformer
+from hybridflow.models.images import ImageRows
 from hybridflow.models.latent_attention import LatentSelfAttention
 from hybridflow.models.lora import Adapter, adapter_of
 from hybridflow.models.norm import ProjectionNorm
@@ -58,6 +60,7 @@ class _Layer:
         factor: What the layer's output is multiplied by, ``[1]``; None: nothing.
         scoring: How scores are made; None: the layer has linear attention.
         rotary: Cosines and sines of each position, ``[context, 2, turned pairs]`` fp32; None likewise.
+        number: Its number in the whole model, counted from 1.
     """
 
     qkv: nn.Module
@@ -79,6 +82,7 @@ class _Layer:
     factor: Tensor | None
     scoring: Scoring | None
     rotary: Tensor | None
+    number: int
 
 
 class _Pending(NamedTuple):
@@ -123,6 +127,8 @@ class GpuTransformer:
         self._gate = kernel_gate(config)
         tables = model.rotary_tables()
         self.layers = [_layer(each, tables.get(at)) for at, each in enumerate(model.decoder.layers)]
+        scaled = [getattr(each.self_attention, "scaled_part", None) for each in model.decoder.layers]
+        self._rotary_factor = next((part[1] for part in scaled if part is not None), 1.0)
         adapters = [each for each in model.modules() if isinstance(each, Adapter)]
         # Of factors a captured graph reads copies, wherever an update leaves the factors themselves.
         copied = {id(factor) for adapter in adapters for factor in adapter.parameters()}
@@ -139,6 +145,11 @@ class GpuTransformer:
         self.softcap = model.logit_softcap or 0.0
         self.is_capturable = not any(isinstance(each.mlp, ExpertLayer) for each in self.layers)
         self.copy_adapters()
+
+    @property
+    def reads_images(self) -> bool:
+        """Return whether prompts may have images."""
+        return self._model.images is not None
 
     @torch.no_grad()
     def copy_adapters(self) -> None:
@@ -167,8 +178,11 @@ class GpuTransformer:
         if model.sequence_switch is not None:
             # Left on by training; experts would take these tokens for slices.
             model.sequence_switch.turn(False)
-        hidden = self._embed(tokens) if model.pre_process else model.decoder.input_tensor[:, 0].clone()
-        pending = self._through_layers(hidden, attention)
+        images = attention.images
+        if images is not None:
+            attention.turn_by(self._turns(images))
+        hidden = self._embed(tokens, images) if model.pre_process else model.decoder.input_tensor[:, 0].clone()
+        hidden, pending = self._through_layers(hidden, attention)
         if not model.post_process:
             return self._added(hidden, pending)[:, None]
         normed = self._added(hidden, pending, model.decoder.final_layernorm.weight)
@@ -182,9 +196,14 @@ class GpuTransformer:
         weight: Tensor = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
         return weight
 
-    def _through_layers(self, hidden: Tensor, attention: GpuAttention) -> _Pending:
-        """Run the layers; return the last product, which is still to be added to ``hidden``."""
-        pending = _Pending()
+    def _turns(self, images: ImageRows) -> Tensor:
+        """Return cosines and sines of each row, ``[rows, 2, turned pairs]`` fp32, which all layers turn by."""
+        angles = images.positions.float() * self._model.rotary_pos_emb.inv_freq
+        return self._rotary_factor * torch.stack([angles.cos(), angles.sin()], dim=1)
+
+    def _through_layers(self, hidden: Tensor, attention: GpuAttention) -> tuple[Tensor, _Pending]:
+        """Run the layers; return hidden states, and the last product, which is still to be added to them."""
+        pending, images = _Pending(), attention.images
         for index, layer in enumerate(self.layers):
             normed = self._added(hidden, pending, layer.input_norm)
             attend = self._attend if layer.latent is None else self._attend_latent
@@ -192,7 +211,10 @@ class GpuTransformer:
             product = self._over_group(self._partial(layer.projection, context))
             normed = self._added(hidden, _Pending(product, layer.attention_norm), layer.mlp_norm)
             pending = _Pending(self._feed_forward(layer, normed), layer.output_norm, layer.factor)
-        return pending
+            if images is not None and layer.number <= images.reader.settings.num_deep:
+                hidden = images.add(self._added(hidden, pending)[:, None], layer.number, 0)[:, 0]
+                pending = _Pending()
+        return hidden, pending
 
     def _added(self, hidden: Tensor, pending: _Pending, weight: Tensor | None = None) -> Tensor:
         """Add a product to ``hidden``, in place, and return the sum, normalized if there is a weight."""
@@ -327,8 +349,10 @@ class GpuTransformer:
             dist.all_reduce(product, group=self._group)
         return product
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor, images: ImageRows | None) -> Tensor:
         weight = self._model.embedding.word_embeddings.weight
+        if images is not None:
+            tokens = tokens.masked_fill(tokens >= FIRST_ID, images.reader.settings.token_id)
         if self._group is None:
             hidden = weight.index_select(0, tokens)
         else:
@@ -336,6 +360,8 @@ class GpuTransformer:
             is_mine = (local >= 0) & (local < len(weight))
             hidden = weight.index_select(0, local.clamp(0, len(weight) - 1)) * is_mine[:, None]
             dist.all_reduce(hidden, group=self._group)
+        if images is not None:
+            hidden = images.put(hidden[:, None], 0)[:, 0]
         embedded: Tensor = hidden if self._factor is None else hidden * self._factor
         return embedded
 
@@ -382,6 +408,7 @@ def _layer(layer: TransformerLayer, rotary: Tensor | None) -> _Layer:
         factor=getattr(layer, LAYER_SCALAR, None),
         scoring=attention.core_attention.whole_scoring if delta is None else None,
         rotary=rotary,
+        number=layer.layer_number,
     )
 
 

@@ -176,6 +176,24 @@ def test_a_step_asks_nothing_of_the_host_and_starts_few_kernels(
         assert launches.names[name] == is_edited
 
 
+@pytest.mark.parametrize("model", [replace(QWEN2_7B, num_layers=2), replace(QWEN3_5_9B, num_layers=4)])
+def test_a_step_behind_images_asks_nothing_of_the_host_and_starts_the_same_kernels(monkeypatch, model):
+    monkeypatch.setattr(decode._State, "pair", on_the_device)
+    found = []
+    with fake_cuda(monkeypatch) as world, torch.inference_mode():
+        groups = place(world, ParallelLayout())[1]
+        built = build_transformer(model, ParallelLayout(), groups, DEVICE, vocab_size=model.vocab_size)
+        transformer = GpuTransformer(built, groups.tp, model.vocab_size)
+        decoder = decode.Decoder(transformer, groups.tp, max_rows=64, max_steps=16, context=4096, device=DEVICE)
+        for images in (None, SimpleNamespace()):
+            built.images = images
+            with Launches() as launches:
+                decoder.step(64)
+            found.append(launches)
+    assert found[0].names == found[1].names
+    assert found[1].num_bytes - found[0].num_bytes == 64 * 8 * found[0].names["store"], "a shift for each row"
+
+
 def test_prompts_of_latent_attention_go_through_kernels_of_training(monkeypatch):
     """Beside rows of sequences that go on, which attend to compressed vectors; nothing is asked of the device."""
     model, lengths, layout = replace(DEEPSEEK_V3, num_layers=2), [700, 1, 300, 1], ParallelLayout(tp=8)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.gpt import build_transformer
@@ -69,6 +72,39 @@ def test_a_prefill_of_linear_attention_asks_nothing_of_the_device(monkeypatch):
     assert logits.device == DEVICE and launches.names["delta_step"] == 1
     # The two of 7 tokens are computed together.
     assert launches.names["linalg_solve_triangular"] == 2, launches.names
+
+
+class Seen:
+    """Stands for the tokens of images in a prefill; notes behind which layers the tower adds something."""
+
+    reader = SimpleNamespace(settings=SimpleNamespace(token_id=7, num_deep=1))
+
+    def __init__(self, tokens: int, pairs: int) -> None:
+        self.positions = torch.empty(tokens, pairs, dtype=torch.int64, device=DEVICE)
+        self.layers: list[int] = []
+
+    def put(self, embedded: Tensor, first: int) -> Tensor:
+        assert first == 0
+        return embedded + 1
+
+    def add(self, hidden: Tensor, layer: int, first: int) -> Tensor:
+        assert first == 0
+        self.layers.append(layer)
+        return hidden + 1
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_a_prefill_with_images_asks_nothing_of_the_device(monkeypatch, name):
+    model = family_model(name)
+    with fake_cuda(monkeypatch) as world, torch.inference_mode():
+        groups = place(world, ParallelLayout())[1]
+        built = build_transformer(model, ParallelLayout(), groups, DEVICE, vocab_size=model.vocab_size)
+        transformer = GpuTransformer(built, groups.tp, model.vocab_size)
+        attention = prefill_attention(800, transformer, model.max_context)
+        attention.images = Seen(800, len(built.rotary_pos_emb.inv_freq))
+        rows = torch.empty(4, dtype=torch.int64, device=DEVICE)
+        logits = transformer(torch.empty(800, dtype=torch.int64, device=DEVICE), attention, rows)
+    assert logits.device == DEVICE and attention.images.layers == [1]
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "gemma4_text"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -32,6 +33,9 @@ from tests.multi.models import (
     samples,
     vary_vectors,
 )
+from tests.multi.test_images import VOCAB as IMAGE_VOCAB
+from tests.multi.test_images import Drawn, build, our_tokens, reader_of
+from tests.support.hf_models import write_vision_model
 from tests.support.ranks import run_ranks
 
 
@@ -82,6 +86,36 @@ def texts_of(world, layout: ParallelLayout, shape: ModelConfig, lora: LoRAConfig
 def test_texts_are_those_of_the_cpu_engine(layout, has_kernels, shape, lora):
     for ours, theirs, is_capturable in run_ranks(texts_of, layout.world_size, layout, shape, lora):
         assert is_capturable == has_kernels
+        for (tokens, log_probs), (others, other_log_probs) in zip(ours, theirs, strict=True):
+            assert tokens == others and log_probs == pytest.approx(other_log_probs, abs=1e-5)
+
+
+def texts_behind_images(world, folder: Path, layout: ParallelLayout):
+    """What both engines generate behind an image, and behind text."""
+    model, groups = build(world, folder, layout)
+    model.read_images(reader_of(folder))
+    params = SamplingParams(max_new_tokens=3, greedy=True)
+    asked = [
+        Request(prompt=torch.tensor(our_tokens(prompt, Drawn(folder))), params=params, prompt_index=index, index=0)
+        for index, prompt in enumerate((([5], 1, [14, 6]), ([11, 12, 13],)))
+    ]
+    found = []
+    for is_gpu in (False, True):
+        engine = MegatronEngine(model, groups, vocab_size=IMAGE_VOCAB, seed=7, max_concurrent=4)
+        if is_gpu:
+            # The ranks' messages are not NCCL's, but nothing is captured on a CPU.
+            with mock.patch.object(runner, "_can_be_captured", lambda *_: True):
+                engine.runner = GpuRunner(model, groups, IMAGE_VOCAB, max_rows=4, max_steps=8)
+        found.append([(each.tokens.tolist(), each.log_probs.tolist()) for each in engine.generate(asked)])
+    return *found, engine.runner.can_decode
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(tp=2), ParallelLayout(pp=2)], ids=["tp2", "pp2"])
+def test_texts_behind_images_are_those_of_the_cpu_engine(tmp_path, layout):
+    """Behind the first layer the tower adds something, on the first stage alone."""
+    write_vision_model(tmp_path, "Qwen3VL", max_position_embeddings=64)
+    for ours, theirs, can_decode in run_ranks(texts_behind_images, 2, tmp_path, layout):
+        assert can_decode == (layout.pp == 1)
         for (tokens, log_probs), (others, other_log_probs) in zip(ours, theirs, strict=True):
             assert tokens == others and log_probs == pytest.approx(other_log_probs, abs=1e-5)
 

@@ -14,6 +14,7 @@ from hybridflow.data.prompts import (
     Judged,
     check_length,
     check_no_messages,
+    ended,
     prompt_of,
     prompt_tokens,
     response_field,
@@ -82,7 +83,7 @@ def encode_responses(
     end_id = tokenizer.eos_id if end_id is None else end_id
     responses = []
     for judged in example.responses:
-        tokens = (*tokens_at(example.place, judged.text, tokenizer), end_id)
+        tokens = tuple(ended(tokens_at(example.place, judged.text, tokenizer), end_id))
         check_length(example, len(prompt), "response", len(tokens), max_context=max_context)
         responses.append(JudgedResponse(prompt, tokens, judged.is_wanted, example.margin))
     return tuple(responses)

@@ -181,7 +181,8 @@ def encode_prompt(example: Example, tokenizer: Tokenizer, *, max_new_tokens: int
 def encode_solution(example: Example, tokenizer: Tokenizer, *, max_context: int, end_id: int | None = None) -> Solution:
     """Encode the warm start's text: the tokens of a prompt, and of its solution with what ends it.
 
-    A row without a solution gives its answer. Each text to write in a conversation ends like that.
+    A row without a solution gives its answer. Each text to write in a conversation ends like that. A text that has
+    this token itself gets no second one.
 
     Args:
         example: The problem.
@@ -197,11 +198,17 @@ def encode_solution(example: Example, tokenizer: Tokenizer, *, max_context: int,
     is_written: list[bool] = []
     end_id = tokenizer.eos_id if end_id is None else end_id
     for number, text in enumerate(example.turns):
-        part = tokens_at(example.place, text, tokenizer) + ([] if number % 2 else [end_id])
+        part = tokens_at(example.place, text, tokenizer)
+        part = part if number % 2 else ended(part, end_id)
         tokens += part
         is_written += [number % 2 == 0] * len(part)
     check_length(example, len(prompt), "solution", len(tokens), max_context=max_context)
     return Solution(prompt, tuple(tokens), tuple(is_written))
+
+
+def ended(tokens: list[int], end_id: int) -> list[int]:
+    """Return the tokens of a text to imitate with the token that ends a response, which the text may have itself."""
+    return tokens if tokens[-1:] == [end_id] else [*tokens, end_id]
 
 
 def check_length(example: Example, num_prompt: int, what: str, num_tokens: int, *, max_context: int) -> None:

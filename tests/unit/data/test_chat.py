@@ -277,6 +277,18 @@ def test_a_response_ends_as_its_template_ends_a_turn(end, stops, index, tmp_path
     assert end_of(plain, shape, tokenizer) is None, "no template made this prompt"
 
 
+def test_a_text_that_has_its_end_gets_no_second_one(tmp_path):
+    write_tokenizer(tmp_path)
+    tokenizer = open_tokenizer(tmp_path)
+    row = {"prompt": "1+1=", "solution": [f"2{END}", "+1", f"3{END}"], "answer": "3"}
+    (one,) = shaped(row, is_imitating=True)
+    expected = [token for text in (f"2{END}", "+1", f"3{END}") for token in tokenizer.encode(text)]
+    assert encode_solution(one, tokenizer, max_context=64).tokens == tuple(expected)
+    (pair,) = shaped({"prompt": "1+1=", "chosen": f"2{END}", "rejected": "3"}, kind="pairs")
+    found = [each.tokens for each in encode_responses(pair, tokenizer, max_context=64)]
+    assert found == [tuple(tokenizer.encode(f"{text}{END}")) for text in "23"]
+
+
 def test_a_call_of_tools_is_no_response():
     asked = [{"role": "user", "content": "1+2="}]
     row = {"messages": CALLED[:2], "answer": "3"}

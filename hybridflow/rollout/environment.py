@@ -8,6 +8,7 @@ values by content, and noise goes by position, so that no turn repeats another's
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 import time
@@ -69,7 +70,7 @@ def find_environment(name: str) -> Callable[[], Environment]:
     """Return the maker of a sample's environment: built in, or ``package.module:Class`` by import.
 
     Raises:
-        ConfigError: There is none of that name, or it has not the two methods.
+        ConfigError: There is none of that name, it has not the two methods, or one of them is ``async``.
     """
     found: Callable[[], Environment] = find_plugin(name, BUILT_IN, key="rollout.environment.name", kind="Class")
     missing = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
@@ -77,6 +78,12 @@ def find_environment(name: str) -> Callable[[], Environment]:
         lacks = f"has no {' and no '.join(missing)}" if missing else "is no class"
         raise ConfigError(
             f"rollout.environment.name={name!r}: {lacks}; give a class with reset(prompt, answer) and step(response)"
+        )
+    awaited = [method for method in ("reset", "step") if inspect.iscoroutinefunction(getattr(found, method))]
+    if awaited:
+        raise ConfigError(
+            f"rollout.environment.name={name!r}: {' and '.join(awaited)} must not be async def; write def and wait "
+            "inside: the calls of other samples run in other threads meanwhile"
         )
     return found
 

@@ -577,3 +577,13 @@ def test_an_environment_that_is_not_there_is_named():
         find_environment(f"{__name__}:It")
     with pytest.raises(ConfigError, match=r"with reset|\"?reset\(prompt, answer\)"):
         find_environment(f"{__name__}:heard")
+
+
+class Waiting(Echo):
+    async def step(self, response):
+        return "", 0.0, True
+
+
+def test_an_environment_with_an_async_method_is_refused_before_it_is_asked():
+    with pytest.raises(ConfigError, match=r"Waiting': step must not be async def; write def and wait inside"):
+        find_environment(f"{__name__}:Waiting")

@@ -241,9 +241,12 @@ class Shaper:
         if not messages:
             return row, False
         if self._chat is None:
+            is_text = data.prompt_as_message and not leading and isinstance(value_of(row, data.prompt_field), str)
+            found = "data.prompt_as_message=true makes a message of its prompt" if is_text else "holds messages"
+            remedy = "data.prompt_as_message=false" if is_text else "give the prompt as text"
             raise DataError(
-                f"{place}: holds messages, and the tokenizer has no chat template; set data.chat_template to a file "
-                "with one, or give the prompt as text"
+                f"{place}: {found}, and the tokenizer has no chat template; set data.chat_template to a file with one, "
+                f"or {remedy}"
             )
         row, messages = self._with_images(row, messages, place)
         tools, kwargs = _tools_of(row, place), {**data.chat_template_kwargs, **_kwargs_of(row, place)}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -275,6 +276,21 @@ def test_a_response_ends_as_its_template_ends_a_turn(end, stops, index, tmp_path
                 assert [*prompt, *tokens] == theirs[: len(prompt) + len(tokens)]
     (plain,) = shaped({"prompt": "1+1=", "answer": "2"}, template=template)
     assert end_of(plain, shape, tokenizer) is None, "no template made this prompt"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "found", "remedy"),
+    [
+        (MESSAGES, "holds messages", "give the prompt as text"),
+        ("1+1=", "data.prompt_as_message=true makes a message of its prompt", "data.prompt_as_message=false"),
+    ],
+)
+def test_where_no_template_is_the_remedy_fits_the_row(prompt, found, remedy):
+    says = (
+        f"f:1: {found}, and the tokenizer has no chat template; set data.chat_template to a file with one, or {remedy}"
+    )
+    with pytest.raises(DataError, match=f"^{re.escape(says)}$"):
+        shaped({"prompt": prompt, "answer": "2"}, template=None, prompt_as_message=True)
 
 
 def test_a_text_that_has_its_end_gets_no_second_one(tmp_path):

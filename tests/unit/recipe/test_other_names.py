@@ -83,6 +83,9 @@ def test_a_bound_that_is_counted_from_another_number_is_told_of():
         # A text of ours, and a section of theirs.
         ("algorithm.gamma=1", "algorithm.gamma: not a key of a recipe; verl's algorithm.gamma is advantage.gamma here"),
         ("grpo.num_prompts_per_step=32", "NeMo-RL's grpo.num_prompts_per_step is trainer.global_batch_size here"),
+        ("grpo.use_dynamic_sampling=true", "NeMo-RL's grpo.use_dynamic_sampling is algorithm here (algorithm is dapo)"),
+        ("grpo.async_grpo.max_trajectory_age_steps=1", "is trainer.max_staleness here (trainer.max_staleness needs ac"),
+        ("policy.megatron_cfg.optimizer.lr=1e-6", "NeMo-RL's policy.megatron_cfg.optimizer.lr is actor.optimizer.lr"),
         ("n_samples_per_prompt=8", "OpenRLHF's n_samples_per_prompt is rollout.group_size here"),
         ("trainer.rollout_batch_size=8", "OpenRLHF's rollout_batch_size is trainer.global_batch_size here (trainer.gl"),
         ("trainer.micro_batch_size=8", "trainer.micro_batch_size is trainer.micro_batch_tokens here (trainer.micro_b"),

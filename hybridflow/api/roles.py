@@ -8,6 +8,7 @@ from typing import Any
 
 from hybridflow.api.flow import FlowNode, RoleFlow
 from hybridflow.api.parts import Part
+from hybridflow.checkpoint.model_info import latest_actor
 from hybridflow.config.roles import LoRAConfig
 from hybridflow.dataflow.graph import step
 from hybridflow.errors import ConfigError
@@ -21,13 +22,14 @@ def split_model(model: Any, role: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a role's model into its settings, where it is no object, and the object by role, where it is one.
 
     Args:
-        model: Directory of Hugging Face or of ours, or a name in Hugging Face's cache; settings of a model whose
-            weights are made up; an object: a model of transformers, a megatron-core ``GPTModel``, or one of the user's
-            own class.
+        model: Directory of Hugging Face or of ours, or a name in Hugging Face's cache; an actor's may be a run;
+            settings of a model whose weights are made up; an object: a model of transformers, a megatron-core
+            ``GPTModel``, or one of the user's own class.
         role: Whose it is.
     """
     if isinstance(model, str | Path):
-        return {"path": str(find_model(str(model)))}, {}
+        folder = find_model(str(model))
+        return {"path": str(latest_actor(folder) if role == "actor" else folder)}, {}
     if isinstance(model, Mapping):
         return dict(model), {}
     from hybridflow.checkpoint.formats.in_memory import in_memory_info

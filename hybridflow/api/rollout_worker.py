@@ -21,6 +21,7 @@ from hybridflow.api.roles import Actor
 from hybridflow.api.token_rows import token_rows
 from hybridflow.api.worker_engines import HFWorker, HybridWorker, MegatronWorker, Options, UserWorker, VllmWorker
 from hybridflow.api.world import find_world
+from hybridflow.checkpoint.model_info import latest_actor
 from hybridflow.data.chat import chat_template, read_messages, render_chat
 from hybridflow.data.rows import are_messages
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, start_of, tokenizer_in
@@ -300,7 +301,7 @@ def _kept(model: Any) -> Callable[[], Any]:
 def _of_part(model: Any, tokenizer: Any) -> tuple[Any, Any]:
     """Return the model and tokenizer of an ``Actor``; other models unchanged."""
     if not isinstance(model, Part):
-        return find_model(str(model)) if isinstance(model, str | Path) else model, tokenizer
+        return latest_actor(find_model(str(model))) if isinstance(model, str | Path) else model, tokenizer
     path = model.settings.get("model", {}).get("path")
     found = model.objects.get("actor", path)
     if found is None:

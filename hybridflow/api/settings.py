@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.api.switches import in_our_words, shard_by_fsdp
-from hybridflow.checkpoint.model_info import read_model_info
+from hybridflow.checkpoint.model_info import latest_actor, read_model_info
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.trainer import OPEN_END
-from hybridflow.errors import ConfigError, did_you_mean
+from hybridflow.errors import ConfigError, HybridflowError, did_you_mean
 from hybridflow.families.model_info import ModelInfo
 from hybridflow.flows.registry import ALGORITHMS, CHOSEN
 from hybridflow.recipe.checks import VALIDATION_KEYS
@@ -220,7 +220,13 @@ def _context(values: Mapping[str, Any], in_memory: Mapping[str, ModelInfo]) -> i
     if "model" in in_memory:
         return in_memory["model"].model.max_context
     path = model.get("path")
-    return None if path is None or not Path(path).is_dir() else read_model_info(Path(path)).model.max_context
+    if path is None:
+        return None
+    try:
+        return read_model_info(latest_actor(Path(path))).model.max_context
+    except HybridflowError:
+        # The recipe is refused for it, by the key.
+        return None
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:

@@ -30,10 +30,12 @@ from hybridflow import (
 )
 from hybridflow.api.settings import SHORT, finish_recipe, recipe_values
 from hybridflow.api.trainers import as_reward
+from hybridflow.checkpoint.manifest import Manifest, to_json
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.provider import DataProvider
 from hybridflow.errors import CheckpointError, ConfigError, DataError, GraphError
 from hybridflow.exit_status import REQUEUE
+from hybridflow.families.model import ModelConfig
 from hybridflow.mapping.memory_check import check_budget
 from hybridflow.recipe.meshes import role_meshes
 from hybridflow.recipe.other_names import find_other_name
@@ -545,6 +547,23 @@ def test_short_settings() -> None:
     recipe = finish_recipe(recipe_values(given, algorithm="ppo", num_ranks=1), num_prompts=None)
     assert recipe.trainer.mini_batch_size == 4 and recipe.trainer.global_batch_size == 8
     assert recipe.kl.coef == 0.1 and recipe.actor.optimizer.lr == recipe.critic.optimizer.lr == 1e-6
+
+
+def test_a_program_goes_on_from_a_run_and_names_a_directory_without_a_model(tmp_path: Path) -> None:
+    def model_of(path: Path) -> ModelConfig:
+        values = recipe_values({"rollout_batch_size": 8, "model": {"path": str(path)}}, algorithm="grpo", num_ranks=1)
+        return finish_recipe(values).model
+
+    held = Manifest(model=ModelConfig(**MODEL, vocab_size=32), tensors={}, pieces=(), file_bytes={})
+    actor = tmp_path / "run/checkpoints/step_000002/actor"
+    actor.mkdir(parents=True)
+    (actor / "manifest.json").write_text(to_json(held))
+    assert model_of(tmp_path / "run").path == str(actor)
+    assert Actor(str(tmp_path / "run")).settings["model"] == {"path": str(actor)}
+    nothing = tmp_path / "run/checkpoints/step_000002"
+    (actor / "manifest.json").unlink()
+    says = complaint(lambda: model_of(nothing), ConfigError)
+    assert f"config: model.path='{nothing}': expected a directory" in says
 
 
 @pytest.mark.parametrize(

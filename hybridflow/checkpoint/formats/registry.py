@@ -194,7 +194,8 @@ def make_target(
     if lora.is_adapter(source) and format not in OF_ADAPTERS:
         raise ConfigError(
             f"{source.path}: is a LoRA adapter, which format {format} has no place for; write "
-            f"{' or '.join(OF_ADAPTERS)}, or merge it into its base"
+            f"{' or '.join(OF_ADAPTERS)}, or merge it into its base: `hybridflow convert BASE OUT --to {format} "
+            f"--merge-lora {source.path}`"
         )
     options = {"dtype": dtype, "layout": layout, "max_shard_bytes": max_shard_bytes}
     given = {name: value for name, value in options.items() if value is not None}

@@ -331,7 +331,8 @@ def test_what_is_no_adapter_or_no_base_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="expected a model, found an adapter"):
         open_merged(adapter, tmp_path / "adapter")
     with pytest.raises(
-        ConfigError, match="is a LoRA adapter, which format hf has no place for; write megatron or peft"
+        ConfigError,
+        match="is a LoRA adapter, which format hf has no place for; write megatron or peft, .* --to hf --merge-lora /",
     ):
         make_target("hf", adapter)
     with pytest.raises(HybridflowError, match="expected a LoRA adapter"):

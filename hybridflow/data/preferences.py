@@ -23,7 +23,7 @@ from hybridflow.data.prompts import (
     tokens_at,
     value_of,
 )
-from hybridflow.data.rows import Row
+from hybridflow.data.rows import Row, are_messages
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
 
@@ -127,6 +127,9 @@ def check_imitable(example: Example, data: DataConfig) -> None:
     has_text = is_there or any(each.is_wanted for each in example.responses)
     if example.solution is None and not has_text:
         found = "the response is not wanted" if example.responses else "the answer is empty"
+        said = value_of(example.row, data.messages_field)
+        if are_messages(said):
+            found = f"the last of its messages is of {said[-1]['role']!r}, not of 'assistant'"
         others = "" if example.responses else f", {data.completion_field!r}"
         raise DataError(
             f"{example.place}: there is nothing to imitate: {found}, and there is no field {data.solution_field!r}"

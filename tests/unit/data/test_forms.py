@@ -204,6 +204,11 @@ def test_single_responses_have_either_name(name, label):
             "f:1: there is nothing to imitate: the answer is empty, and there is no field 'solution'",
         ),
         (
+            {"messages": [{"role": "human", "content": "q"}, {"role": "gpt", "content": "a"}]},
+            "sft",
+            "f:1: there is nothing to imitate: the last of its messages is of 'gpt', not of 'assistant', and there",
+        ),
+        (
             {"prompt": "q", "answer": said("a")},
             "sft",
             "f:1: field 'answer': found messages, expected text; give them as 'completion', or set data.completion_fie",

@@ -21,7 +21,7 @@ def permuted(index: int, *, size: int, key: tuple[int, ...]) -> int:
     Paper: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.
     """
     assert 0 <= index < size
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    half = ((size - 1).bit_length() + 1) // 2
     round_keys = [mixed(*key, number) for number in range(_ROUNDS)]
     while True:
         left, right = index >> half, index & ((1 << half) - 1)

@@ -144,7 +144,7 @@ def job_memory(
     if recipe.data.images_field is not None:
         for rank, part in _image_memory(recipe, meshes, names).items():
             found[rank].append(part)
-    is_open = "actor.rollout" in names and cached is None and recipe.rollout.engine.kind == "megatron"
+    is_open = cached is None and recipe.rollout.engine.kind == "megatron"
     spare = _spare_bytes(recipe, meshes["actor.rollout"]) if is_open else 0
     away = frozenset(name for name in (*FROZEN, *CRITICS) if name in meshes and getattr(recipe, name).offload)
     is_offloaded = bool(recipe.actor.offload)
@@ -202,7 +202,7 @@ class _Placed:
         # The bias of a router is no parameter, nor is what a layer's output is scaled by.
         buffers = (*ROUTER_BIASES, f".{LAYER_SCALAR}")
         tensors = tuple(tensor for tensor in self.spec.tensors if not tensor.name.endswith(buffers))
-        return replace(self.spec, tensors=tensors) if len(tensors) < len(self.spec.tensors) else self.spec
+        return replace(self.spec, tensors=tensors)
 
     @functools.cached_property
     def whole(self) -> ModelSpec:
@@ -331,7 +331,7 @@ def _mesh_memory(
         weights += fp8_bytes(placed.spec, mesh, rank)
     activations = activation_bytes(recipe, model, mesh, rank, has_value_head=placed.has_value_head)
     if name in FROZEN:
-        is_base = name == "reference" and reference_is_base(recipe, {name: mesh, "actor.update": placed.update})
+        is_base = reference_is_base(recipe, {name: mesh, "actor.update": placed.update})
         return MeshMemory(
             mesh=name,
             weights=0 if is_base else weights,

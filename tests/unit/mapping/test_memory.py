@@ -144,6 +144,22 @@ def test_vllm_takes_its_share_of_a_gpu_and_a_server_nothing():
     assert "actor.rollout" not in by_mesh(served) and served.rollout < served.update
 
 
+@pytest.mark.parametrize(
+    "placed",
+    [
+        ("actor.update={tp: 2, pp: 2, dp: 2}", "actor.rollout={tp: 4, dp: 2}"),
+        ("actor.update={pp: 4, dp: 2}", "actor.rollout={tp: 4, dp: 2}"),
+        ("actor.update={tp: 2, dp: 2}", "actor.rollout={tp: 2, dp: 2}", "actor.rollout_ranks=[4, 5, 6, 7]"),
+    ],
+)
+def test_ranks_that_are_counted_as_one_need_the_same(placed, monkeypatch):
+    size = "cluster.ranks=8", "cluster.ranks_per_node=8", "model.num_layers=4", "model.dtype=bf16"
+    recipe = load_recipe("grpo", (*size, *placed))
+    together = job_memory(recipe, role_meshes(recipe))
+    monkeypatch.setattr("hybridflow.mapping.memory._Placed.kind", lambda placed, rank: rank)
+    assert job_memory(recipe, role_meshes(recipe)) == together
+
+
 def test_phases_add_up_what_is_there_in_them():
     for needed in memory_of("ppo-70b")[::100]:
         parts = by_mesh(needed)
@@ -200,22 +216,52 @@ def test_adapters_are_copied_into_another_layout_and_their_base_is_the_reference
     assert plain["reference"].weights == plain["actor.update"].weights and adapted["reference"].weights == 0
 
 
+def test_a_critic_has_no_adapters():
+    plain, adapted = (by_mesh(memory_of("ppo", *more)[0]) for more in ((), ("actor.lora={rank: 8}",)))
+    assert adapted["critic"] == plain["critic"]
+
+
 @pytest.mark.parametrize(("dtype", "width"), [("fp32", 4), ("bf16", 2)])
 def test_what_is_gathered_has_gradients_that_are_summed_in_fp32(dtype, width):
+    other = "actor.rollout={dp: 4}", f"model.dtype={dtype}", "kl.coef=0.1"
     sharded, whole = (
-        by_mesh(memory_of("grpo", f"actor.update={{{axis}: 4}}", "actor.rollout={dp: 4}", f"model.dtype={dtype}")[0])
+        by_mesh(memory_of("grpo", f"actor.update={{{axis}: 4}}", f"reference.layout={{{axis}: 4}}", *other)[0])
         for axis in ("fsdp", "dp")
     )
     # All weights: there are two layers, and what is in none. Unsharded they are there too, without gradients.
     numbers = whole["actor.update"].weights // width
     gathered = sharded["actor.update"].activations - whole["actor.update"].activations
     assert gathered == numbers * (width + 4)
+    # Moments, and master weights where the weights are not fp32, are sharded with them.
+    assert sharded["actor.update"].optimizer == sharded["actor.update"].weights // width * (8 if width == 4 else 12)
+    # A frozen model has none.
+    assert sharded["reference"].activations - whole["reference"].activations == numbers * width
+
+
+@pytest.mark.parametrize(("sharding", "is_kept"), [("FULL_SHARD", False), ("SHARD_GRAD_OP", True)])
+def test_the_two_largest_layers_are_gathered_at_a_time_or_all(sharding, is_kept):
+    sizes = "num_layers=4", "num_experts=2", "num_dense_layers=1", "dense_ffn_hidden_size=256"
+    model = [f"model.{each}" for each in sizes]
+    fsdp = f"{{dp: 4, fsdp_sharding: {sharding}}}"
+    sharded, whole = (
+        by_mesh(memory_of("grpo", *model, f"actor.update={layout}", "actor.rollout={dp: 4}")[0])["actor.update"]
+        for layout in (fsdp, "{dp: 4}")
+    )
+    # Attention and two norms, and the first layer's block of 256 columns or two experts of 512 with their router.
+    dense = 4 * 128 * 128 + 2 * 128 + 3 * 256 * 128
+    mixture = 4 * 128 * 128 + 2 * 128 + 2 * 3 * 512 * 128 + 2 * 128
+    numbers = whole.weights // 4 - (0 if is_kept else dense + mixture)
+    assert sharded.activations - whole.activations == numbers * (4 + 4)
 
 
 def test_one_layout_for_both_phases_has_the_weights_once():
     layout = "actor.rollout={tp: 2, dp: 2}"
     parts = by_mesh(memory_of("grpo", layout, "model.dtype=bf16")[0])
     assert parts["actor.rollout"].weights == 0 and parts["actor.rollout"].cache > 0
+    # But where the update rounds them.
+    wide = "model.hidden_size=256", "model.dtype=bf16", layout
+    parts, apart = (by_mesh(memory_of("grpo", *wide, f"actor.fp8={kind}")[0]) for kind in ("none", "blockwise"))
+    assert apart["actor.rollout"].weights == parts["actor.update"].weights
     # In fp32 a CPU generates with a copy of the matrices: half of two layers of 4 · 128 · 128 + 3 · 512 · 128 numbers,
     # and of 64 · 128 of the output.
     parts = by_mesh(memory_of("grpo", layout)[0])
@@ -457,6 +503,11 @@ def test_micro_batches_that_are_left_out_are_the_largest_that_fit():
     assert chosen(gpu_bytes=needs(8192) / 0.9 - 9)[0] == 4096
     assert chosen(f"cluster.memory_budget_gb={between / 1e9}", gpu_bytes=needs(2048) + 9)[0] == 2048
     assert chosen(gpu_bytes=1)[0] == 1024, "the smallest, which check_memory refuses"
+
+
+def test_stages_of_a_rollout_wait_for_no_micro_batches():
+    recipe = load_recipe("grpo", ["actor.update={dp: 4}", "actor.rollout={pp: 2, dp: 2}"])
+    assert with_micro_batches(recipe, role_meshes(recipe), 80e9).trainer.micro_batch_tokens == 16384
 
 
 def test_micro_batches_are_those_of_the_recipe_or_leave_no_stage_idle():

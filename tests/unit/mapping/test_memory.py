@@ -52,9 +52,14 @@ def test_70b_on_a_stage_without_embeddings():
     assert rollout.weights == (70 * LAYER + 2 * EMBEDDING + 8192) * 2
     # Keys and values of one of eight groups of 128: 80 layers, 32 sequences of 4096 tokens, 2 bytes.
     assert rollout.cache == 2 * 80 * 32 * 4096 * 128 * 2
+    # 2048 tokens of prompts in one layer, see below, and of 32 texts 128,256 / 8 logits, and four fp32 copies.
+    assert rollout.activations == 2048 * 47_488 * 2 + 32 * 16_032 * (2 + 4 * 4)
     # Stage 1 of 8 has seven micro-batches of 4096 tokens under way. Of each token a layer keeps
     # 4 · 8192 / 8 + 4 · 128 + 3 · (8192 + 1024 + 28672) / 8 numbers of 2 bytes; one layer has gradients, 6 · 28672 / 8.
     assert actor.activations == critic.activations == 4096 * (7 * 10 * 18_816 + 21_504) * 2
+    # A micro-batch has at least one text, of 4096 tokens.
+    small = by_mesh(memory_of("ppo-70b", "trainer.micro_batch_tokens=512")[100])
+    assert small["actor.update"].activations == actor.activations
 
 
 def test_fp8_takes_two_more_copies_of_one_byte_and_a_rollout_with_weights_of_its_own():
@@ -109,7 +114,7 @@ def test_sequence_parallelism_cuts_what_is_between_matrices_and_context_parallel
     assert reference.activations == 2048 * 18_816 * 2 + 2 * 4096 * 2 * 128 * 2
 
 
-@pytest.mark.parametrize("asked", ["presence_penalty=0.5", "repetition_penalty=1.1", "min_new_tokens=4"])
+@pytest.mark.parametrize("asked", ["presence_penalty=0.5", "repetition_penalty=1.1", "min_new_tokens=2"])
 def test_penalties_need_a_table_of_tokens_seen(asked):
     few = "rollout.max_concurrent=32"
     plain, edited = (
@@ -204,6 +209,17 @@ def test_a_gpu_copies_the_factors_of_adapters():
     assert rollout.weights == rollout.lasting == 2 * 2 * 8 * (3 * qkv + projection + 2 * gate_up + down)
 
 
+def test_adapters_keep_what_is_between_their_factors_and_masks_of_their_inputs():
+    plain, adapted, dropped = (
+        by_mesh(memory_of("grpo", "model.dtype=bf16", *more)[0])["actor.update"].activations
+        for more in ((), ("actor.lora={rank: 8}",), ("actor.lora={rank: 8, dropout: 0.1}",))
+    )
+    # Two layers, 4096 tokens, seven pairs of factors, 2 bytes. tp2 cuts the inputs of both blocks, 128 each, and those
+    # of projection and way down, 128 and 512.
+    assert adapted - plain == 2 * 4096 * 7 * 8 * 2
+    assert dropped - adapted == 2 * 4096 * (2 * 128 + 128 + 512) // 2 * 2
+
+
 def test_adapters_are_copied_into_another_layout_and_their_base_is_the_reference():
     layout = "actor.update={tp: 2, dp: 2}", "actor.rollout={dp: 4}", "model.dtype=bf16", "kl.coef=0.1"
     plain, adapted = (by_mesh(memory_of("grpo", *layout, *more)[0]) for more in ((), ("actor.lora={rank: 8}",)))
@@ -252,6 +268,28 @@ def test_the_two_largest_layers_are_gathered_at_a_time_or_all(sharding, is_kept)
     mixture = 4 * 128 * 128 + 2 * 128 + 2 * 3 * 512 * 128 + 2 * 128
     numbers = whole.weights // 4 - (0 if is_kept else dense + mixture)
     assert sharded.activations - whole.activations == numbers * (4 + 4)
+
+
+def test_a_frozen_mixture_has_the_experts_that_are_gathered_side_by_side_too():
+    other = "actor.rollout={dp: 4}", "model.num_experts=2", "model.dtype=bf16", "kl.coef=0.1"
+    sharded, whole = (
+        by_mesh(memory_of("grpo", "actor.update={dp: 4}", f"reference.layout={{{axis}: 4}}", *other)[0])["reference"]
+        for axis in ("fsdp", "dp")
+    )
+    # Gate and up of two experts of 512 columns.
+    assert sharded.activations - whole.activations == whole.weights + 2 * 2 * 512 * 128 * 2
+
+
+def test_latent_attention_makes_keys_and_values_of_a_limited_number_of_tokens_of_prompts():
+    sizes = "kv_lora_rank=32", "qk_nope_head_dim=16", "qk_rope_head_dim=8", "v_head_dim=12"
+    latent = [*(f"model.{each}" for each in sizes), "rollout.max_concurrent=8"]
+    short, longer, most = (
+        by_mesh(memory_of("grpo", *latent, f"model.max_context={tokens}")[0])["actor.rollout"].activations
+        for tokens in (16, 32, 4096)
+    )
+    # Of each of four heads 16 and 12 numbers as they are made, and keys and values of 24 as a kernel takes them.
+    token = 4 * (16 + 12 + 2 * 24) * 4
+    assert longer - short == 8 * 16 * token and most - short == (8192 - 8 * 16) * token
 
 
 def test_one_layout_for_both_phases_has_the_weights_once():
@@ -455,6 +493,11 @@ def test_recomputed_layers_keep_their_input_and_one_layer_at_a_time_the_rest():
     )
     assert activations(1, "", "actor.recompute=full", "actor.recompute_layers=4") == pytest.approx(
         7 * (4 * share + 6) + GRADIENTS
+    )
+    # With chunks of five layers the second one keeps all. Stage 1 begins with 20 passes, turns of eight through each
+    # chunk, and has 13 of the first and 8 of the second under way when the first goes back.
+    assert activations(1, ", vpp: 2", "actor.recompute=full", "actor.recompute_layers=4") == pytest.approx(
+        13 * (4 * share + 1) + 8 * 5 + 2 * GRADIENTS
     )
     assert activations(1, "", "actor.recompute=selective") == activations(1) == pytest.approx(70 + GRADIENTS)
     assert activations(1, ", sequence_parallel: false") == pytest.approx(70 * 47_488 / 18_816 + GRADIENTS)

@@ -42,14 +42,22 @@ class Unscored(Exception):
 
     Attributes:
         is_final: Trying again would change nothing.
+        is_passing: Who scores is away. It may be there when the job begins again.
         is_form: The function asks for what no row has, or returned a wrong type or length: its form is wrong.
         after_s: Who was asked wants to be left alone for so long; None: it did not say.
     """
 
     def __init__(
-        self, reason: str, *, is_final: bool = False, is_form: bool = False, after_s: float | None = None
+        self,
+        reason: str,
+        *,
+        is_final: bool = False,
+        is_passing: bool = False,
+        is_form: bool = False,
+        after_s: float | None = None,
     ) -> None:
         super().__init__(reason)
+        self.is_passing = is_passing
         self.is_final = is_final
         self.is_form = is_form
         self.after_s = after_s

@@ -7,6 +7,7 @@ that a sample that no call survives is found; where some of its samples fail, th
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import heapq
@@ -191,9 +192,11 @@ class Scorer:
             is_item = isinstance(outcome.__cause__, IndexError | TypeError) and "string ind" in str(outcome.__cause__)
             forms = "; prompts and responses are texts here, not lists of messages" if is_item else forms
             log = "" if outcome.__cause__ is None or own_log() is None else f"; traceback in {own_log()}"
+            # By this cause the exit status says that beginning again may help.
+            cause = TimeoutError(errno.ETIMEDOUT, str(outcome)) if outcome.is_passing else outcome.__cause__
             raise RewardError(
                 f"{where}{log}; mend the function or the sample, or set {self.role}.on_failure to score or drop{forms}"
-            ) from outcome.__cause__
+            ) from cause
         self.counts.failed += count
         self.counts.first_failure = self.counts.first_failure or where
         return self.settings.failure_score if self.settings.on_failure == "score" else math.nan

@@ -53,8 +53,8 @@ class Endpoint:
             return line.ask("POST", path, body, timeout_s=self._timeout_s, most_bytes=_MOST_BYTES)
         except Unavailable as error:
             if time.monotonic() - begin_s >= self._timeout_s:
-                raise Unscored(f"{line.url}: no answer within {self._timeout_s:g} s") from None
-            raise Unscored(str(error), after_s=error.after_s) from None
+                raise Unscored(f"{line.url}: no answer within {self._timeout_s:g} s", is_passing=True) from None
+            raise Unscored(str(error), is_passing=True, after_s=error.after_s) from None
         except Refused as error:
             raise Unscored(str(error), is_final=error.is_for_all) from None
         except BadAnswer as error:

@@ -13,6 +13,7 @@ import pytest
 
 from hybridflow.config.rewards import JudgeConfig, RewardConfig, RewardServiceConfig
 from hybridflow.errors import ConfigError, RewardError
+from hybridflow.exit_status import FAILURE, REQUEST, exit_status
 from hybridflow.rewards.kinds import make_kind
 from hybridflow.rewards.sample import Sample
 from hybridflow.rewards.scorer import Scorer
@@ -113,6 +114,9 @@ LIES = {
 }
 
 
+AWAY = ("500", "hangs up", "stops in the midst", "hangs")
+
+
 def lying(serve, act, right, is_bad):
     """A server that does something else than right for what is bad."""
 
@@ -152,6 +156,8 @@ def test_a_service_that_lies_about_one_sample(serve, lie):
         ) as raised:
             failing.scores(samples([BAD]))
         assert says in str(raised.value)
+        # A server that is away may be back when the job begins again.
+        assert exit_status(raised.value) == (FAILURE if lie in AWAY else REQUEST)
 
     with_more_time(check, *((0.5, 5.0) if lie in ("hangs", "stops in the midst") else (20.0,)))
 
@@ -171,6 +177,9 @@ def test_a_service_that_is_not_there_or_comes_back(serve):
     gone.close()
     made = scorer_of(RewardConfig(service=RewardServiceConfig(urls=(url,)), retries=1, on_failure="drop"))
     assert math.isnan(made.scores(samples(["a"]))[0]) and "ConnectionRefusedError" in made.counts.first_failure
+    with pytest.raises(RewardError, match="ConnectionRefusedError") as raised:
+        scorer_of(RewardConfig(service=RewardServiceConfig(urls=(url,)), retries=0)).scores(samples(["a"]))
+    assert exit_status(raised.value) == FAILURE
     server = serve(lambda asked, number: (503, {}, b"") if number < 2 else ok({"scores": lengths(asked)}))
     back = service(server, retries=2)
     assert back.scores(samples(["abc"])) == [3] and len(server.asked) == 3 and back.counts.retries == 2

@@ -106,7 +106,7 @@ class Texts:
     @property
     def mean(self) -> int:
         """Return the tokens of a prompt and its response, on average, in whole tokens."""
-        return max(1, round(self.prompt + self.mean_response))
+        return round(self.prompt + self.mean_response)
 
 
 def spread_lengths(number: int, mean: float, longest: int) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ def spread_lengths(number: int, mean: float, longest: int) -> tuple[int, ...]:
     low, high = 0.0, float(longest) / min(shape)
     for _ in range(60):
         scale = (low + high) / 2
-        found = sum(min(longest, scale * each) for each in shape) / number
+        found = sum(max(1.0, min(longest, scale * each)) for each in shape) / number
         low, high = (scale, high) if found < mean else (low, scale)
     return tuple(max(1, min(longest, round(high * each))) for each in shape)
 

@@ -188,7 +188,15 @@ def test_lengths_have_their_mean_and_are_within_the_limit():
     assert min(lengths) < 250 and max(lengths) == 4096
     # Log-normal with a deviation of 1: the middle one is e^-½ of the mean, if few are cut at the limit.
     assert lengths[256] == pytest.approx(900 * math.exp(-0.5), rel=0.1)
-    assert set(spread_lengths(8, 64, 64)) == {64}
+    assert set(spread_lengths(8, 64, 64)) == {64} and set(spread_lengths(8, 1, 64)) == {1}
+    # No response is empty, and the mean holds all the same.
+    short = spread_lengths(512, 2, 64)
+    assert min(short) == 1 and sum(short) / 512 == pytest.approx(2, abs=0.05)
+
+
+def test_what_generates_nothing_is_estimated_with_stages_too(capsys):
+    found = estimate(capsys, "dpo", "actor.update={pp: 2}", "model.dtype=bf16")
+    assert found["seconds"] > 0
 
 
 def test_calls_on_the_same_ranks_follow_one_another(capsys, recipe):

@@ -11,7 +11,14 @@ from hybridflow.errors import ConfigError
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
-from hybridflow.mapping.memory import MeshMemory, RankMemory, job_memory, packed_bytes, with_micro_batches
+from hybridflow.mapping.memory import (
+    MeshMemory,
+    RankMemory,
+    job_memory,
+    packed_bytes,
+    rank_memory,
+    with_micro_batches,
+)
 from hybridflow.mapping.memory_check import check_memory
 from hybridflow.mapping.memory_table import memory_summary, memory_table
 from hybridflow.models.shapes import model_spec
@@ -82,6 +89,15 @@ def test_a_cpu_packs_the_matrices_that_a_stage_multiplies_with(tied):
     # The output's 40 rows fill two panels of 32, on the last stage alone, also where it is the embedding.
     found = [packed_bytes(model_spec(model), model, mesh, rank) for rank in mesh.ranks]
     assert found == [layer, layer + 64 * 32 * 4]
+    # Others go through the modules of training.
+    for other in (
+        {"implementation": "transformers"},
+        {"num_experts": 2},
+        {"attention_output_gate": True},
+        {"value_norm": True},
+        {"head_dim": 8},
+    ):
+        assert packed_bytes(model_spec(model), replace(model, **other), mesh, 0) == 0, other
 
 
 def test_70b_first_and_last_stage_have_the_embeddings():
@@ -173,6 +189,19 @@ def test_phases_add_up_what_is_there_in_them():
         assert needed.update == kept + max(actor.activations, critic.activations, reference.activations)
         assert needed.rollout == kept + rollout.weights + rollout.cache + rollout.activations
         assert needed.peak == max(needed.update, needed.rollout)
+
+
+def test_models_on_one_rank_add_up_what_they_keep_and_take_turns_with_the_rest():
+    update = MeshMemory(mesh="actor.update", weights=10, gradients=20, optimizer=30, activations=7)
+    rollout = MeshMemory(mesh="actor.rollout", weights=5, lasting=2, cache=40, activations=3)
+    for scoring, peak, spare in ((60, 10 + 5 + 4 + 60, 0), (20, 10 + 5 + 40 + 3, 40 + 3 - 20 - 4)):
+        reward = MeshMemory(mesh="reward", weights=4, activations=scoring)
+        # The reward is in host memory while it is not in use, and what the actor learns with during a rollout.
+        found = rank_memory((update, rollout, reward), {"reward"}, 30, is_offloaded=True)
+        assert (found.rollout, found.update) == (peak, 10 + 20 + 30 + 2 + 7)
+        assert (found.spare, found.resident) == (spare, 10 + 5)
+    alone = rank_memory((rollout,), (), 30, is_offloaded=True)
+    assert (alone.rollout, alone.update, alone.spare) == (5 + 40 + 3, 5, 30)
 
 
 def test_offload_frees_gradients_and_optimizer_of_the_actor_during_the_rollout():

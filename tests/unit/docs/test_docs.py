@@ -20,6 +20,7 @@ from hybridflow.recipe.load import load_recipe, recipe_for_ranks, recipe_from_di
 from hybridflow.trainer.step_metrics import COMPUTING, DISTRIBUTIONS
 from tests.support.known_models import write_models
 from tests.support.machines import write_machine, write_run
+from tests.support.recipes import SEES, write_config
 
 ROOT = Path(__file__).parents[3]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in ROOT.glob("*.md")}
@@ -96,6 +97,10 @@ def folder_of_a_user(tmp_path_factory):
     given = ["--algorithm", "grpo", "--model", str(model), "--data", str(data), "--nodes", "2"]
     given += ["--reward", "exact_match"]
     assert cli.main(["init", str(folder / "recipe.yaml"), *given]) == 0
+    (folder / "geometry.yaml").write_text(blocks(PAGES["docs/images.md"], "yaml")[0])
+    sees = write_config(folder / "models/Qwen2.5-VL-3B-Instruct", SEES)
+    processor = {"patch_size": 14, "merge_size": 2, "size": {"shortest_edge": 3136, "longest_edge": 12845056}}
+    (sees / "preprocessor_config.json").write_text(json.dumps(processor))
     for name in ("launch", "slurm"):
         (folder / name).symlink_to(ROOT / name)
     return folder

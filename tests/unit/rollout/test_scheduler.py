@@ -30,7 +30,7 @@ def alone(sequence: TokenSequence) -> list[int]:
     """A sequence continued with nothing beside it; ends with -1 where it failed."""
     tokens = sequence.tokens.tolist()
     while True:
-        token = following(np.array(tokens, np.int32).tobytes())
+        token = following(np.array(tokens, np.int64).tobytes())
         tokens.append(token)
         is_stop = token in sequence.stop_ids and len(tokens) >= sequence.no_stop_before
         if token == FAILURE or is_stop or len(tokens) >= sequence.end:
@@ -188,7 +188,7 @@ def workloads(draw):
         sequences.append(
             TokenSequence(
                 number=number,
-                tokens=np.array(known, np.int32),
+                tokens=np.array(known, np.int64),
                 num_prompt=draw(st.integers(1, len(known))),
                 end=end,
                 no_stop_before=draw(st.integers(0, end)),
@@ -244,7 +244,7 @@ def test_each_gets_the_tokens_that_it_gets_alone(work):
 
 def sequences_of(num_prompts: int, num_samples: int, num_prompt: int, num_new: int) -> list[TokenSequence]:
     generator = np.random.default_rng(3)
-    prompts = generator.integers(0, 1000, (num_prompts, num_prompt)).astype(np.int32)
+    prompts = generator.integers(0, 1000, (num_prompts, num_prompt)).astype(np.int64)
     return [
         TokenSequence(
             number=prompt * num_samples + sample,
@@ -326,7 +326,7 @@ def test_the_block_idle_for_longest_goes_first_and_unnamed_ones_before():
 
 
 def test_keys_are_of_all_tokens_before_and_of_how_many_there_are():
-    tokens = np.arange(40, dtype=np.int32)
+    tokens = np.arange(40, dtype=np.int64)
     keys = block_keys(tokens)
     assert len(keys) == 3 and block_keys(tokens[:32]) == keys[:2] and block_keys(tokens[16:], keys[0]) == keys[1:]
     assert block_keys(tokens[:39])[2] != keys[2]

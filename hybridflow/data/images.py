@@ -7,11 +7,15 @@ rank. Who computes a model asks for an image by its number. No torch.
 from __future__ import annotations
 
 import base64
-import binascii
 import contextlib
 import io
+import os
+import stat
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.families.images import ImageSettings
@@ -36,6 +40,9 @@ _PLACE_BITS, _WHICH_BITS, _ROW_BITS = 16, 4, 32
 _MOST_TOKENS, MOST_IMAGES = 1 << _PLACE_BITS, 1 << _WHICH_BITS
 _DATA = "data:"
 _MAGICS = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM")
+_ORIENTATION, _ON_THEIR_SIDE = 0x0112, range(5, 9)
+_BROKEN = (OSError, SyntaxError, ValueError, LookupError, TypeError, ArithmeticError, EOFError, struct.error)
+"""What Pillow raises where a file is broken."""
 _PART = {"type": "image"}
 _SOURCES = ("image", "url", "path", "image_url")
 """Keys of a part of a message that say where its image is."""
@@ -67,8 +74,7 @@ class Image(NamedTuple):
     def open(self) -> Pixels:
         """Return its pixels. Raises DataError: it cannot be read."""
         with _opened(self.source) as pixels:
-            found: Pixels = pixels.convert("RGB")
-            return found
+            return _in_colors(_upright(pixels))
 
 
 def row_number(source: int, row: int) -> int:
@@ -160,7 +166,8 @@ def images_of(value: Any, place: str, settings: ImageSettings) -> tuple[Image, .
         path = source_of(source, place)
         try:
             with _opened(path) as pixels:
-                grid = settings.grid(*pixels.size)
+                size = pixels.size[::-1] if _orientation(pixels) in _ON_THEIR_SIDE else pixels.size
+            grid = settings.grid(*size)
         except (DataError, ValueError) as error:
             raise DataError(f"{place}: {error}") from error
         if grid[0] * grid[1] > _MOST_TOKENS:
@@ -174,7 +181,7 @@ def source_of(value: Any, place: str) -> str:
     if isinstance(value, Mapping):
         value = next((value[name] for name in ("bytes", *_SOURCES) if value.get(name) is not None), None)
         if isinstance(value, Mapping):
-            value = value.get("url")
+            return source_of(value, place)
     if not isinstance(value, str) or not value:
         raise DataError(f"{place}: found {value!r:.60}, expected the path of an image, or a list of them")
     return value.removeprefix("file://")
@@ -205,6 +212,10 @@ def image_parts(messages: list[dict[str, Any]], given: Any, place: str) -> tuple
     if named and (sources or len(named) < len(parts)):
         raise DataError(
             f"{place}: some images are named in messages and others are not; name all, or give all in the field"
+        )
+    if parts and not sources and not named:
+        raise DataError(
+            f"{place}: {len(parts)} images in messages, and none in the field; give them, or leave both out"
         )
     if named:
         sources = [source_of(part, place) for part in named]
@@ -274,12 +285,40 @@ def _opened(source: str) -> Iterator[Any]:
         where: Any = source
         if source.startswith(_DATA):
             where = io.BytesIO(base64.b64decode(source.partition(",")[2], validate=True))
+        elif not stat.S_ISREG(os.stat(source).st_mode):
+            # A pipe would be waited for without end.
+            raise OSError("is no regular file")
         with reader.open(where) as pixels:
             yield pixels
-    except (OSError, binascii.Error, reader.DecompressionBombError) as error:
+    except (reader.DecompressionBombError, *_BROKEN) as error:
         raise DataError(
             f"{_short(source)}: cannot be read as an image: {error}; mend the file, or leave the row out"
         ) from error
+
+
+def _orientation(pixels: Pixels) -> int:
+    """Return how a camera says that an image is to be turned: a number of EXIF."""
+    # Else it would read all pixels of a PNG.
+    return int(pixels.getexif().get(_ORIENTATION, 1)) if "exif" in pixels.info else 1
+
+
+def _upright(pixels: Pixels) -> Pixels:
+    from PIL.ImageOps import exif_transpose
+
+    return pixels if _orientation(pixels) == 1 else exif_transpose(pixels)
+
+
+def _in_colors(pixels: Pixels) -> Pixels:
+    """Return an image in red, green and blue: on white where it is transparent."""
+    from PIL import Image as maker
+
+    if pixels.mode.startswith("I"):
+        # Pillow would make every gray of 16 bits but the darkest white.
+        pixels = maker.fromarray((np.asarray(pixels) >> 8).clip(0, 255).astype(np.uint8))
+    if pixels.has_transparency_data:
+        pixels = pixels.convert("RGBA")
+        pixels = maker.alpha_composite(maker.new("RGBA", pixels.size, "white"), pixels)
+    return pixels.convert("RGB")
 
 
 def _short(source: str) -> str:

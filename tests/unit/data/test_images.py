@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,7 @@ def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("images")
     for name, (width, height) in SIZES.items():
         PIL.Image.fromarray(np.zeros((height, width, 3), np.uint8)).save(path / name)
+    os.mkfifo(path / "pipe")
     write_tokenizer(path / "model", more=[MARK])
     return path
 
@@ -84,6 +86,7 @@ FORMS: dict[str, tuple[Any, Any, str, int]] = {
     "as OpenAI's": (user([{"type": "image_url", "image_url": {"url": ONE}}]), None, MARK, 1),
     "as an address": (user("1"), ["file://" + ONE], f"{MARK}1", 1),
     "as datasets has it": (user("1"), [{"bytes": None, "path": ONE}], f"{MARK}1", 1),
+    "as datasets has it in a part": (user([{**PART, "image": {"bytes": None, "path": ONE}}]), None, MARK, 1),
     "none": (user("1<image>"), None, "1<image>", 0),
     "an empty list": (user("1"), [], "1", 0),
 }
@@ -163,6 +166,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "some images are named in messages and others are not",
     ),
     "many": ({"messages": user("1"), "images": [ONE] * 17}, "17 images; expected at most 16"),
+    "a part alone": ({"messages": user([PART])}, "1 images in messages, and none in the row's field"),
+    "a pipe": ({"messages": user("1"), "images": ["{}/pipe"]}, "pipe: cannot be read as an image: is no regular file"),
+    "a folder": ({"messages": user("1"), "images": ["{}/model"]}, "model: cannot be read as an image: is no regular"),
+    "broken numbers": ({"messages": user("1"), "images": ["data:;base64,UDYKNXggNSAyNTUK"]}, "cannot be read as an"),
     "a video": ({"messages": user([{"type": "video"}])}, "expected text, or a list of parts of type text or image"),
 }
 
@@ -173,6 +180,41 @@ def test_refused(folder: Path, name: str) -> None:
     with pytest.raises(DataError, match=message):
         example = example_of(folder, put_in(row, folder))
         prompt_tokens(example, open_tokenizer(folder / "model"))
+
+
+LEFT_HALF = np.repeat([[True, False]], [4, 12], axis=1).repeat(8, axis=0)
+"""Where the pixels of an image of 16 x 8 are dark."""
+
+
+def of_kind(kind: str) -> tuple[PIL.Image.Image, dict[str, Any]]:
+    """Return such an image, and how it is saved."""
+    gray = np.where(LEFT_HALF, 0, 255).astype(np.uint8)
+    if kind == "16 bits":
+        return PIL.Image.fromarray(np.where(LEFT_HALF, 300, 65000).astype(np.uint16)), {}
+    if kind == "transparent":
+        return PIL.Image.fromarray(np.stack([0 * gray, 0 * gray, 0 * gray, 255 - gray], axis=-1)), {}
+    if kind == "a transparent color":
+        return PIL.Image.fromarray(np.where(LEFT_HALF, 0, 1).astype(np.uint8)), {"transparency": 1}
+    image = PIL.Image.fromarray(gray)
+    if kind != "turned by a camera":
+        return image.convert(kind), {}
+    exif = PIL.Image.Exif()
+    exif[PIL.Image.ExifTags.Base.Orientation] = 6
+    return image.transpose(PIL.Image.Transpose.ROTATE_90), {"exif": exif}
+
+
+@pytest.mark.parametrize(
+    "kind", ["16 bits", "transparent", "a transparent color", "turned by a camera", "P", "RGBA", "LA", "1", "CMYK"]
+)
+def test_a_model_sees_what_people_see(folder: Path, tmp_path: Path, kind: str) -> None:
+    image, saved = of_kind(kind)
+    path = tmp_path / ("image.jpeg" if kind in ("turned by a camera", "CMYK") else "image.png")
+    image.save(path, **saved)
+    (found,) = example_of(folder, {"messages": user("1"), "images": [str(path)]}).images
+    assert found.grid == (1, 2)
+    seen = np.asarray(found.open())
+    assert seen.shape == (8, 16, 3)
+    np.testing.assert_array_equal(seen < 128, LEFT_HALF[..., None].repeat(3, axis=-1))
 
 
 def test_a_bomb_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def image_parts(messages: list[dict[str, Any]], given: Any, place: str) -> tuple
         )
     if parts and not sources and not named:
         raise DataError(
-            f"{place}: {len(parts)} images in messages, and none in the field; give them, or leave both out"
+            f"{place}: {len(parts)} images in messages, and none in the row's field; name them, or leave the parts out"
         )
     if named:
         sources = [source_of(part, place) for part in named]

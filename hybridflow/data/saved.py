@@ -24,15 +24,28 @@ def read_saved(path: str, start: int, stop: int, max_row_bytes: int) -> Iterator
         DataError: The directory is damaged.
     """
     rows = _loaded(path)
-    columns = nested_columns(rows.features.arrow_schema)
+    features = rows.features
+    columns = nested_columns(features.arrow_schema)
+    _keep_files(features)
+    tables = rows.with_format("arrow")
     for first in range(start, stop, _ROWS_AT_ONCE):
         try:
-            block = rows[first : min(first + _ROWS_AT_ONCE, stop)]
+            block = features.decode_batch(tables[first : min(first + _ROWS_AT_ONCE, stop)].to_pydict())
         # The package raises what Arrow does, and what it does itself.
         except Exception as error:
             raise DataError(f"{path}: row {first} or after: {type(error).__name__}: {error}; copy it anew") from error
         for values in zip(*block.values(), strict=True):
             yield untabled(dict(zip(block, values, strict=True)), columns, parses=False)
+
+
+def _keep_files(feature: Any) -> None:
+    """Have images stay the bytes of their files: as pixels they are no JSON."""
+    if type(feature).__name__ == "Image":
+        feature.decode = False
+    inner = getattr(feature, "feature", None)
+    parts = feature.values() if isinstance(feature, dict) else feature if isinstance(feature, list) else []
+    for each in parts if inner is None else [inner]:
+        _keep_files(each)
 
 
 def _loaded(path: str) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import PIL.Image
 import pyarrow as pa
@@ -127,6 +128,17 @@ def test_bytes_in_tables_and_in_text(folder: Path, tmp_path: Path) -> None:
     assert found[0].images[0].open().size == SIZES["large.png"]
     text = "data:image/png;base64," + base64.b64encode(content).decode()
     assert example_of(folder, {"messages": user("1"), "images": text}).images[0].grid == GRIDS["large.png"]
+
+
+def test_directories_that_datasets_has_saved(folder: Path, tmp_path: Path) -> None:
+    """Their images, one or several, are files there, and pixels to who reads a row."""
+    rows = [{"prompt": user("1"), "images": [put_in(ONE, folder)], "one": put_in(TWO, folder)}]
+    found = datasets.Dataset.from_list(rows).cast_column("one", datasets.Image())
+    found.cast_column("images", [datasets.Image()]).save_to_disk(tmp_path / "saved")
+    for name, grid in (("images", GRIDS["wide.png"]), ("one", GRIDS["tall.png"])):
+        shape = shape_in(folder, data=DataConfig(images_field=name))
+        (example,) = read_examples(DataSourceConfig(path=str(tmp_path / "saved")), shape)
+        assert [each.grid for each in example.images] == [grid]
 
 
 def test_numbers_lead_back_to_the_row(folder: Path, tmp_path: Path) -> None:

@@ -95,6 +95,11 @@ def image_settings(folder: Path, max_pixels: int | None = None) -> ImageSettings
         # A checkpoint of ours has the language model, and names the directory of the whole.
         folder = folder / FOLDER
         original = Path(read_json(folder / CONFIG).get(ORIGIN, folder))
+        if not original.is_dir():
+            raise ConfigError(
+                f"{folder}: has the language model alone; its vision tower is in {original}, which is not there; "
+                "restore that directory, or give what `hybridflow convert … --to hf --base DIR` writes"
+            )
     values = read_json(folder / CONFIG)
     kind = vision_model(values)
     if kind is None or kind.name not in READABLE:

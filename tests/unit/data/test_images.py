@@ -29,6 +29,7 @@ from hybridflow.data.shaping import Shape, read_examples
 from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.families.images import ImageSettings, image_settings
+from hybridflow.families.vision import ORIGIN
 from tests.support.hf_models import write_tokenizer
 from tests.support.recipes import POLICY, SEES, write_config
 
@@ -281,3 +282,10 @@ def test_settings_of_directories(tmp_path: Path) -> None:
     write_config(tmp_path, POLICY)
     with pytest.raises(ConfigError, match="model_type 'llama' does not read images here; expected one of qwen2_5_vl"):
         image_settings(tmp_path)
+
+
+def test_a_language_model_without_its_directory(tmp_path: Path) -> None:
+    """As a checkpoint has it whose original model was moved."""
+    write_config(tmp_path / "step/assets", {**SEES, ORIGIN: str(tmp_path / "moved")})
+    with pytest.raises(ConfigError, match="moved, which is not there; restore that directory"):
+        image_settings(tmp_path / "step")

@@ -242,7 +242,8 @@ def model_refusal(
     """
     if reason := length_refusal(request, max_context, of):
         return reason
-    smallest, largest = (int(each) for each in request.prompt[request.prompt < FIRST_ID].aminmax())
+    text = request.prompt.masked_fill(request.prompt >= FIRST_ID, 0)
+    smallest, largest = (int(each) for each in text.aminmax())
     if smallest < 0 or (vocab_size is not None and largest >= vocab_size):
         wrong = smallest if smallest < 0 else largest
         expected = "0 or more" if vocab_size is None else f"0 to {vocab_size - 1}"

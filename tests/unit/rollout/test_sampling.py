@@ -11,11 +11,12 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
+from hybridflow.data.images import image_ids
 from hybridflow.errors import DataError
 from hybridflow.models.log_probs import Columns
 from hybridflow.parallel.world import World
 from hybridflow.rollout import edits, sampling
-from hybridflow.rollout.request import PURPOSES, Request, SamplingParams, expand
+from hybridflow.rollout.request import PURPOSES, Request, SamplingParams, expand, model_refusal
 from hybridflow.rollout.sampling import (
     BAD_TEXT,
     MAX_TRIES,
@@ -389,3 +390,11 @@ def test_parameters_that_make_no_sense_are_named(params, says):
 def test_n_samples_of_a_request():
     request = Request(prompt=torch.tensor([1]), params=SamplingParams(max_new_tokens=3), prompt_index=5, index=2)
     assert [(each.prompt_index, each.index) for each in expand(request, 3)] == [(5, 2), (5, 3), (5, 4)]
+
+
+@pytest.mark.parametrize("text", [[], [3], [7]])
+def test_of_a_prompt_with_images_the_text_is_looked_at(text: list[int]) -> None:
+    """There may be none."""
+    prompt, params = torch.tensor([*image_ids(1, 4), *text]), SamplingParams(max_new_tokens=1)
+    reason = model_refusal(Request(prompt=prompt, params=params, prompt_index=0, index=0), 9, 7)
+    assert reason == ("it has token 7; expected 0 to 6, as the model's tokenizer makes them" if text == [7] else None)

@@ -236,8 +236,9 @@ class Shaper:
         data = self.shape.data
         said = _messages_said(row, data)
         leading = [name for name in _responses_read(self.shape) if name in said]
+        sees = self.shape.images is not None
         messages, given = self._asked(row, place, is_said=bool(leading))
-        messages = _continued(messages, {name: said[name] for name in leading}, place)
+        messages = _continued(messages, {name: said[name] for name in leading}, place, with_images=sees)
         if not messages:
             return row, False
         if self._chat is None:
@@ -257,7 +258,10 @@ class Shaper:
         except DataError as error:
             raise DataError(f"{place}: {error}") from error
         names = self._answers_read({**given, **row}, said, messages)
-        answers = {name: _last_said(said[name], f"{place}: field {name!r}", name in leading) for name in names}
+        answers = {
+            name: _last_said(said[name], f"{place}: field {name!r}", name in leading, with_images=sees)
+            for name in names
+        }
         return {**given, **row, data.prompt_field: text, **answers}, True
 
     def _with_images(self, row: Row, messages: list[dict[str, Any]], place: str) -> tuple[Row, list[dict[str, Any]]]:
@@ -303,9 +307,10 @@ class Shaper:
             return {}
         if self.shape.is_imitating and value_of(row, data.solution_field) is None:
             _check_whole(last, where, f"as {data.solution_field!r}")
-        given = {data.solution_field: last["content"]}
+        text = _text_of(last, where)
+        given = {data.solution_field: text}
         if data.answer_field is not None and value_of(row, data.answer_field) is None:
-            given[data.answer_field] = last["content"]
+            given[data.answer_field] = text
         return given
 
 
@@ -367,7 +372,9 @@ def _conversation(row: Row, place: str, data: DataConfig, *, is_said: bool) -> t
     return None
 
 
-def _continued(prompt: list[dict[str, Any]], said: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+def _continued(
+    prompt: list[dict[str, Any]], said: Mapping[str, Any], place: str, *, with_images: bool
+) -> list[dict[str, Any]]:
     """Return the prompt's messages, and those before the last of each response, which is what the model is to write.
 
     A response may repeat the prompt, as TRL writes it, or go on from it with messages of the assistant and of tools.
@@ -375,7 +382,7 @@ def _continued(prompt: list[dict[str, Any]], said: Mapping[str, Any], place: str
     found: dict[str, list[dict[str, Any]]] = {}
     for name, value in said.items():
         where = f"{place}: field {name!r}"
-        *begun, _ = read_messages(value, where)
+        *begun, _ = read_messages(value, where, with_images=with_images)
         joined = _joined(prompt, begun)
         if joined is None:
             raise DataError(
@@ -418,7 +425,7 @@ def _joined(prompt: list[dict[str, Any]], begun: list[dict[str, Any]]) -> list[d
     return [*prompt, *begun] if goes_on else None
 
 
-def _texts(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _texts(messages: list[dict[str, Any]]) -> list[tuple[str, Any]]:
     return [(each["role"], each["content"]) for each in messages]
 
 
@@ -432,16 +439,23 @@ def _parsed(value: Any, where: str) -> Any:
     return value
 
 
-def _last_said(value: Any, where: str, is_learned: bool) -> str:
+def _last_said(value: Any, where: str, is_learned: bool, *, with_images: bool) -> str:
     """Return a response that is given as messages: the assistant's text in the last of them."""
-    message = read_messages(value, where)[-1]
+    message = read_messages(value, where, with_images=with_images)[-1]
     if message["role"] != "assistant":
         raise DataError(f"{where}: ends with a message of {message['role']!r}; a response is what the assistant says")
     if message.get("tool_calls"):
         raise DataError(f"{where}: ends with a call of tools, of which this is not the text; give the response as text")
     if is_learned:
         _check_whole(message, where, "as text")
-    return str(message["content"])
+    return _text_of(message, where)
+
+
+def _text_of(message: Mapping[str, Any], where: str) -> str:
+    """Return what the assistant said last."""
+    if not isinstance(message["content"], str):
+        raise DataError(f"{where}: the assistant's last message has an image; what a model writes is text")
+    return message["content"]
 
 
 def _check_whole(message: Mapping[str, Any], where: str, how: str) -> None:

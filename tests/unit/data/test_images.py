@@ -75,7 +75,7 @@ def user(content: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-PART = {"type": "image"}
+PART, TEXT = {"type": "image"}, {"type": "text", "text": "2"}
 ONE, TWO = "{}/wide.png", "{}/tall.png"
 FORMS: dict[str, tuple[Any, Any, str, int]] = {
     "marks": (user("1<image>2<image>"), [ONE, TWO], f"1{MARK}2{MARK}", 2),
@@ -142,6 +142,20 @@ def test_directories_that_datasets_has_saved(folder: Path, tmp_path: Path) -> No
         assert [each.grid for each in example.images] == [grid]
 
 
+def test_preferences_that_repeat_the_prompt_with_its_image(folder: Path) -> None:
+    """As TRL has them: the prompt is what both conversations begin with."""
+    asked = user([PART, {"type": "text", "text": "1"}])
+    row = {
+        "chosen": [*asked, {"role": "assistant", "content": [TEXT]}],
+        "rejected": [*asked, {"role": "assistant", "content": "3"}],
+        "images": [put_in(ONE, folder)],
+    }
+    example = example_of(folder, row, kind="pairs")
+    assert example.prompt == f"{MARK}1"
+    assert [each.text for each in example.responses] == ["2", "3"]
+    assert [each.grid for each in example.images] == [GRIDS["wide.png"]]
+
+
 def test_numbers_lead_back_to_the_row(folder: Path, tmp_path: Path) -> None:
     """Also of another source, in another epoch."""
     sources = []
@@ -183,6 +197,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a pipe": ({"messages": user("1"), "images": ["{}/pipe"]}, "pipe: cannot be read as an image: is no regular file"),
     "a folder": ({"messages": user("1"), "images": ["{}/model"]}, "model: cannot be read as an image: is no regular"),
     "broken numbers": ({"messages": user("1"), "images": ["data:;base64,UDYKNXggNSAyNTUK"]}, "cannot be read as an"),
+    "what the assistant draws": (
+        {"messages": [*user("1"), {"role": "assistant", "content": [TEXT, PART, TEXT]}], "images": [ONE]},
+        "the assistant's last message has an image; what a model writes is text",
+    ),
     "a video": ({"messages": user([{"type": "video"}])}, "expected text, or a list of parts of type text or image"),
 }
 

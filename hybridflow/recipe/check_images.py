@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hybridflow.config.recipe import MODEL_SECTIONS, REWARDS, Recipe
 from hybridflow.errors import ConfigError
-from hybridflow.families.images import image_settings
+from hybridflow.families.images import PROCESSOR, ImageSettings, image_settings
 
 _KEY = "data.images_field"
 
@@ -40,9 +40,21 @@ def check_images(recipe: Recipe) -> None:
             )
         if model.path is None:
             raise ConfigError(f"{key}.path: missing; {_KEY} needs the directory of a model that reads images")
-        settings = image_settings(Path(model.path))
+        settings = image_settings(Path(model.path), recipe.data.image_max_pixels)
+        _check_cut(settings, key, image_settings(Path(str(recipe.model.path)), recipe.data.image_max_pixels))
         if len(settings.axes) != model.rotary_size // 2:
             raise ConfigError(
                 f"{settings.path}: mrope_section has {len(settings.axes)} pairs of dims, and {model.rotary_size // 2} "
                 "turn; copy config.json from the original model"
+            )
+
+
+def _check_cut(settings: ImageSettings, key: str, actor: ImageSettings) -> None:
+    """Refuse a model that cuts images into other tokens than the actor, whose prompts it is to read."""
+    for name in ("side", "min_pixels", "max_pixels"):
+        found, expected = getattr(settings, name), getattr(actor, name)
+        if found != expected:
+            raise ConfigError(
+                f"{key}.path: {settings.path} has {name}={found} for images, and {actor.path} {name}={expected}; give "
+                f"models that cut images alike: {PROCESSOR} says how, and data.image_max_pixels bounds it"
             )

@@ -53,6 +53,17 @@ def test_refused(folder: Path, changes: list[str], message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_models_cut_images_alike(folder: Path) -> None:
+    """Tokens of images are counted once, as the actor has them."""
+    write_config(folder / "finer", SEES)
+    size = {"shortest_edge": 1024, "longest_edge": 32768}
+    (folder / "finer/preprocessor_config.json").write_text(json.dumps({**PROCESSOR, "size": size}))
+    critic = f"critic.model={{path: {folder}/finer}}"
+    with pytest.raises(ConfigError, match=r"critic\.model\.path: .*finer has max_pixels=32768 for images, and .*65536"):
+        read(folder, critic)
+    read(folder, critic, "data.image_max_pixels=32768")
+
+
 def test_a_new_model_reads_none(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path: missing; data\.images_field needs the directory of a model"):
         load_recipe(str(folder / "recipe.yaml"), ["data.images_field=images"])

@@ -168,8 +168,10 @@ def images_of(value: Any, place: str, settings: ImageSettings) -> tuple[Image, .
             with _opened(path) as pixels:
                 size = pixels.size[::-1] if _orientation(pixels) in _ON_THEIR_SIDE else pixels.size
             grid = settings.grid(*size)
-        except (DataError, ValueError) as error:
+        except DataError as error:
             raise DataError(f"{place}: {error}") from error
+        except ValueError as error:
+            raise DataError(f"{place}: {_short(path)}: {error}") from error
         if grid[0] * grid[1] > _MOST_TOKENS:
             raise DataError(f"{place}: {_short(path)}: {grid[0]} x {grid[1]} tokens; expected at most {_MOST_TOKENS}")
         found.append(Image(path, grid, settings.token_id))

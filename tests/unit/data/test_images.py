@@ -49,6 +49,7 @@ def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("images")
     for name, (width, height) in SIZES.items():
         PIL.Image.fromarray(np.zeros((height, width, 3), np.uint8)).save(path / name)
+    PIL.Image.fromarray(np.zeros((201, 1, 3), np.uint8)).save(path / "line.png")
     os.mkfifo(path / "pipe")
     write_tokenizer(path / "model", more=[MARK])
     return path
@@ -195,6 +196,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "many": ({"messages": user("1"), "images": [ONE] * 17}, "17 images; expected at most 16"),
     "a part alone": ({"messages": user([PART])}, "1 images in messages, and none in the row's field"),
     "a pipe": ({"messages": user("1"), "images": ["{}/pipe"]}, "pipe: cannot be read as an image: is no regular file"),
+    "too long": ({"messages": user("1"), "images": ["{}/line.png"]}, "line.png: 1 x 201 pixels; one side may be at"),
     "a folder": ({"messages": user("1"), "images": ["{}/model"]}, "model: cannot be read as an image: is no regular"),
     "broken numbers": ({"messages": user("1"), "images": ["data:;base64,UDYKNXggNSAyNTUK"]}, "cannot be read as an"),
     "what the assistant draws": (

@@ -15,8 +15,6 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import numpy as np
-
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.families.images import ImageSettings
 
@@ -312,6 +310,8 @@ def _upright(pixels: Pixels) -> Pixels:
 
 def _in_colors(pixels: Pixels) -> Pixels:
     """Return an image in red, green and blue: on white where it is transparent."""
+    # Not above: processes that ranks are forked from have none of numpy's threads.
+    import numpy as np
     from PIL import Image as maker
 
     if pixels.mode.startswith("I"):

@@ -145,13 +145,16 @@ def with_images(tokens: Sequence[int], images: Sequence[Image], row_number: int,
     return found
 
 
-def images_of(value: Any, place: str, settings: ImageSettings) -> tuple[Image, ...]:
+def images_of(
+    value: Any, place: str, settings: ImageSettings, grids: Sequence[Sequence[int]] | None = None
+) -> tuple[Image, ...]:
     """Return the images of a row's field.
 
     Args:
         value: A source, or a list of them: a path, an address with the bytes, or an object with ``bytes`` or ``path``.
         place: The field's, for messages.
         settings: How images become tokens.
+        grids: Rows and columns of each; None: its file tells.
 
     Raises:
         DataError: It is none of these, or an image cannot be read.
@@ -160,20 +163,26 @@ def images_of(value: Any, place: str, settings: ImageSettings) -> tuple[Image, .
     if len(values) > MOST_IMAGES:
         raise DataError(f"{place}: {len(values)} images; expected at most {MOST_IMAGES}")
     found = []
-    for source in values:
-        path = source_of(source, place)
-        try:
-            with _opened(path) as pixels:
-                size = pixels.size[::-1] if _orientation(pixels) in _ON_THEIR_SIDE else pixels.size
-            grid = settings.grid(*size)
-        except DataError as error:
-            raise DataError(f"{place}: {error}") from error
-        except ValueError as error:
-            raise DataError(f"{place}: {_short(path)}: {error}") from error
-        if grid[0] * grid[1] > _MOST_TOKENS:
-            raise DataError(f"{place}: {_short(path)}: {grid[0]} x {grid[1]} tokens; expected at most {_MOST_TOKENS}")
-        found.append(Image(path, grid, settings.token_id))
+    for number, each in enumerate(values):
+        source = source_of(each, place)
+        rows, columns = _grid_of(source, place, settings) if grids is None else grids[number]
+        found.append(Image(source, (rows, columns), settings.token_id))
     return tuple(found)
+
+
+def _grid_of(source: str, place: str, settings: ImageSettings) -> Grid:
+    """Return rows and columns of an image's tokens, of which its file tells."""
+    try:
+        with _opened(source) as pixels:
+            size = pixels.size[::-1] if _orientation(pixels) in _ON_THEIR_SIDE else pixels.size
+        grid = settings.grid(*size)
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error
+    except ValueError as error:
+        raise DataError(f"{place}: {_short(source)}: {error}") from error
+    if grid[0] * grid[1] > _MOST_TOKENS:
+        raise DataError(f"{place}: {_short(source)}: {grid[0]} x {grid[1]} tokens; expected at most {_MOST_TOKENS}")
+    return grid
 
 
 def source_of(value: Any, place: str) -> str:

@@ -42,6 +42,9 @@ _TOOLS = "tools"
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message for what the assistant thought before it spoke."""
 
+_GRIDS = "grids of images"
+"""Beside the fields of a prepared row: rows and columns of each image's tokens. So all ranks know the same of them."""
+
 Kind = Literal["rows", "problems", "pairs", "preferences"]
 
 
@@ -94,13 +97,15 @@ def examples_of(row: Row, place: str, begins: bool, shape: Shape) -> tuple[Examp
     Raises:
         DataError: It lacks a field, or has something else there than it should.
     """
+    grids = row.get(_GRIDS)
+    row = {name: value for name, value in row.items() if name != _GRIDS}
     if shape.kind in ("rows", "problems"):
         found: tuple[Example, ...] = (example_of(row, place, shape.data, needs_answer=shape.needs_answer),)
     else:
         found = preferences_of(row, place, shape.data, is_paired=shape.kind == "pairs")
     if shape.images is not None and shape.data.images_field is not None:
         where = f"{place}: field {shape.data.images_field!r}"
-        images = images_of(value_of(row, shape.data.images_field), where, shape.images)
+        images = images_of(value_of(row, shape.data.images_field), where, shape.images, grids)
         found = tuple(replace(each, images=images) for each in found)
     return tuple(replace(each, begins=True) for each in found) if begins else found
 
@@ -211,6 +216,8 @@ class Shaper:
         if not self._is_short(examples[0]):
             return None
         self._check(examples)
+        if examples[0].images:
+            row = {**row, _GRIDS: [each.grid for each in examples[0].images]}
         return Shaped(row, begins, tuple(example.content for example in examples))
 
     def _is_short(self, example: Example) -> bool:

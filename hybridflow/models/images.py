@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from hybridflow.data.images import FIRST_ID, Grid, numbers_of, places_of
-from hybridflow.errors import DataError
 from hybridflow.families.images import KEPT_TOKENS, ImageSettings
 from hybridflow.parallel.copies import to_device
 
@@ -21,9 +20,6 @@ class Images(Protocol):
 
     def grid(self, number: int) -> Grid:
         """Return rows and columns of an image's tokens."""
-
-    def name(self, number: int) -> str:
-        """Return what errors call an image."""
 
     def patches(self, number: int) -> Tensor:
         """Return an image as the tower takes it, ``[patches, numbers]`` fp32, for ``grid``."""
@@ -53,9 +49,6 @@ class ImageReader:
         Args:
             tokens: Token ids, ``[tokens]`` int64 in host memory.
 
-        Raises:
-            DataError: An image has another number of tokens than here.
-
         Source: Qwen2-VL, arXiv 2409.12191.
         """
         is_image = tokens >= FIRST_ID
@@ -65,11 +58,6 @@ class ImageReader:
         for number in numbers[is_image].unique().tolist():
             where = (is_image & (numbers == number)).nonzero()[:, 0]
             rows, columns = self._images.grid(number)
-            if len(where) != rows * columns:
-                raise DataError(
-                    f"{self._images.name(number)}: {rows} x {columns} tokens on this rank, and {len(where)} in the "
-                    "prompt; restore the file as it was when the job began"
-                )
             places = places_of(tokens[where])
             offsets[where, 1], offsets[where, 2] = places // columns, places % columns
             steps[where[places == rows * columns - 1]] = max(rows, columns)

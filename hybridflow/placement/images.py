@@ -61,10 +61,6 @@ class JobImages:
         """Return rows and columns of an image's tokens."""
         return self._image(number).grid
 
-    def name(self, number: int) -> str:
-        """Return its file, cut where it is an address."""
-        return f"{self._image(number).source:.200}"
-
     def patches(self, number: int) -> Tensor:
         """Return an image as the tower takes it, ``[patches, numbers]`` fp32.
 
@@ -77,7 +73,7 @@ class JobImages:
         rows, columns = (found["image_grid_thw"][0, 1:] // self._processor.merge_size).tolist()
         if (rows, columns) != image.grid:
             raise DataError(
-                f"{self.name(number)}: {rows} x {columns} tokens, there were {image.grid[0]} x {image.grid[1]}; "
+                f"{image.source:.200}: {rows} x {columns} tokens, there were {image.grid[0]} x {image.grid[1]}; "
                 "restore the file as it was when the job began"
             )
         patches: Tensor = found["pixel_values"]

@@ -168,6 +168,9 @@ def test_numbers_lead_back_to_the_row(folder: Path, tmp_path: Path) -> None:
     shape = shape_in(folder, max_context=200, max_new_tokens=1)
     problems = open_problems(sources, shape, open_tokenizer(folder / "model"), tmp_path / "stores", seed=3)
     seen = set()
+    # Whatever becomes of the files, all ranks know what was found when the rows were prepared.
+    for name in SIZES:
+        (folder / name).rename(folder / f"away-{name}")
     for prompt_index in range(14):
         images = problems.example(prompt_index).images
         tokens = [token for token in problems.prompt(prompt_index) if token >= FIRST_ID]
@@ -177,6 +180,9 @@ def test_numbers_lead_back_to_the_row(folder: Path, tmp_path: Path) -> None:
         (row,) = {row_and_which(numbers_of(token))[0] for token in tokens}
         assert problems.images(row) == images
         seen.add(source_and_row(row))
+        assert problems.example(prompt_index).row.keys() == {"messages", "images", "prompt"}
+    for name in SIZES:
+        (folder / f"away-{name}").rename(folder / name)
     assert seen == {(source, row) for source in (0, 1) for row in range(3)}
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
 from hybridflow.data.images import Grid, image_ids
-from hybridflow.errors import DataError
 from hybridflow.families.images import KEPT_TOKENS, ImageSettings
 from hybridflow.models.images import ImageReader
 
@@ -23,9 +21,6 @@ class Numbers:
 
     def grid(self, number: int) -> Grid:
         return GRIDS[number]
-
-    def name(self, number: int) -> str:
-        return f"{number}.png"
 
     def patches(self, number: int) -> Tensor:
         return torch.tensor([float(number)])
@@ -59,14 +54,6 @@ def test_text_goes_on_behind_the_longer_side() -> None:
     rows = found.rows(tokens, turns, torch.device("cpu"))
     assert rows.positions.tolist() == [[time, height, width, height] for time, height, width in expected]
     assert rows.places.tolist() == [*range(2, 8), 9, 10, 11]
-
-
-def test_a_file_that_changed_before_a_rank_first_read_it_is_named() -> None:
-    """The prompt is of a rank that had read it."""
-    images = Numbers()
-    tokens = torch.tensor([1, *image_ids(3, 8), 2])
-    with pytest.raises(DataError, match=r"3\.png: 2 x 3 tokens on this rank, and 8 in the prompt; restore the file"):
-        ImageReader(SETTINGS, images, images.tower).turns(tokens)
 
 
 def test_tokens_of_images_stand_for_themselves_in_any_order() -> None:

@@ -132,7 +132,8 @@ def with_images(tokens: Sequence[int], images: Sequence[Image], row_number: int,
     if num_places != len(images):
         raise DataError(
             f"{place}: {len(images)} images, and {num_places} places for them in the prompt's text; give messages with "
-            f"{MARK} for each image, and a chat template that writes images"
+            f"{MARK} for each image, and a chat template that writes images; data.prompt_as_message=true makes a "
+            "message of a prompt"
         )
     found: list[int] = []
     which = 0
@@ -193,6 +194,8 @@ def source_of(value: Any, place: str) -> str:
             return source_of(value, place)
     if not isinstance(value, str) or not value:
         raise DataError(f"{place}: found {value!r:.60}, expected the path of an image, or a list of them")
+    if value.startswith(("http://", "https://")):
+        raise DataError(f"{place}: found {value:.60}, expected the path of an image: download it, and name the file")
     return value.removeprefix("file://")
 
 

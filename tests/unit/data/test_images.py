@@ -189,11 +189,15 @@ def test_numbers_lead_back_to_the_row(folder: Path, tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "more images than marks": ({"messages": user("<image>"), "images": [ONE, TWO]}, "2 images, and 1 places"),
     "fewer images than marks": ({"messages": user("<image><image>"), "images": [ONE]}, "1 images, and 2 places"),
-    "a text without a place": ({"prompt": "1+1", "images": [ONE]}, "1 images, and 0 places"),
+    "a text without a place": (
+        {"prompt": "1+1", "images": [ONE]},
+        "1 images, and 0 places.*data.prompt_as_message=true makes",
+    ),
     "missing": ({"messages": user("1"), "images": ["{}/none.png"]}, "none.png: cannot be read as an image: .*No such"),
     "no image": ({"messages": user("1"), "images": ["{}/rows.jsonl"]}, "rows.jsonl: cannot be read as an image"),
     "broken bytes": ({"messages": user("1"), "images": ["data:;base64,iVBORw0K"]}, "cannot be read as an image"),
     "no base64": ({"messages": user("1"), "images": ["data:image/png;base64,?"]}, "cannot be read as an image"),
+    "on the web": ({"messages": user("1"), "images": ["https://a.b/c.png"]}, "download it, and name the file"),
     "a number": ({"messages": user("1"), "images": [3]}, "found 3, expected the path of an image"),
     "some named": (
         {"messages": user([PART, {**PART, "image": ONE}])},

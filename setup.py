@@ -71,7 +71,7 @@ setup(
         # Apex is not listed: PyPI's package of that name is another one. The docs give NVIDIA's git address.
         # The releases that megatron-core 0.16.1 is written against; hybridflow/parallel/accelerators.py has them too.
         "gpu": ["transformer-engine[pytorch]>=2.9,<2.12"],
-        "hf": ["tokenizers", "transformers>=5", "datasets", "pyarrow"],
+        "hf": ["tokenizers", "transformers>=5", "datasets", "pillow", "pyarrow"],
         "data": ["datasets", "fsspec", "jinja2", "pyarrow"],
         "s3": ["fsspec", "s3fs"],
         "kafka": ["confluent-kafka"],
@@ -97,6 +97,7 @@ setup(
                 "mpich",
                 "mypy",
                 "peft",
+                "pillow",
                 "playwright",
             ),
             *("prometheus_client", "pyarrow", "pytest", "pytest-xdist", "rich", "ruff", "s3fs", "scipy", "starlette"),

@@ -291,7 +291,7 @@ def _opened(source: str) -> Iterator[Any]:
         from PIL import Image as reader
     except ImportError:
         raise ConfigError(
-            "data.images_field: images are read by Pillow, which is not there: pip install pillow"
+            "data.images_field: images are read by Pillow, which is not there: pip install 'hybridflow[hf]'"
         ) from None
     try:
         where: Any = source

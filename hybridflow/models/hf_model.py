@@ -397,12 +397,15 @@ def make_vision_tower(folder: Path, dtype: torch.dtype) -> nn.Module:
     """
     library = _library(f"{folder}: images are computed in transformers")
     try:
-        config = library.AutoConfig.for_model(**read_json(folder / CONFIG)["vision_config"])
-        tower: nn.Module = library.AutoModel.from_config(config, dtype=dtype)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
+        # Not every release knows a tower by itself.
+        with torch.device("meta"):
+            whole = library.AutoModelForImageTextToText.from_config(config)
+        tower: nn.Module = type(whole.model.visual)._from_config(config.vision_config, dtype=dtype)
+    except Exception as error:  # of a malformed config.json that may be anything
         raise ConfigError(
             f"{folder / CONFIG}: vision_config: transformers {library.__version__} cannot make the vision tower: "
-            f"{type(error).__name__}: {error}; update transformers, or restore the file"
+            f"{type(error).__name__}: {' '.join(str(error).split())[:400]}; update transformers, or restore the file"
         ) from error
     return tower.requires_grad_(False).eval()
 

@@ -13,12 +13,11 @@ support=$root/tests/support
 
 install() { "$@" || echo "${1##*/} ${*:2}: failed, see above; the tests that need it are skipped" >&2; }
 
-# On two cores a third process fills the time in which the others wait, for ranks or for a deadline. The tests that
-# --all adds have many processes of their own.
+# On two cores a third process fills the time in which the others wait: for ranks, for a deadline, for Slurm.
 is_whole="" processes=3
 case "${1:-}" in
-    --all) is_whole=yes processes=2 marks="not long"; shift ;;
-    --long) is_whole=yes processes=2 marks=""; shift ;;
+    --all) is_whole=yes marks="not long"; shift ;;
+    --long) is_whole=yes marks=""; shift ;;
 esac
 "$root/launch/venv.sh" dev
 if [ -n "$is_whole" ]; then

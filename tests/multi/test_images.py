@@ -43,6 +43,7 @@ PROMPTS = (
     ([], 3, [4]),
 )
 """Tokens of text, and images by their numbers."""
+MIXED = ("Qwen3VL", "Qwen3_5")
 LAYOUTS = {text: ParallelLayout.parse(text) for text in ("tp1", "tp2", "pp2", "cp2")}
 LAYOUTS["whole tokens"] = ParallelLayout(tp=2, sequence_parallel=False)
 ANSWERS = ([1, 2, 3], [20, 21], [30, 3], [9, 9, 1, 2], [17])
@@ -175,7 +176,10 @@ def their_text(model: Any, prompt: tuple[Any, ...], pixels: Drawn) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("name", ["Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "Qwen3VLMoe", "Qwen3_5Moe"])
+@pytest.mark.parametrize(
+    "name",
+    ["Qwen2_5_VL", "Qwen3VL", "Qwen3_5", *(pytest.param(f"{each}Moe", marks=pytest.mark.slow) for each in MIXED)],
+)
 def test_images_are_what_transformers_sees(tmp_path: Path, name: str) -> None:
     model = write_vision_model(tmp_path, name, max_position_embeddings=128)
     expected = [

@@ -317,8 +317,8 @@ def test_tests_install_their_tools_and_leave_the_long_ones_out(clone):
         editable,
         f"python -m pytest -n 3 {end} not slow and not slurm and not vllm and not cuda_build and not long -k layout",
     ]
-    assert clone("tests/run.sh", "--all", "-x")[1] == [f"python -m pytest -n 2 {end} not long -x"]
-    assert clone("tests/run.sh", "--long", "-x")[1] == [f"python -m pytest -n 2 {end}  -x"]
+    assert clone("tests/run.sh", "--all", "-x")[1] == [f"python -m pytest -n 3 {end} not long -x"]
+    assert clone("tests/run.sh", "--long", "-x")[1] == [f"python -m pytest -n 3 {end}  -x"]
     assert clone("launch/quickstart.sh")[1] == ["hybridflow train quickstart --resume"]
 
 

@@ -35,7 +35,7 @@ HELD_OUT = 255
 """The source of held-out rows, in the numbers of rows."""
 
 _PLACE_BITS, _WHICH_BITS, _ROW_BITS = 16, 4, 32
-_MOST_TOKENS, MOST_IMAGES = 1 << _PLACE_BITS, 1 << _WHICH_BITS
+_MOST_TOKENS, _MOST_IMAGES = 1 << _PLACE_BITS, 1 << _WHICH_BITS
 _DATA = "data:"
 _MAGICS = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM")
 _ORIENTATION, _ON_THEIR_SIDE = 0x0112, range(5, 9)
@@ -97,7 +97,7 @@ def source_and_row(row_number: int) -> tuple[int, int]:
 
 def row_and_which(number: int) -> tuple[int, int]:
     """Return the number of an image's row, and which of its images it is."""
-    return number >> _WHICH_BITS, number & (MOST_IMAGES - 1)
+    return number >> _WHICH_BITS, number & (_MOST_IMAGES - 1)
 
 
 def image_ids(number: int, count: int) -> range:
@@ -161,8 +161,8 @@ def images_of(
         DataError: It is none of these, or an image cannot be read.
     """
     values = value if isinstance(value, list) else [] if value is None else [value]
-    if len(values) > MOST_IMAGES:
-        raise DataError(f"{place}: {len(values)} images; expected at most {MOST_IMAGES}")
+    if len(values) > _MOST_IMAGES:
+        raise DataError(f"{place}: {len(values)} images; expected at most {_MOST_IMAGES}")
     found = []
     for number, each in enumerate(values):
         source = source_of(each, place)

@@ -98,7 +98,8 @@ def examples_of(row: Row, place: str, begins: bool, shape: Shape) -> tuple[Examp
         DataError: It lacks a field, or has something else there than it should.
     """
     grids = row.get(_GRIDS)
-    row = {name: value for name, value in row.items() if name != _GRIDS}
+    if grids is not None:
+        row = {name: value for name, value in row.items() if name != _GRIDS}
     if shape.kind in ("rows", "problems"):
         found: tuple[Example, ...] = (example_of(row, place, shape.data, needs_answer=shape.needs_answer),)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,19 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
-from hybridflow.families.assets import CONFIG, FOLDER, read_json
-from hybridflow.families.vision import ORIGIN, rotary_sections, vision_model
+from hybridflow.families.assets import CONFIG, FOLDER, PROCESSORS, read_json
+from hybridflow.families.vision import ORIGIN, VISION_MODELS, rotary_sections, vision_model
 from hybridflow.families.weight_files import read_shapes
 
-PROCESSOR, _ALL_PROCESSORS = "preprocessor_config.json", "processor_config.json"
+PROCESSOR, _ALL_PROCESSORS, _ = PROCESSORS
 
 _MOST_STRETCHED = 200
 """An image is at most so many times as long as it is wide, as in ``transformers``."""
-
-_INTERLEAVED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-_DEEP = ("qwen3_vl", "qwen3_vl_moe")
-READABLE = ("qwen2_5_vl", *_INTERLEAVED)
-"""Kinds of models whose images are read."""
 
 TOWER = ("model.visual.", "visual.")
 """What names of the vision tower's tensors begin with."""
@@ -74,10 +68,13 @@ class ImageSettings:
 
 def reads_images(path: str | None) -> bool:
     """Return whether the model of a directory reads images."""
+    if path is None:
+        return False
     try:
-        return path is not None and image_settings(Path(path)) is not None
+        image_settings(Path(path))
     except HybridflowError:
         return False
+    return True
 
 
 def image_settings(folder: Path, max_pixels: int | None = None) -> ImageSettings:
@@ -102,10 +99,11 @@ def image_settings(folder: Path, max_pixels: int | None = None) -> ImageSettings
             )
     values = read_json(folder / CONFIG)
     kind = vision_model(values)
-    if kind is None or kind.name not in READABLE:
+    if kind is None or kind.image_axes is None:
         found = values.get("model_type")
+        known = sorted(name for name, each in VISION_MODELS.items() if each.image_axes is not None)
         raise ConfigError(
-            f"{folder}: model_type {found!r} does not read images here; expected one of {', '.join(READABLE)}: give "
+            f"{folder}: model_type {found!r} does not read images here; expected one of {', '.join(known)}: give "
             "such a model, or prompts of text alone"
         )
     processor = _processor(folder)
@@ -114,8 +112,8 @@ def image_settings(folder: Path, max_pixels: int | None = None) -> ImageSettings
         side = int(processor["patch_size"]) * int(processor["merge_size"])
         smallest, largest = _bounds(processor)
         token_id = int(values["image_token_id"])
-        num_deep = len(values["vision_config"]["deepstack_visual_indexes"]) if kind.name in _DEEP else 0
-        axes = _axes(sections, is_interleaved=kind.name in _INTERLEAVED)
+        num_deep = len(values["vision_config"]["deepstack_visual_indexes"]) if kind.is_deep else 0
+        axes = _axes(sections, is_interleaved=kind.image_axes == "turns")
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{folder}: {CONFIG} and {PROCESSOR} do not say how images are read ({type(error).__name__}: {error}); "
@@ -132,7 +130,6 @@ def image_settings(folder: Path, max_pixels: int | None = None) -> ImageSettings
     )
 
 
-@functools.cache
 def tower_elements(folder: Path) -> int:
     """Return the numbers in the vision tower of a directory; 0: its weights are not there."""
     try:

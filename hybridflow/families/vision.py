@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from hybridflow.errors import CheckpointError
 from hybridflow.families.assets import CONFIG, parse_json, to_json
@@ -42,6 +42,9 @@ class VisionModel:
         is_flat: Whether older files have the keys of ``text_config`` beside ``vision_config``.
         text_ties: Whether embeddings are tied where either the whole or ``text_config`` says so, else where the whole
             does.
+        image_axes: How pairs of rotated dims are dealt to time, height and width: in sections, or in turns; None: its
+            images are not read.
+        is_deep: Whether the tower adds something behind the first layers, too.
     """
 
     name: str
@@ -54,6 +57,8 @@ class VisionModel:
     saved_rules: tuple[Rule, ...] = ()
     is_flat: bool = False
     text_ties: bool = False
+    image_axes: Literal["sections", "turns"] | None = None
+    is_deep: bool = False
 
 
 _WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
@@ -76,10 +81,16 @@ _QWEN3_VL = VisionModel(
     family="qwen3",
     defaults={"max_position_embeddings": 128000, "rope_theta": 500000.0},
     unused=_WINDOW,
+    image_axes="turns",
+    is_deep=True,
 )
 
 _QWEN3_5 = VisionModel(
-    name="qwen3_5", causal="Qwen3_5ForConditionalGeneration", text="qwen3_5_text", family="qwen3_5_text"
+    name="qwen3_5",
+    causal="Qwen3_5ForConditionalGeneration",
+    text="qwen3_5_text",
+    family="qwen3_5_text",
+    image_axes="turns",
 )
 
 _FC1, _FC2 = ("mlp.experts.{expert}.linear_fc1.weight", "mlp.experts.{expert}.linear_fc2.weight")
@@ -94,6 +105,7 @@ _QWEN3_5_MOE = VisionModel(
     text="qwen3_5_moe_text",
     family="qwen3_5_moe_text",
     rules=_FUSED_EXPERTS,
+    image_axes="turns",
 )
 
 _QWEN2_5_VL = VisionModel(
@@ -105,6 +117,7 @@ _QWEN2_5_VL = VisionModel(
     unused=("head_dim",),
     is_flat=True,
     text_ties=True,
+    image_axes="sections",
 )
 
 _MISTRAL3 = VisionModel(name="mistral3", causal="Mistral3ForConditionalGeneration", text="mistral", family="mistral")
@@ -135,6 +148,8 @@ _QWEN3_VL_MOE = VisionModel(
         in_layer(_FC2, "mlp.experts.down_proj", form="transposed"),
     ),
     saved_rules=_FUSED_EXPERTS,
+    image_axes="turns",
+    is_deep=True,
 )
 
 _GLM4V_MOE = VisionModel(

@@ -157,15 +157,20 @@ def _image_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh], names: Colle
     for name in names:
         model, mesh = recipe.model_of(name), meshes[name]
         assert model.path is not None, "checked with the recipe"
-        settings = image_settings(Path(model.path))
-        num_bytes = ITEM_BYTES[model.dtype] * (
-            tower_elements(Path(settings.path)) + KEPT_TOKENS * (1 + settings.num_deep) * model.hidden_size
-        )
+        tower, num_elements = _image_elements(model.path, model.hidden_size)
         for rank in mesh.ranks:
             if mesh.coordinate(rank).pp == 0:
                 # Models of one directory share them.
-                found.setdefault(rank, {})[f"{settings.path} {model.dtype}"] = num_bytes
+                found.setdefault(rank, {})[f"{tower} {model.dtype}"] = ITEM_BYTES[model.dtype] * num_elements
     return {rank: MeshMemory(mesh="images", weights=sum(towers.values())) for rank, towers in found.items()}
+
+
+@functools.lru_cache(maxsize=16)
+def _image_elements(path: str, hidden_size: int) -> tuple[str, int]:
+    """Return where the vision tower of a model is, and its numbers with those that are kept. Cached as ``_placed``."""
+    settings = image_settings(Path(path))
+    kept = KEPT_TOKENS * (1 + settings.num_deep) * hidden_size
+    return settings.path, tower_elements(Path(settings.path)) + kept
 
 
 @dataclass(frozen=True, kw_only=True)

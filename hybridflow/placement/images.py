@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hybridflow.data.images import Grid, Image, row_and_which
@@ -32,23 +31,9 @@ def image_reader(job: Job, role: str) -> ImageReader | None:
     settings = image_settings(Path(model.path), job.recipe.data.image_max_pixels)
     key = settings.path, model.dtype
     if key not in job.image_readers:
-        tower = _LaterTower(settings, TORCH_DTYPES[model.dtype], job.world.device)
+        tower = VisionTower(Path(settings.path), TORCH_DTYPES[model.dtype], job.world.device)
         job.image_readers[key] = ImageReader(settings, JobImages(job.images_of, settings), tower)
     return job.image_readers[key]
-
-
-class _LaterTower:
-    """A ``VisionTower`` that is read when it is first asked for: not every rank computes images."""
-
-    def __init__(self, settings: ImageSettings, dtype: torch.dtype, device: torch.device) -> None:
-        self._make = functools.partial(VisionTower, Path(settings.path), dtype, device)
-
-    def __call__(self, patches: Tensor, grid: Grid) -> Tensor:
-        return self._tower(patches, grid)
-
-    @functools.cached_property
-    def _tower(self) -> VisionTower:
-        return self._make()
 
 
 class JobImages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +18,16 @@ from hybridflow.models.hf_model import make_vision_tower
 
 
 class VisionTower:
-    """Makes vectors of images.
+    """Makes vectors of images. Its weights are read when it is first asked for one: not every rank computes images.
 
     Args:
         folder: Directory of the vision-language model.
         dtype: Of its weights.
         device: Where they live.
-
-    Raises:
-        ConfigError: ``transformers`` is not there, or does not know the tower.
-        CheckpointError: A file is damaged, or lacks a tensor.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self._module: Any = make_vision_tower(folder, dtype)
-        self._module.load_state_dict(_weights(folder, self._module))
-        self._module.to(device)
-        self._dtype, self._device = dtype, device
+        self._folder, self._dtype, self._device = folder, dtype, device
 
     @torch.no_grad()
     def __call__(self, patches: Tensor, grid: Grid) -> Tensor:
@@ -42,11 +36,21 @@ class VisionTower:
         Args:
             patches: Its pixels, ``[patches, numbers]``.
             grid: Rows and columns of its tokens.
+
+        Raises:
+            ConfigError: ``transformers`` is not there, or does not know the tower.
+            CheckpointError: A file is damaged, or lacks a tensor.
         """
         merged = self._module.spatial_merge_size
         sizes = torch.tensor([[1, grid[0] * merged, grid[1] * merged]], device=self._device)
         output = self._module(patches.to(self._device, self._dtype), grid_thw=sizes, return_dict=True)
         return torch.stack([output.pooler_output, *getattr(output, "deepstack_features", ())], dim=1)
+
+    @functools.cached_property
+    def _module(self) -> Any:
+        module = make_vision_tower(self._folder, self._dtype)
+        module.load_state_dict(_weights(self._folder, module))
+        return module.to(self._device)
 
 
 def _weights(folder: Path, module: nn.Module) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ def check_images(recipe: Recipe) -> None:
         )
     if recipe.rollout.replay is not None:
         raise ConfigError(f"rollout.replay: cannot be had with {_KEY}; remove one of the two")
+    actor: ImageSettings | None = None
     for role, key in MODEL_SECTIONS.items():
         section, model = getattr(recipe, role), recipe.model_of(role)
         if section is None or (role in REWARDS and section.model is None):
@@ -41,7 +42,8 @@ def check_images(recipe: Recipe) -> None:
         if model.path is None:
             raise ConfigError(f"{key}.path: missing; {_KEY} needs the directory of a model that reads images")
         settings = image_settings(Path(model.path), recipe.data.image_max_pixels)
-        _check_cut(settings, key, image_settings(Path(str(recipe.model.path)), recipe.data.image_max_pixels))
+        actor = actor or settings
+        _check_cut(settings, key, actor)
         if len(settings.axes) != model.rotary_size // 2:
             raise ConfigError(
                 f"{settings.path}: mrope_section has {len(settings.axes)} pairs of dims, and {model.rotary_size // 2} "

@@ -313,12 +313,10 @@ class Session:
         slots = np.unique(step.slots[lane.has_images[step.slots]]).tolist()
         if not slots:
             return None
-        turns = torch.from_numpy(step.positions)[:, None].repeat(1, 3)
+        turns = torch.from_numpy(step.positions + lane.shifts[step.slots])[:, None].repeat(1, 3)
         for slot in slots:
-            rows = torch.from_numpy(np.flatnonzero(step.slots == slot))
-            known, places = lane.turns[slot], turns[rows, 0]
-            last = len(known) - 1
-            turns[rows] = known[places.clamp(max=last)] + (places - last).clamp(min=0)[:, None]
+            rows = np.flatnonzero((step.slots == slot) & (step.positions < lane.num_prompt[slot]))
+            turns[rows] = lane.turns[slot][step.positions[rows]]
         reader = self._replica.model.images
         assert reader is not None, "such a request is refused"
         return reader.rows(torch.from_numpy(step.tokens), turns, self._replica.device)
@@ -528,7 +526,7 @@ class _Lane:
         self.has_images = np.zeros(num_slots, bool)
         # Of slots with images how far each token of the prompt turns, and the one behind it.
         self.turns: dict[int, Tensor] = {}
-        # Text behind a prompt turns as if it stood this much further on; negative behind images.
+        # Text turns as if it stood so many tokens further on; below zero behind images.
         self.shifts = np.zeros(num_slots, np.int64)
         self.pending: tuple[Step, _Outcome] | None = None
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hybridflow.checkpoint.store import Checkpoint, reading_state
 from hybridflow.errors import DataError, WriteError
@@ -144,7 +143,10 @@ class RolloutLog:
         name = LogName(step, self._start, self._rank, 1 + sum(each.step == step for each in self._written))
         if self._job.recipe.archives_step(step):
             chosen = filter(self._job.recipe.archives_prompt, prompts)
-            self._prompts |= {(step, prompt_index): self._plain(prompts[prompt_index]) for prompt_index in chosen}
+            self._prompts |= {
+                (step, prompt_index): self._job.without_images(prompts[prompt_index].tolist())
+                for prompt_index in chosen
+            }
         with LogWriter(self._logs / str(name), self._header(step, _sha256(prompts))) as writer:
             self._written.append(name)
             yield writer
@@ -270,9 +272,6 @@ class RolloutLog:
             rows = [(step, each) for step, each in rows if each.prompt_index in known]
             segment = archive.SegmentName(chosen[0].step, chosen[-1].step, rank)
             archive.write_segment(self._folder, segment, rows, known, self._scores)
-
-    def _plain(self, prompt: Tensor) -> list[int]:
-        return self._job.without_images(prompt.tolist())
 
     def _prompt(self, step: int, prompt_index: int) -> Sequence[int] | None:
         """Return the tokens of a prompt; None: a program gave it to an earlier start, and it is nowhere now."""

@@ -38,11 +38,6 @@ class AlgorithmTraits:
     group_size: int = 1
 
     @property
-    def generates(self) -> bool:
-        """Return whether it ever samples from what it trains."""
-        return not self.has_preferences
-
-    @property
     def imitates(self) -> bool:
         """Return whether it learns from given solutions."""
         return self.is_offline and not self.has_preferences

@@ -150,6 +150,18 @@ class Recipe:
         return self.trainer.max_staleness + self.rollout.partial_rollouts + self.actor.reshard_every - 1
 
     @property
+    def scores_held_out(self) -> bool:
+        """Return whether validation scores responses. That of SFT does so if the recipe names what scores."""
+        is_named = self.reward.kind is not None or self.rollout.environment is not None
+        can_score = not self.traits.is_offline or (self.traits.imitates and is_named)
+        return self.data.held_out is not None and can_score
+
+    @property
+    def generates(self) -> bool:
+        """Return whether it ever samples from what it trains."""
+        return not self.traits.is_offline or self.scores_held_out
+
+    @property
     def samples_per_prompt(self) -> int:
         """Return the number of samples in the global batch per row of the data."""
         return 2 if self.traits.is_paired else self.rollout.group_size

@@ -95,7 +95,7 @@ class RewardConfig:
             answer)``, or lists as in ``(completions, **kwargs)``, with fields of the row by their names, and returns
             finite numbers. With ``rollout.environment`` the response is that of the
             last turn. In ``reward`` without a model, service or judge, None means the sum of the environment's rewards,
-            or ``exact_match`` without an environment.
+            or ``exact_match`` without an environment. For ``sft`` None means that validation scores nothing.
         pattern: For ``regex``. With a group, the first group of the last match in the response must be the answer.
             Without a group, the pattern must match.
         sandbox: Limits of the program, for ``code``.

@@ -241,12 +241,12 @@ def training_shape(recipe: Recipe, tokenizer: Tokenizer | None) -> Shape:
 
 
 def held_out_shape(shape: Shape, recipe: Recipe) -> Shape:
-    """Return the shape of held-out rows: nothing of them is imitated, and their prompts are sampled from."""
+    """Return the shape of held-out rows: their prompts are sampled from, and SFT compares with their solutions."""
     return replace(
         shape,
-        is_imitating=False,
-        needs_answer=_compares_answers(recipe),
-        max_new_tokens=recipe.rollout.max_new_tokens,
+        is_imitating=recipe.traits.imitates,
+        needs_answer=recipe.scores_held_out and _compares_answers(recipe),
+        max_new_tokens=recipe.rollout.max_new_tokens if recipe.scores_held_out else 1,
     )
 
 
@@ -258,7 +258,7 @@ def _compares_answers(recipe: Recipe) -> bool:
 
 def _compares(reward: RewardConfig, recipe: Recipe) -> bool:
     if reward.kind is None:
-        return recipe.rollout.environment is None and not recipe.traits.has_preferences
+        return recipe.rollout.environment is None
     has_group = reward.pattern is not None and re.compile(reward.pattern).groups > 0
     return reward.function in ("exact_match", "maths", "code") or has_group
 

@@ -97,6 +97,9 @@ VALIDATE_PAIRS = _node("actor.validate_pairs", "actor.update", reads=(*SEQUENCES
 
 WARM_START = Flow(elements=(IMITATE,))
 VALIDATION = SAMPLE_VALIDATION >> SCORE_VALIDATION
+VALIDATION_OF_SOLUTIONS = offline("held_out_solutions", "response_mask") >> _node(
+    "actor.validate_solutions", "actor.update", reads=(*SEQUENCES, "response_mask")
+)
 VALIDATION_OF_PAIRS = (
     offline("held_out_pairs") >> replace(REFERENCE_LOG_PROBS, name="reference.validation_log_probs") >> VALIDATE_PAIRS
 )

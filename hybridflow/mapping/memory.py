@@ -130,7 +130,7 @@ def job_memory(
     """
     functions = [name for name in REWARDS if name in meshes and getattr(recipe, name).model is None]
     # What a server generates takes nothing here.
-    silent = [] if recipe.traits.generates and not recipe.rollout.engine.is_server else ["actor.rollout"]
+    silent = [] if recipe.generates and not recipe.rollout.engine.is_server else ["actor.rollout"]
     names = [name for name in MODEL_MESHES if name in meshes and name not in (*functions, *silent)]
     found: dict[int, list[MeshMemory]] = {rank: [] for rank in range(recipe.cluster.ranks)}
     for name in names:

@@ -144,7 +144,7 @@ def step_calls(
     """
     check_estimated(recipe, hardware)
     rollout = meshes["actor.rollout"].layout
-    if rollout.pp > 1 and recipe.traits.generates:
+    if rollout.pp > 1 and recipe.generates:
         raise ConfigError(f"actor.rollout pp={rollout.pp}: not estimated yet; set it to 1")
     seconds: dict[str, float] = {}
     for node, is_update in nodes(flow):

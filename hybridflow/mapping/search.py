@@ -445,7 +445,7 @@ class _Search:
         self._conflicts.setdefault(one, []).append(conflict)
 
     def _reshard_seconds(self, key: object, recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> float:
-        if not recipe.traits.generates:
+        if not recipe.generates:
             return 0.0
         if key not in self._resharded:
             source, target = meshes["actor.update"], meshes["actor.rollout"]
@@ -467,7 +467,7 @@ def needed_memory(
 ) -> tuple[RankMemory, ...]:
     """Return what each rank needs, with a cache for as many texts of mean length as are generated at a time."""
     cached = 0
-    if recipe.traits.generates:
+    if recipe.generates:
         most = -(-len(texts.responses) // meshes["actor.rollout"].layout.dp)
         cached = min(recipe.rollout.max_concurrent, most) * texts.mean
     return job_memory(recipe, meshes, cached=cached, gpu_bytes=None if hardware.is_cpu else hardware.memory_bytes)

@@ -278,13 +278,19 @@ def progress_line(step: int, num_steps: int | None, metrics: Mapping[str, float]
     return progress_line(step, num_steps, {name: metrics[name] for name in shown if name != unneeded}, left_s)
 
 
-def held_out_text(metrics: Mapping[str, float]) -> str:
-    """Return the result of a validation in words: ``held-out accuracy 46.1%``, or ``held-out score -3.200``.
+RESULTS = {"accuracy": "{:.1%}", "score": "{:.3f}", "loss": "{:.4f}"}
+"""Names of a validation's result, without ``validation/``, and how a person is shown it. The first that it has counts.
 
-    Accuracy is the mean of scores that are all 0 or 1, or a share of pairs.
-    """
-    accuracy, score = metrics.get("validation/accuracy"), metrics.get("validation/score")
-    return f"held-out score {score:.3f}" if accuracy is None else f"held-out accuracy {accuracy:.1%}"
+Accuracy is the mean of scores that are all 0 or 1, or a share of pairs.
+"""
+
+
+def held_out_text(metrics: Mapping[str, float]) -> str:
+    """Return the result of a validation in words: ``held-out accuracy 46.1%``, or ``held-out score -3.200``."""
+    told = [name for name in RESULTS if f"validation/{name}" in metrics]
+    if told[0] == "accuracy" and "score" in told:
+        told.remove("score")
+    return "held-out " + ", ".join(f"{name} {RESULTS[name].format(metrics[f'validation/{name}'])}" for name in told)
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:

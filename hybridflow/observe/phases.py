@@ -7,6 +7,7 @@ _PHASES = {
     "data": ("offline.solutions", "offline.pairs", "offline.completions"),
     "validation": (
         *("offline.held_out_pairs", "reference.validation_log_probs", "actor.validate_pairs"),
+        *("offline.held_out_solutions", "actor.validate_solutions"),
         *("actor.sample_validation", "reward.score_validation"),
     ),
     "reward": ("reward.score", "cost.score"),

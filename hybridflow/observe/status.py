@@ -18,7 +18,7 @@ from typing import Any, Literal
 from hybridflow.errors import DataError
 from hybridflow.foreign import read_small
 from hybridflow.observe.files import json_objects
-from hybridflow.observe.metrics import METRICS_FILE, phase_seconds
+from hybridflow.observe.metrics import METRICS_FILE, RESULTS, phase_seconds
 from hybridflow.observe.starts import STARTS_FILE, StartRecord, read_starts
 from hybridflow.observe.status_file import SILENT_AFTER_S, STATUS_FILE
 from hybridflow.observe.summary import SUMMARY_FILE
@@ -47,7 +47,7 @@ class RunStatus:
         steps: How many it is to make.
         reward: Mean reward of the last step.
         score: Mean score of the last validation; of preferences, the share of pairs in the right order.
-        is_accuracy: Whether that is a share of right responses or pairs.
+        result: What it is called: a key of ``observe.metrics.RESULTS``.
         tokens_per_s: Prompts and responses of the last 20 steps, over their time.
         step_s: Mean length of the last 20 steps.
         phases_s: Mean of the same steps' ``time/<phase>_s``.
@@ -79,7 +79,7 @@ class RunStatus:
     steps: int | None = None
     reward: float | None = None
     score: float | None = None
-    is_accuracy: bool = False
+    result: str = "score"
     tokens_per_s: float | None = None
     step_s: float | None = None
     phases_s: Mapping[str, float]
@@ -218,30 +218,30 @@ def _progress(run_dir: Path, told: _Values, summary: _Values) -> dict[str, Any]:
     names = dict.fromkeys(name for each in phases for name in each)
     last = rows[-1] if rows else told
     step, steps = last.integer("step"), told.integer("steps")
-    score, is_accuracy = _last_score([*rows, summary])
+    score, result = _last_score([*rows, summary])
     if score is None:
-        score, is_accuracy = _last_score([_Values(_last_validated(run_dir / METRICS_FILE))])
+        score, result = _last_score([_Values(_last_validated(run_dir / METRICS_FILE))])
     return {
         # A job that has just begun has not told of any.
         "step": 0 if steps is not None and step is None else step,
         "steps": summary.integer("steps") if steps is None else steps,
         "reward": last.number("reward/mean"),
         "score": score,
-        "is_accuracy": is_accuracy,
+        "result": result,
         "tokens_per_s": _rate(recent),
         "step_s": _mean([row.number("time/step_s") for row in recent]),
         "phases_s": {name: fmean(each.get(name, 0.0) for each in phases) for name in names},
     }
 
 
-def _last_score(told: Sequence[_Values]) -> tuple[float | None, bool]:
-    """Return the result of the last validation, and whether it is an accuracy."""
+def _last_score(told: Sequence[_Values]) -> tuple[float | None, str]:
+    """Return the result of the last validation, and what it is called."""
     for each in reversed(told):
-        for name, is_accuracy in (("accuracy", True), ("score", False)):
+        for name in RESULTS:
             for key in (f"{name}_after_rl", f"validation/{name}"):
                 if (value := each.number(key)) is not None:
-                    return value, is_accuracy
-    return None, False
+                    return value, name
+    return None, "score"
 
 
 def _of_starts(run_dir: Path, starts: list[StartRecord], now_s: float) -> dict[str, Any]:
@@ -335,7 +335,7 @@ def _last_rows(path: Path) -> list[dict[str, Any]]:
 def _last_validated(path: Path) -> dict[str, Any]:
     """Read the last step with a validation, as far back as the file is searched; empty: there is none."""
     text = _tail(path, _SEARCHED_BYTES)
-    place = max(text.rfind(name) for name in (b'"validation/accuracy"', b'"validation/score"'))
+    place = max(text.rfind(f'"validation/{name}"'.encode()) for name in RESULTS)
     line = text[text.rfind(b"\n", 0, max(0, place)) + 1 :].partition(b"\n")[0]
     return _object(line.decode(errors="replace")) if place >= 0 else {}
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from hybridflow.observe.console import duration
-from hybridflow.observe.metrics import held_out_text
+from hybridflow.observe.metrics import RESULTS, held_out_text
 from hybridflow.observe.status import RunStatus
 from hybridflow.observe.table import format_table
 
@@ -75,8 +75,7 @@ def _step_line(status: RunStatus) -> str | None:
 def _reward_line(status: RunStatus) -> str | None:
     parts = [] if status.reward is None else [f"{status.reward:.3f}"]
     if status.score is not None:
-        name = "validation/accuracy" if status.is_accuracy else "validation/score"
-        parts.append(held_out_text({name: status.score}))
+        parts.append(held_out_text({f"validation/{status.result}": status.score}))
     return ", ".join(parts) or None
 
 
@@ -138,7 +137,7 @@ def _row(status: RunStatus) -> tuple[str, ...]:
         status.state,
         _step_line(status) or "-",
         known(status.reward, "{:.3f}"),
-        known(status.score, "{:.1%}" if status.is_accuracy else "{:.3f}"),
+        known(status.score, RESULTS[status.result]),
         known(status.tokens_per_s, "{:,.0f}"),
         known(status.step_s, "{:.2f}"),
         "-" if status.left_s is None else duration(status.left_s),

@@ -57,6 +57,7 @@ class Job:
         tokenizer: Text to tokens and back; None only where a program gives tokens alone (``roles.stepped_actor``).
         train: Problems to learn from.
         held_out: Problems to be judged by, in the order of the file.
+        held_out_solutions: What of them would be imitated, of SFT.
         held_out_pairs: Preferences to be judged by, in the order of the file; then there are no problems.
         is_resumed: Models are made without initial values: a checkpoint will fill them.
         objects: What a Python program gave in the place of what the recipe names, by role: functions, models.
@@ -72,6 +73,7 @@ class Job:
     tokenizer: Tokenizer
     train: Problems
     held_out: tuple[tuple[Example, tuple[int, ...]], ...]
+    held_out_solutions: tuple[Solution, ...] = ()
     held_out_pairs: tuple[tuple[JudgedResponse, JudgedResponse], ...] = ()
     is_resumed: bool = False
     objects: Mapping[str, Any] = field(default_factory=dict)

@@ -22,7 +22,7 @@ def check_images(recipe: Recipe) -> None:
             raise ConfigError(f"data.image_max_pixels: is for images; give {_KEY} too, or remove it")
         return
     kind = recipe.rollout.engine.kind
-    if recipe.traits.generates and kind != "megatron":
+    if recipe.generates and kind != "megatron":
         raise ConfigError(
             f"rollout.engine.kind={kind}: {_KEY}={recipe.data.images_field} gives images to our own engine alone; set "
             "it to megatron, or leave the images out"

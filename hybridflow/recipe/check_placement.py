@@ -129,7 +129,7 @@ def check_split(recipe: Recipe) -> None:
                 "ranks; name them in actor.rollout_ranks, or set max_staleness to 0"
             )
         return
-    if not recipe.traits.generates:
+    if not recipe.generates:
         raise ConfigError(f"actor.rollout_ranks: algorithm={recipe.algorithm} generates nothing; remove the key")
     if recipe.rollout.engine.kind == "vllm":
         raise ConfigError(
@@ -183,7 +183,7 @@ def check_reshard_every(recipe: Recipe) -> None:
                 f"actor.reshard_every={every}: the weights that generate stay behind on purpose, which does not go "
                 f"together with {key}; set it to 1, or remove {key}"
             )
-    if not recipe.traits.generates:
+    if not recipe.generates:
         raise ConfigError(f"actor.reshard_every: algorithm={recipe.algorithm} generates nothing; remove the key")
 
 
@@ -281,7 +281,7 @@ def _check_router_replay(recipe: Recipe) -> None:
         f"rollout.engine.kind={recipe.rollout.engine.kind}": recipe.rollout.engine.kind != "megatron",
         "rollout.environment": recipe.rollout.environment is not None,
         "rollout.replay": recipe.rollout.replay is not None,
-        f"algorithm={recipe.algorithm}": not recipe.traits.generates,
+        f"algorithm={recipe.algorithm}": not recipe.generates,
     }
     for what, is_there in others.items():
         if is_there and chosen != "none":

@@ -283,10 +283,11 @@ def _check_validation(recipe: Recipe) -> None:
             f"trainer.{name}={str(getattr(trainer, name)).lower()}: data.held_out is missing, so there is no "
             "validation; name a file of held-out rows there, or remove the key"
         )
-    if trainer.validation_samples > 0 and not recipe.traits.generates:
+    if trainer.validation_samples > 0 and not recipe.generates:
+        scorer = "name what scores responses, such as reward.function=maths, or " if recipe.traits.imitates else ""
         raise ConfigError(
             f"trainer.validation_samples={trainer.validation_samples}: algorithm={recipe.algorithm} generates no "
-            "responses; remove it"
+            f"responses; {scorer}remove it"
         )
     if trainer.pass_k is not None and trainer.pass_k > trainer.validation_samples:
         raise ConfigError(

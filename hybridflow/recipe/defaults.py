@@ -18,6 +18,7 @@ import yaml
 from hybridflow.config.algorithm import AlgorithmTraits
 from hybridflow.config.data import DataConfig
 from hybridflow.config.recipe import CRITICS
+from hybridflow.config.rewards import REWARD_KINDS
 from hybridflow.config.trainer import TrainerConfig
 from hybridflow.data.files import is_gzip
 from hybridflow.data.prompts import value_of
@@ -135,13 +136,19 @@ def fill_in(
     context = inner(values, "model.max_context")
     if not has_context and context > _MOST_CONTEXT:
         values["model"]["max_context"] = found["model.max_context"] = context = _MOST_CONTEXT
-    is_silent = traits.is_offline and inner(values, "data.held_out") is None
     if type(context) is int:
-        put("rollout.max_new_tokens", 1 if is_silent else max(1, min(_MOST_NEW_TOKENS, context // 2)))
+        put("rollout.max_new_tokens", 1 if _is_silent(values, traits) else max(1, min(_MOST_NEW_TOKENS, context // 2)))
     put("trainer.global_batch_size", _batch_size(values, traits))
     put("trainer.steps", _steps(values, traits))
     put("trainer.micro_batch_tokens", TrainerConfig.micro_batch_tokens)
     return found
+
+
+def _is_silent(values: Mapping[str, Any], traits: AlgorithmTraits) -> bool:
+    """Return whether the run samples nothing, see ``Recipe.scores_held_out``."""
+    scorers = (*(f"reward.{kind}" for kind in REWARD_KINDS), "rollout.environment")
+    is_scored = inner(values, "data.held_out") is not None and any(inner(values, key) is not None for key in scorers)
+    return traits.is_offline and not (traits.imitates and is_scored)
 
 
 def _fill_in_actor(values: dict[str, Any], traits: AlgorithmTraits, put: Callable[[str, Any], None]) -> None:

@@ -157,8 +157,8 @@ def _first(source: DataSourceConfig, shape: Shape) -> Example:
 
 
 def _is_tried(section: RewardConfig, recipe: Recipe, *, is_node: bool) -> bool:
-    is_used = "loss" in recipe.traits.reads or recipe.data.held_out is not None
-    if not is_used or recipe.traits.has_preferences or section.kind in ("model", "service", "judge"):
+    is_used = "loss" in recipe.traits.reads or recipe.scores_held_out
+    if not is_used or section.kind in ("model", "service", "judge"):
         return False
     if section.kind is None and recipe.rollout.environment is not None:
         return False

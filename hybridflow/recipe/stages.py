@@ -46,7 +46,7 @@ def stage_layers(recipe: Recipe, role: str, layout: ParallelLayout) -> tuple[int
     if not 1 < num_stages <= model.num_layers:
         return None
     tokens = model.max_context
-    outputs = min(recipe.rollout.max_new_tokens, tokens) if recipe.traits.generates else tokens
+    outputs = min(recipe.rollout.max_new_tokens, tokens) if recipe.generates else tokens
     is_recomputed = getattr(getattr(recipe, role), "recompute", "none") == "full"
 
     def cost(part: ModelConfig, outputs: int) -> float:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridflow.observe.metrics import phase_seconds
+from hybridflow.observe.metrics import RESULTS, phase_seconds
 
 _NUM_PHASES = 6
 
@@ -69,7 +69,7 @@ def _mean(rows: Rows, stretch: range, name: str) -> float | None:
 def _ends(rows: Rows, summary: Mapping[str, Any]) -> dict[str, list[list[float | None]]]:
     """Return the validations before the first step and after the last one, which are in no step's metrics."""
     found: dict[str, list[list[float | None]]] = {}
-    for name in ("accuracy", "score"):
+    for name in RESULTS:
         told = {row["step"] for row in rows if f"validation/{name}" in row}
         # An accuracy is a score: a run that has told the one alone is shown by it.
         if name == "score" and not told and found:

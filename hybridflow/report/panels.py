@@ -29,6 +29,7 @@ class Panel:
 
 
 _SCORE, _ACCURACY, _MARGIN = "validation/score", "validation/accuracy", "validation/margin"
+_LOSS = "validation/loss"
 _PANELS = (
     Panel(
         title="Reward",
@@ -40,7 +41,7 @@ _PANELS = (
     ),
     Panel(title="Cost", unit="cost", metric="cost/mean", is_objective=True),
     Panel(title="KL to the teacher", unit="nats per token", metric="distill/kl", is_objective=True),
-    Panel(title="Loss", unit="", metric="actor/loss"),
+    Panel(title="Loss", unit="", metric="actor/loss", held_out=(_LOSS,)),
     Panel(title="Margin of pairs", unit="score", metric="preference/margin", held_out=(_MARGIN,), is_objective=True),
     Panel(title="Pairs in order", unit="share", metric="preference/accuracy", held_out=(_ACCURACY,), is_objective=True),
     Panel(title="Held-out score", unit="score", metric=_SCORE, is_objective=True),

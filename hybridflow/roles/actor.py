@@ -74,7 +74,7 @@ class Actor(Role):
         engine = job.recipe.rollout.engine
         self._rollout = None if engine.is_server else self.model
         self._rollout_weights: RolloutWeights | None = None
-        generates = job.recipe.traits.generates
+        generates = job.recipe.generates
         self._reshard_every = job.recipe.actor.reshard_every
         is_one = shares_storage(update, rollout) and not job.recipe.actor.keeps_rollout_apart
         is_apart = generates and not engine.is_server and not is_one
@@ -340,16 +340,19 @@ class Actor(Role):
         Returns:
             The loss's shares, ``[1]`` each, and the norm of the gradient.
         """
-        model = self._placed
 
         def loss(output: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-            # What is imitated was not sampled at the rollout's temperature.
-            log_probs, _ = model.log_probs(output, micro_batch, temperature=1.0)
-            counts = to_device(torch.cat([masks[sample] > 0 for sample in micro_batch.samples]), output.device)
-            share = -torch.where(counts, log_probs, 0).sum() / num_tokens
+            share = self._cross_entropy(output, micro_batch, masks) / num_tokens
             return share, share.detach()[None]
 
-        return self._step(model.pack(sequences, prompt_lengths), loss, is_followed=is_followed)
+        return self._step(self._placed.pack(sequences, prompt_lengths), loss, is_followed=is_followed)
+
+    def _cross_entropy(self, output: Tensor, micro_batch: MicroBatch, masks: list[Tensor]) -> Tensor:
+        """Return the sum of the cross-entropy over the response tokens that count; ``masks`` as for ``_imitate``."""
+        # What is imitated was not sampled at the rollout's temperature.
+        log_probs, _ = self._placed.log_probs(output, micro_batch, temperature=1.0)
+        counts = to_device(torch.cat([masks[sample] > 0 for sample in micro_batch.samples]), output.device)
+        return -torch.where(counts, log_probs, 0).sum()
 
     def _step(
         self, micro_batches: list[MicroBatch], loss: LossFunction, *, is_followed: bool = False

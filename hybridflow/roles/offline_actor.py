@@ -28,7 +28,7 @@ class OfflineActor(Actor):
     That number is its log-probability less that under the reference, of a scorer its score.
     """
 
-    call_names = (*Actor.call_names, "validate_pairs")
+    call_names = (*Actor.call_names, "validate_solutions", "validate_pairs")
 
     def __init__(self, job: Job, kl_coef: KLCoefficient) -> None:
         super().__init__(job, kl_coef)
@@ -50,6 +50,22 @@ class OfflineActor(Actor):
                 self._update_completions(part, is_followed=is_followed)
             case _:
                 self._update_pairs(part, is_followed=is_followed)
+
+    def validate_solutions(self, batch: Batch, decided: Mapping[str, Any]) -> None:
+        """Measure ``validation/loss`` on held-out solutions: token mean of the cross-entropy.
+
+        Collective: the update mesh.
+        """
+        model = self._placed
+        masks, totals = batch.ragged("response_mask").to_list(), model.totals(batch)
+        assert totals is not None, "every solution has an end of sequence to imitate"
+        sums = model.forward(
+            model.micro_batches(batch),
+            lambda output, micro_batch: self._cross_entropy(output, micro_batch, masks).detach()[None],
+        )
+        if model.is_output_rank:
+            (total,) = model.add_up(sums, 1)
+            self.metrics["validation/loss"] = total / totals.num_tokens
 
     def validate_pairs(self, batch: Batch, decided: Mapping[str, Any]) -> None:
         """Measure ``validation/accuracy`` and ``validation/margin`` on held-out pairs.

@@ -23,7 +23,7 @@ class OfflineSamples(Role):
     other, the better one first, and go to the same replica. Collective: the update mesh.
     """
 
-    call_names = ("solutions", "pairs", "completions", "held_out_pairs")
+    call_names = ("solutions", "pairs", "completions", "held_out_solutions", "held_out_pairs")
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -35,10 +35,7 @@ class OfflineSamples(Role):
         problems, prompt_indices = self._job.train, _prompt_indices(decided)
         lengths = self._lengths(prompt_indices, lambda prompt_index: (problems.solution(prompt_index),))
         dealt = [prompt_indices[index] for index in self._dealt(lengths, self._mini_batch)]
-        rows = [problems.solution(prompt_index) for prompt_index in dealt]
-        return _batch([((row,), prompt_index) for row, prompt_index in zip(rows, dealt, strict=True)]).with_columns(
-            {"response_mask": Ragged.from_list([row.is_written for row in rows], torch.float32)}
-        )
+        return _to_imitate([problems.solution(prompt_index) for prompt_index in dealt], dealt)
 
     def pairs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """Return the responses of pairs; ``margins`` are those of their pair."""
@@ -73,6 +70,12 @@ class OfflineSamples(Role):
                 "mismatched_tokens": Ragged.from_list(rotated, torch.int64),
             }
         )
+
+    def held_out_solutions(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
+        """Return the solutions of the held-out rows, or of the first of them, as ``solutions`` does."""
+        rows = self._job.held_out_solutions[: self._job.recipe.trainer.num_validation]
+        dealt = self._dealt([_sizes(row)[0] for row in rows], len(rows))
+        return _to_imitate([rows[index] for index in dealt], dealt)
 
     def held_out_pairs(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """Return the responses of the held-out pairs, or of the first of them."""
@@ -138,6 +141,13 @@ def _sizes(row: JudgedResponse | Solution) -> tuple[int, int]:
     """Return the tokens of prompt and response, and those of the response without observed ones."""
     written = sum(row.is_written) if isinstance(row, Solution) else len(row.tokens)
     return len(row.prompt) + len(row.tokens), written
+
+
+def _to_imitate(rows: Sequence[Solution], prompt_indices: Sequence[int]) -> Batch:
+    """Return solutions with their ``response_mask``."""
+    dealt = [((row,), prompt_index) for row, prompt_index in zip(rows, prompt_indices, strict=True)]
+    masks = Ragged.from_list([row.is_written for row in rows], torch.float32)
+    return _batch(dealt).with_columns({"response_mask": masks})
 
 
 def _batch(dealt: Sequence[tuple[tuple[JudgedResponse | Solution, ...], int]]) -> Batch:

@@ -12,6 +12,7 @@ from typing import Any
 from hybridflow.config.recipe import MODEL_MESHES, REWARDS, Recipe
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.observe.console import duration
+from hybridflow.observe.metrics import RESULTS
 from hybridflow.observe.summary import REPORT_FILE
 from hybridflow.reshard.spec import ModelSpec
 
@@ -81,7 +82,7 @@ def farewell(recipe: Recipe, summary: Mapping[str, Any], *, saved_step: int | No
     steps = summary["steps"]
     parts = [f"done: {steps:,} step{'' if steps == 1 else 's'} in {duration(seconds)}"]
     best = ""
-    for name, text in (("accuracy", "{:.1%}"), ("score", "{:.3f}")):
+    for name, text in RESULTS.items():
         if f"{name}_after_rl" in summary:
             before, after = summary.get(f"{name}_before_rl"), text.format(summary[f"{name}_after_rl"])
             parts.append(f"held-out {name} {after if before is None else f'{text.format(before)} → {after}'}")

@@ -15,7 +15,7 @@ from hybridflow.data.images import HELD_OUT, IMAGES, Image, held_out_number, sou
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.preferences import JudgedResponse, encode_responses, pairs_of
 from hybridflow.data.problems import FOLDER, example_in, held_out_shape, open_problems, open_stores, training_shape
-from hybridflow.data.prompts import Example, prompt_tokens
+from hybridflow.data.prompts import Example, Solution, encode_solution, prompt_tokens
 from hybridflow.data.queues import open_queue
 from hybridflow.data.shaping import Shape, end_of, read_examples
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
@@ -83,6 +83,7 @@ def open_job(recipe: Recipe, world: World, plan: JobPlan) -> Job:
         images=shape.images,
         images_of=None if shape.images is None else images_of,
         held_out=() if has_preferences else tuple((each, prompt_tokens(each, tokenizer)) for each in held_out),
+        held_out_solutions=_solutions(recipe, shape, tokenizer, held_out) if recipe.traits.imitates else (),
         held_out_pairs=_pairs(recipe, shape, tokenizer, held_out) if has_preferences and held_out else (),
     )
 
@@ -97,6 +98,14 @@ def note_of_prompts(job: Job) -> str | None:
     if job.images is None and example.row.get(IMAGES) and reads_images(job.model_of("actor").path):
         return f"text alone; data.images_field={IMAGES} gives the model the images of its rows, too"
     return None
+
+
+def _solutions(recipe: Recipe, shape: Shape, tokenizer: Tokenizer, held_out: Sequence[Example]) -> tuple[Solution, ...]:
+    context = recipe.model.max_context
+    return tuple(
+        encode_solution(each, tokenizer, max_context=context, end_id=end_of(each, shape, tokenizer))
+        for each in held_out
+    )
 
 
 def _pairs(

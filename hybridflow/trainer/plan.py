@@ -13,6 +13,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.flows.nodes import (
     VALIDATION,
     VALIDATION_OF_PAIRS,
+    VALIDATION_OF_SOLUTIONS,
     WARM_START,
     with_drops,
     with_environment,
@@ -104,13 +105,6 @@ def training_step(recipe: Recipe, step: Step | None = None) -> Step:
     return step.map(lambda flow: _with_columns(recipe, flow))
 
 
-def validation_flow(recipe: Recipe) -> Flow:
-    """Return the flow that evaluates the trained model on held-out data."""
-    if recipe.traits.has_preferences:
-        return VALIDATION_OF_PAIRS if recipe.has_reference else without(VALIDATION_OF_PAIRS, "ref_log_probs")
-    return _with_columns(recipe, VALIDATION)
-
-
 def _with_columns(recipe: Recipe, flow: Flow) -> Flow:
     """Return the flow with the other columns that this recipe's sampler produces."""
     if recipe.trainer.max_staleness > 0:
@@ -124,12 +118,16 @@ def _with_columns(recipe: Recipe, flow: Flow) -> Flow:
 
 def _validation(recipe: Recipe, meshes: Mapping[str, DeviceMesh]) -> Program:
     """Return the program of a validation. Where the job is to stop, one that samples is left before it is scored."""
-    flow = validation_flow(recipe)
     if recipe.traits.has_preferences:
-        return compile_flow(flow, meshes)
+        pairs = VALIDATION_OF_PAIRS if recipe.has_reference else without(VALIDATION_OF_PAIRS, "ref_log_probs")
+        return compile_flow(pairs, meshes)
+    solutions = compile_flow(VALIDATION_OF_SOLUTIONS, meshes) if recipe.traits.imitates else ()
+    if not recipe.scores_held_out:
+        return solutions
+    flow = _with_columns(recipe, VALIDATION)
     stages = Flow(elements=flow.elements[:1]), Flow(elements=flow.elements[1:])
     sample, score = compile_stages(stages, meshes)
-    return (*sample.whole, Branch("go_on", "job", score.whole))
+    return (*sample.whole, Branch("go_on", "job", (*score.whole, *solutions)))
 
 
 def placement_warnings(meshes: Mapping[str, DeviceMesh], hosts: Sequence[str] = ()) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from hybridflow.mapping.memory_check import check_budget
 from hybridflow.observe.activity import current_activity
 from hybridflow.observe.console import complain
 from hybridflow.observe.exporters import Exporter
+from hybridflow.observe.metrics import RESULTS
 from hybridflow.observe.rank_log import open_rank_log, say, say_event
 from hybridflow.parallel.deterministic import add_in_fixed_order
 from hybridflow.parallel.megatron import rank_sets
@@ -217,7 +218,7 @@ class Trainer(Role):
             return False
         self._tell_once(epochs_warning(self.job.recipe, self.job.train.num_rows, self.progress.num_prompts))
         summary, validates = self._record.summary, self.job.recipe.data.held_out is not None
-        if validates and "score_before_rl" not in summary and self._stopping.reason is None:
+        if validates and {"score_before_rl", "loss_before_rl"}.isdisjoint(summary) and self._stopping.reason is None:
             self._validate("before_rl")
         if validates and self._decisions.has_missed_validation and self._stopping.reason is None:
             self._validate()
@@ -506,7 +507,8 @@ class Trainer(Role):
             self._record.draw(self.progress.step, metrics)
             self._take_validation(metrics, [shown for _, shown in shares])
         if when is not None and found.step == self.progress.step:
-            names = ("score", "accuracy") if found.is_accuracy else ("score",)
+            # An accuracy is a score, too.
+            names = ("score", "accuracy") if found.result == "accuracy" else (found.result,)
             self._record.summary |= {f"{name}_{when}": found.score for name in names}
 
     def _take_validation(self, metrics: Mapping[str, float], shown: Sequence[Sequence[Mapping[str, Any]]]) -> None:
@@ -516,12 +518,12 @@ class Trainer(Role):
             metrics: What was measured.
             shown: Samples that each rank shows.
         """
-        accuracy = metrics.get("validation/accuracy")
-        score = metrics.get("validation/score", accuracy)
-        if score is None:
+        result = next((name for name in RESULTS if f"validation/{name}" in metrics), None)
+        if result is None:
             return
         step, is_learning = self.progress.step, not self.progress.is_critic_alone(self.progress.step)
-        self.progress.validations.take(step, score, is_accuracy=accuracy is not None, is_learning=is_learning)
+        score = metrics[f"validation/{result}"]
+        self.progress.validations.take(step, score, result=result, is_learning=is_learning)
         if self.job.world.rank == 0:
             self._record.show_validation(self.progress.step, metrics, [each for rank in shown for each in rank])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,16 +18,17 @@ class Validations:
 
     Attributes:
         step: Training steps before the last one; None: there was none.
-        score: Mean score of the last validation; of preferences, the share of pairs in the right order.
-        is_accuracy: Whether that is a share of right responses or pairs.
+        score: Its result: mean score; of preferences the share of pairs in the right order; of SFT that scores no
+            responses, the loss, where less is better.
+        result: What it is called: a key of ``observe.metrics.RESULTS``.
         best_step: Training steps before the best one, the first of equals.
-        best_score: Score of the best validation.
+        best_score: Result of the best validation.
         num_since_best: How many came after the best.
     """
 
     step: int | None = None
     score: float | None = None
-    is_accuracy: bool = False
+    result: str = "score"
     best_step: int | None = None
     best_score: float | None = None
     num_since_best: int = 0
@@ -35,7 +36,8 @@ class Validations:
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, recipe: Recipe) -> Validations:
         """Return the validations of a checkpoint, without a best one that means something else in this recipe."""
-        found = cls(**checkpoint.state.get("validations", {}))
+        names = {each.name for each in fields(cls)}
+        found = cls(**{name: value for name, value in checkpoint.state.get("validations", {}).items() if name in names})
         saved, now = checkpoint.state["recipe"], recipe.trainer
         files = (saved["data"]["held_out"], recipe.data.held_out)
         sources = {None if file is None else Path(file).resolve() for file in files}
@@ -46,19 +48,20 @@ class Validations:
             found.restart(checkpoint.step)
         return found
 
-    def take(self, step: int, score: float, *, is_accuracy: bool = False, is_learning: bool = True) -> None:
+    def take(self, step: int, score: float, *, result: str = "score", is_learning: bool = True) -> None:
         """Count a validation. One of a step that was validated before, after a resume, does not count.
 
         Args:
             step: Training steps before it.
-            score: Its mean score, or the share of pairs in the right order.
-            is_accuracy: See above.
+            score: Its result.
+            result: What it is called.
             is_learning: Whether the actor learns yet; until then nothing can become better.
         """
         if self.step is not None and step <= self.step:
             return
-        self.step, self.score, self.is_accuracy = step, score, is_accuracy
-        if self.best_score is None or score > self.best_score:
+        self.step, self.score, self.result = step, score, result
+        sign = -1 if result == "loss" else 1
+        if self.best_score is None or sign * score > sign * self.best_score:
             self.best_step, self.best_score, self.num_since_best = step, score, 0
         else:
             self.num_since_best += is_learning

@@ -25,14 +25,16 @@ actor: {optimizer: {lr: 1.0e-2}}
 trainer: {steps: 4, global_batch_size: 12, mini_batch_size: 6, save_every: 2, validate_every: 3}
 """
 WARM = "warm_start={steps: 2, batch_size: 8, lr: 1.0e-2}"
+SCORED = ["rollout.max_new_tokens=4", "reward.function=exact_match"]
 RUNS = {
-    "sft": ["actor.update={tp: 2}", "actor.rollout={dp: 2}", "rollout={max_new_tokens: 4}", WARM],
+    "sft": ["actor.update={tp: 2}", "trainer.keep_best=true", WARM],
+    "sft scored": ["actor.update={tp: 2}", "actor.rollout={dp: 2}", *SCORED, WARM],
     "reward-model": ["actor.update={pp: 2}", "trainer.micro_batch_tokens=40"],
     "dpo": ["actor.update={dp: 2}", "reference.ranks=[1]", "reference.layout={}", WARM, "cluster.memory_budget_gb=8"],
     "ipo": ["actor.update={tp: 2}", "reference.layout={dp: 2}"],
     "kto": ["actor.update={dp: 2}", "trainer.num_validation=5", WARM],
 }
-LONG = ("reward-model", "dpo", "ipo", "kto")
+LONG = ("sft scored", "reward-model", "dpo", "ipo", "kto")
 """With the others, and with the losses by themselves in tests/multi/test_offline.py, these need not run every time."""
 
 
@@ -46,13 +48,14 @@ def test_it_trains_and_goes_on_bit_for_bit(name, tmp_path):
     whole, folder = tmp_path / "whole", tmp_path / "resumed"
     whole.mkdir()
     (whole / "tiny.yaml").write_text(RECIPE)
-    argv = ["train", "tiny.yaml", f"algorithm={name}", *RUNS[name]]
+    argv = ["train", "tiny.yaml", f"algorithm={name.partition(' ')[0]}", *RUNS[name]]
     run_well(argv, whole)
     rows = lasting_metrics(whole / "run")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(row["actor/loss"] != 0 and row["actor/grad_norm"] > 0 for row in rows)
-    assert [row["step"] for row in rows if "validation/accuracy" in row] == [3, 4]
-    assert ("validation/margin" in rows[2]) is (name != "sft")
+    for result, is_measured in (("accuracy", name != "sft"), ("loss", "sft" in name), ("margin", "sft" not in name)):
+        validated = [row["step"] for row in rows if f"validation/{result}" in row]
+        assert validated == ([3, 4] if is_measured else []), result
     if name == "dpo":
         (kept,) = whole.glob("run/logs/*/recipe.yaml")
         assert load_recipe(kept).trainer.micro_batch_tokens == 16384, "the most, since they fit into the budget"
@@ -62,16 +65,45 @@ def test_it_trains_and_goes_on_bit_for_bit(name, tmp_path):
         assert summary["accuracy_before_rl"] == 0.5, "the model is its reference, which is cut in another way"
 
     shutil.copytree(whole, folder)
+    # The best so far is saved, too.
+    step = 3 if name == "sft" else 2
     shutil.rmtree(folder / "run/checkpoints/step_000004")
-    (folder / "run/checkpoints/latest").write_text("step_000002\n")
+    (folder / "run/checkpoints/latest").write_text(f"step_{step:06d}\n")
     done = run_well([*argv, "--resume"], folder)
-    assert "resumed from run/checkpoints/step_000002" in done.out and "warm start" not in done.out
+    assert f"resumed from run/checkpoints/step_{step:06d}" in done.out and "warm start" not in done.out
     assert lasting_metrics(folder / "run") == rows
     assert len(weights(whole)) >= 2 and weights(folder) == weights(whole)
     summaries = [json.loads((place / "run/summary.json").read_text()) for place in (folder, whole)]
+    if name == "sft":
+        check_losses(whole, summaries[1], rows)
+        return
     assert summaries[0]["accuracy_after_rl"] == summaries[1]["accuracy_after_rl"]
     if name == "reward-model":
         check_scorer(whole)
+
+
+def check_losses(folder, summary, rows):
+    """The last loss is that of what is exported, by others, over the tokens to write; the least counts as the best."""
+    losses = {0: summary["loss_before_rl"], 3: rows[2]["validation/loss"], 4: rows[3]["validation/loss"]}
+    assert summary["loss_after_rl"] == losses[4]
+    assert (summary["best_step"], summary["best_score"]) == min(losses.items(), key=lambda item: item[1])
+    assert (folder / "run/checkpoints/best").read_text().strip() == f"step_{summary['best_step']:06d}"
+    out = folder / "written"
+    source = folder / "run/checkpoints/step_000004/actor"
+    assert cli.main(["convert", str(source), str(out), "--to", "hf", "--family", "llama"]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    tokenizer = PieceTokenizer(folder / "run/tokenizer.model")
+    total, count = 0.0, 0
+    for line in (folder / "data/held_out.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        prompt = [tokenizer.bos_id, *tokenizer.encode(row["prompt"])]
+        solution = [*tokenizer.encode(row.get("solution", row["answer"])), tokenizer.eos_id]
+        tokens = torch.tensor([prompt + solution])
+        with torch.no_grad():
+            log_probs = model(tokens).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+        total -= float(log_probs.gather(1, torch.tensor(solution)[:, None]).sum())
+        count += len(solution)
+    assert losses[4] == pytest.approx(total / count, rel=1e-5)
 
 
 def check_scorer(folder):

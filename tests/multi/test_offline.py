@@ -97,7 +97,7 @@ def recipe_of(case: Case) -> Recipe:
         data=DataConfig(train="none", held_out="none"),
         actor=ActorConfig(update=case.layout, optimizer=OPTIMIZER),
         reference=ReferenceConfig(layout=ParallelLayout(dp=size)),
-        # Validations of sft sample with it. What is learned from was given.
+        # Validations of sft may sample with it. What is learned from was given.
         rollout=RolloutConfig(max_new_tokens=1, temperature=0.5 if case.name == "sft" else 1.0),
         preference=PREFERENCES.get(case.name, PreferenceConfig()),
         trainer=TrainerConfig(
@@ -134,6 +134,11 @@ def held_out() -> tuple[tuple[JudgedResponse, JudgedResponse], ...]:
     return tuple(rows_of("dpo", seed=12)[:5])
 
 
+def held_out_solutions() -> tuple[Solution, ...]:
+    """Fewer than replicas in some layouts."""
+    return tuple(rows_of("sft", seed=12)[:3])
+
+
 def given_problems(kind: type[GivenProblems] = GivenProblems, **more: Any) -> GivenProblems:
     examples = tuple(Example(prompt="", answer=str(row), place="") for row in range(NUM_ROWS))
     return kind(examples=examples, seed=5, prompts=(), **more)
@@ -148,7 +153,7 @@ def step(world: World, case: Case) -> dict[str, Any]:
         solutions=tuple(rows) if case.name == "sft" else (),
         all_responses=() if case.name == "sft" else tuple(rows),
     )
-    job = replace(job, train=problems, held_out_pairs=held_out())
+    job = replace(job, train=problems, held_out_pairs=held_out(), held_out_solutions=held_out_solutions())
     roles = make_roles(job, KLCoefficient(recipe)).by_name
     assert type(roles["actor"]) is OfflineActor
     for name, seed in SEEDS.items():
@@ -166,7 +171,7 @@ def step(world: World, case: Case) -> dict[str, Any]:
             "go_on": lambda: True,
             "go_on_to_update": lambda: True,
             "actor_mini_batch": iter([{"epoch": 0, "index": 0}, {"epoch": 0, "index": 1}, None]).__next__,
-            "validate": lambda: recipe.traits.has_preferences,
+            "validate": lambda: True,
             "save": lambda: False,
         },
         mover=Mover(world, plan.meshes, chunk=MINI_BATCH),
@@ -279,9 +284,11 @@ class Plain:
     def differences(self, pairs: Any) -> Tensor:
         return torch.stack([self.number(*one[:2]) - self.number(*other[:2]) for one, other in pairs])
 
+    @torch.no_grad()
     def validation(self) -> dict[str, float]:
-        with torch.no_grad():
-            h = self.differences(held_out())
+        if self.name == "sft":
+            return {"validation/loss": float(self.loss(held_out_solutions()))}
+        h = self.differences(held_out())
         scale = 1.0 if self.name == "reward-model" else PREFERENCES[self.name].beta
         return {"validation/accuracy": float((h > 0).double().mean()), "validation/margin": scale * float(h.mean())}
 
@@ -332,7 +339,7 @@ def truth() -> dict[str, Any]:
             "gradients": [plain.gradients(loss) for loss in losses],
             "z_ref": [plain.z_ref(rows) for rows in plain.mini_batches] if name == "kto" else [],
             "margins": [] if name == "sft" else [plain.margin(rows) for rows in (plain.mini_batches[0], plain.rows)],
-            "validation": plain.validation() if name != "sft" else {},
+            "validation": plain.validation(),
             "rows": plain.rows,
         }
     return found

@@ -169,6 +169,8 @@ def test_the_progress_line_has_at_most_100_characters():
         ({"validation/score": -3.2}, "held-out score -3.200"),
         ({"validation/score": 12.0}, "held-out score 12.000"),
         ({"validation/accuracy": 0.5}, "held-out accuracy 50.0%"),
+        ({"validation/loss": 1.25}, "held-out loss 1.2500"),
+        ({"validation/loss": 1.25, "validation/score": 0.5}, "held-out score 0.500, loss 1.2500"),
     ],
 )
 def test_only_an_accuracy_is_shown_in_percent(metrics: dict, words: str):

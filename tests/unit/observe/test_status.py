@@ -67,7 +67,7 @@ def test_a_running_job(run_dir: Path):
     status = read_status(run_dir, BEGAN_S + 40)
     assert asdict(status) == {
         **{"run": str(run_dir), "state": "running", "activity": "actor.sample", "activity_age_s": 8, "sign_age_s": 2},
-        **{"step": 3, "steps": 10, "reward": 0.3, "score": 0.25, "is_accuracy": True},
+        **{"step": 3, "steps": 10, "reward": 0.3, "score": 0.25, "result": "accuracy"},
         # Means of 2, 4, 6 s; of 1, 2, 3 s; 200 + 800 + 1800 tokens in 12 s. Seven steps are left.
         **{"step_s": 4, "phases_s": {"rollout": 2}, "tokens_per_s": 2800 / 12, "left_s": 28, "job_left_s": 60},
         **{"starts": 2, "restarts": 1, "slurm_restarts": 1, "start_age_s": 40, "end_age_s": None, "start_step": 1},
@@ -156,7 +156,7 @@ def test_of_a_long_run_only_the_end_is_read(run_dir: Path, monkeypatch: pytest.M
     monkeypatch.setattr("hybridflow.observe.status._TAIL_BYTES", 150)
     status = read_status(run_dir, BEGAN_S + 40)
     assert (status.step, status.step_s) == (3, 6)  # the last line alone is whole
-    assert (status.score, status.is_accuracy) == (0.25, True)  # looked for further back
+    assert (status.score, status.result) == (0.25, "accuracy")  # looked for further back
     monkeypatch.setattr("hybridflow.observe.status._SEARCHED_BYTES", 150)
     assert read_status(run_dir, BEGAN_S + 40).score is None
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hybridflow.config.losses import LossConfig
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import OptimizerConfig
+from hybridflow.dataflow.schedule import Call
 from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.families.cut import check_cut
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -633,10 +634,27 @@ def test_sft_needs_neither_a_length_of_responses_nor_held_out_data(tmp_path):
     path = tmp_path / "sft.yaml"
     path.write_text(SFT)
     assert load_recipe(path).rollout.max_new_tokens == 1, "nothing is sampled"
-    assert load_recipe(path, ["data.held_out=h.jsonl"]).rollout.max_new_tokens == 32
-    assert load_recipe(path, ["data.held_out=h.jsonl", "model.max_context=4096"]).rollout.max_new_tokens == 256
-    assert load_recipe(path, ["data.held_out=h.jsonl", "rollout.max_new_tokens=7"]).rollout.max_new_tokens == 7
     assert not plan_job(load_recipe(path)).validation
+    of_loss = load_recipe(path, ["data.held_out=h.jsonl"])
+    assert of_loss.rollout.max_new_tokens == 1 and not of_loss.generates, "a loss needs no response"
+    assert called(plan_job(of_loss).validation) == ["offline.held_out_solutions", "actor.validate_solutions"]
+    scored = ["data.held_out=h.jsonl", "reward.function=maths"]
+    recipe = load_recipe(path, scored)
+    assert recipe.rollout.max_new_tokens == 32 and recipe.generates
+    assert called(plan_job(recipe).validation) == [
+        *("actor.sample_validation", "reward.score_validation"),
+        *("offline.held_out_solutions", "actor.validate_solutions"),
+    ]
+    assert load_recipe(path, [*scored, "model.max_context=4096"]).rollout.max_new_tokens == 256
+    assert load_recipe(path, [*scored, "rollout.max_new_tokens=7"]).rollout.max_new_tokens == 7
+
+
+def called(program):
+    """The names of a program's calls, in order."""
+    found = []
+    for each in program:
+        found += [each.name] if isinstance(each, Call) else called(getattr(each, "then", ()))
+    return found
 
 
 @pytest.mark.parametrize("key", ["validate_every=10", "keep_best=true", "patience=2", "num_validation=8"])

@@ -10,6 +10,13 @@ def test_the_first_of_equals_is_the_best():
     assert found == Validations(step=6, score=0.25, best_step=2, best_score=0.5, num_since_best=2)
 
 
+def test_the_least_loss_is_the_best():
+    found = Validations()
+    for step, loss in ((0, 2.5), (2, 1.5), (4, 1.5), (6, 1.75)):
+        found.take(step, loss, result="loss")
+    assert found == Validations(step=6, score=1.75, result="loss", best_step=2, best_score=1.5, num_since_best=2)
+
+
 def test_a_restart_keeps_the_last_validation_as_the_best_where_its_checkpoint_is_there():
     found = Validations(step=6, score=0.25, best_step=2, best_score=0.5, num_since_best=2)
     found.restart(6)

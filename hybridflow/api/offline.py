@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -12,7 +13,7 @@ from hybridflow.api.checkpoints import check_free, export_actor
 from hybridflow.api.device_mesh import DeviceMesh, settings_of_mesh
 from hybridflow.api.feed import GivenProblems
 from hybridflow.api.roles import Actor
-from hybridflow.api.session import Session
+from hybridflow.api.session import MakeProblems, Session
 from hybridflow.api.settings import check_count, merge, recipe_values
 from hybridflow.api.world import find_world
 from hybridflow.checkpoint.formats.in_memory import in_memory_info
@@ -45,10 +46,11 @@ _ELSEWHERE = {
     "args": _AS_ARGUMENTS,
     "config": _AS_ARGUMENTS,
     "train_dataset": "give dataset=…",
+    "eval_strategy": "give eval_dataset=…, and eval_steps=… to train(…)",
     "processing_class": "give tokenizer=…",
     "peft_config": "give lora=LoraConfig(…)",
     **dict.fromkeys(
-        ("num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps"),
+        ("num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "eval_steps"),
         "give it to train(…)",
     ),
 }
@@ -62,6 +64,7 @@ class OfflineTrainer:
         model: As ``Actor`` takes it.
         tokenizer: Path, or fast tokenizer of transformers; None: the one that lies beside the model.
         dataset: A ``datasets.Dataset``, a list of rows, or a ``DataProvider``. Texts of rows may be messages.
+        eval_dataset: Rows to measure ``validation/*`` on, in the forms of ``dataset``; None: there is no validation.
         max_length: Longest row in tokens, prompt and response together; no more than the model's own context.
         too_long: What becomes of a longer one: ``error``, or it is left out, ``drop``. Of a ``DataProvider`` its own
             ``on_bad_row`` decides.
@@ -82,6 +85,7 @@ class OfflineTrainer:
         tokenizer: Any = None,
         dataset: Any = None,
         *,
+        eval_dataset: Any = None,
         max_length: int = 1024,
         too_long: Literal["error", "drop"] = "error",
         lora: LoRAConfig | None = None,
@@ -98,7 +102,9 @@ class OfflineTrainer:
             )
         if too_long not in ("error", "drop"):
             raise ConfigError(f"{type(self).__name__}: too_long={too_long!r}; give error or drop")
-        _check_dataset(dataset, type(self).__name__)
+        for name, rows in (("dataset", dataset), ("eval_dataset", eval_dataset)):
+            if rows is not None:
+                _check_dataset(rows, f"{type(self).__name__}: {name}")
         check_count(max_length, f"{type(self).__name__}: max_length", more=", in tokens")
         self._actor = model if isinstance(model, Actor) else Actor(model, tokenizer, lora=lora)
         self._tokenizer = self._actor.tokenizer if tokenizer is None else tokenizer
@@ -106,7 +112,8 @@ class OfflineTrainer:
         if ref_model is not None:
             is_folder = isinstance(ref_model, str | Path)
             self._objects["reference"] = open_model(Path(ref_model)) if is_folder else ref_model
-        self._dataset, self._max_length, self._drops = dataset, max_length, too_long == "drop"
+        self._dataset, self._eval_dataset = dataset, eval_dataset
+        self._max_length, self._drops = max_length, too_long == "drop"
         self._settings = merge([settings, settings_of_mesh(device_mesh)])
         self._run_dir: str | None = None
 
@@ -119,6 +126,7 @@ class OfflineTrainer:
         *,
         gradient_accumulation_steps: int = 1,
         max_steps: int | None = None,
+        eval_steps: int | None = None,
         resume: bool = False,
         **settings: Any,
     ) -> list[dict[str, float]]:
@@ -140,11 +148,13 @@ class OfflineTrainer:
                 on from, are beside it, in ``OUTPUT_DIR-run``, unless ``run_dir`` is given. None: it is not written.
             gradient_accumulation_steps: Multiplies the rows of a step.
             max_steps: Instead of ``num_train_epochs``.
+            eval_steps: Steps between validations on ``eval_dataset``; there is one at the end in any case.
             resume: Go on from the last checkpoint of ``run_dir``, if there is one.
             settings: As of the class.
 
         Returns:
-            The metrics of each step (docs/metrics.md), equal on all ranks, and ``loss``.
+            The metrics of each step (docs/metrics.md), equal on all ranks, and ``loss``; of a step with a validation
+            ``validation/*`` too.
 
         Raises:
             ConfigError: A number of rows, epochs or steps is none, or settings say another one; or it was called
@@ -155,6 +165,12 @@ class OfflineTrainer:
         here = f"{type(self).__name__}.train"
         check_count(per_device_train_batch_size, f"{here}: per_device_train_batch_size")
         check_count(gradient_accumulation_steps, f"{here}: gradient_accumulation_steps")
+        if eval_steps is not None:
+            check_count(eval_steps, f"{here}: eval_steps")
+            if self._eval_dataset is None:
+                raise ConfigError(
+                    f"{here}: eval_steps={eval_steps}: nothing to validate on; give the class an eval_dataset, too"
+                )
         if max_steps is not None:
             check_count(max_steps, f"{here}: max_steps")
         elif not isinstance(num_train_epochs, int | float) or not 0 < num_train_epochs < math.inf:
@@ -182,16 +198,27 @@ class OfflineTrainer:
             values,
             tokenizer=self._tokenizer,
             objects=self._objects,
-            make_problems=getattr(self._dataset, "problems", self._problems),
+            make_problems=self._maker(self._dataset, "dataset"),
+            make_held_out=None if self._eval_dataset is None else self._maker(self._eval_dataset, "eval_dataset"),
             steps_of=steps_of,
             reads_data=not hasattr(self._dataset, "problems"),
             resume=resume,
         ) as session:
             self._run_dir = session.recipe.run_dir
-            metrics = session.run(max(0, session.recipe.trainer.steps - session.step))
+            metrics = self._run(session, eval_steps)
             if output_dir is not None:
                 export_actor(session.save(), Path(output_dir), find_world())
         return [{**step, "loss": step["actor/loss"]} for step in metrics]
+
+    def _run(self, session: Session, eval_steps: int | None) -> list[dict[str, float]]:
+        """Run the steps that are left, with validations. Returns the metrics of each."""
+        last, metrics = session.recipe.trainer.steps, []
+        while session.step < last:
+            metrics += session.run(1)
+            is_due = session.step == last or (eval_steps is not None and session.step % eval_steps == 0)
+            if self._eval_dataset is not None and is_due:
+                metrics[-1] |= session.validate()
+        return metrics
 
     def _check_settings(self, values: Mapping[str, Any]) -> None:
         """Refuse settings of what the arguments of ``train`` say."""
@@ -214,13 +241,24 @@ class OfflineTrainer:
         """Return the columns that a row must have."""
         return ("prompt", "chosen", "rejected")
 
+    def _maker(self, dataset: Any, name: str) -> MakeProblems:
+        """Return what opens rows, given as the argument of this name."""
+        own: MakeProblems | None = getattr(dataset, "problems", None)
+        return functools.partial(self._problems, dataset, name) if own is None else own
+
     def _problems(
-        self, tokenizer: Tokenizer, recipe: Recipe, everyone: Coordinator, needs_answer: bool
+        self,
+        dataset: Iterable[Any],
+        name: str,
+        tokenizer: Tokenizer,
+        recipe: Recipe,
+        everyone: Coordinator,
+        needs_answer: bool,
     ) -> GivenProblems:
         context, shape = recipe.model.max_context, shape_of(recipe, tokenizer)
         read: Callable[..., Any] = encode_responses if recipe.traits.has_preferences else encode_solution
         kept, found, num_dropped = [], [], 0
-        for example in self._examples(tokenizer, recipe):
+        for example in self._examples(dataset, name, tokenizer, recipe):
             try:
                 found.append(read(example, tokenizer, max_context=context, end_id=end_of(example, shape, tokenizer)))
             except DataError as error:
@@ -234,9 +272,9 @@ class OfflineTrainer:
                 continue
             kept.append(example)
         if not kept and not num_dropped:
-            raise DataError("dataset: has no rows; give at least one")
+            raise DataError(f"{name}: has no rows; give at least one")
         if not kept:
-            raise DataError(f"dataset: none of {num_dropped} rows fits into max_length={context}; raise it")
+            raise DataError(f"{name}: none of {num_dropped} rows fits into max_length={context}; raise it")
         return GivenProblems(
             examples=tuple(kept),
             seed=recipe.seed,
@@ -244,15 +282,15 @@ class OfflineTrainer:
             **({"all_responses": tuple(found)} if recipe.traits.has_preferences else {"solutions": tuple(found)}),
         )
 
-    def _examples(self, tokenizer: Tokenizer, recipe: Recipe) -> Iterator[Example]:
+    def _examples(self, dataset: Iterable[Any], name: str, tokenizer: Tokenizer, recipe: Recipe) -> Iterator[Example]:
         """Yield what the rows give, in the forms that files may have too (docs/data.md)."""
         # Lengths are looked at afterwards: a long row may be left out.
         shape = replace(shape_of(recipe, tokenizer), max_context=None)
         shaper = Shaper(shape)
         try:
-            for index, row in enumerate(_rows(self._dataset)):
-                place = f"dataset[{index}]"
-                shaped = shaper({name: value for name, value in row.items() if value is not None}, place)
+            for index, row in enumerate(_rows(dataset, name)):
+                place = f"{name}[{index}]"
+                shaped = shaper({field: value for field, value in row.items() if value is not None}, place)
                 if shaped is not None:
                     yield from examples_of(shaped.row, place, shaped.begins, shape)
         finally:
@@ -371,13 +409,11 @@ def _check_dataset(dataset: Any, whose: str) -> None:
     elif not hasattr(type(dataset), "num_rows") and not (hasattr(dataset, "__len__") and hasattr(dataset, "__iter__")):
         remedy = "give list(dataset), a datasets.Dataset, or a DataProvider"
     if remedy is not None:
-        raise DataError(
-            f"{whose}: dataset: found {type(dataset).__name__}, expected rows that can be counted; {remedy}"
-        )
+        raise DataError(f"{whose}: found {type(dataset).__name__}, expected rows that can be counted; {remedy}")
 
 
-def _rows(dataset: Iterable[Any]) -> Iterable[Row]:
+def _rows(dataset: Iterable[Any], name: str) -> Iterable[Row]:
     for index, row in enumerate(dataset):
         if not isinstance(row, Mapping):
-            raise DataError(f"dataset[{index}]: found {type(row).__name__}, expected a row with names of columns")
+            raise DataError(f"{name}[{index}]: found {type(row).__name__}, expected a row with names of columns")
         yield row

@@ -18,6 +18,7 @@ from hybridflow.api.settings import finish_recipe
 from hybridflow.api.world import find_world
 from hybridflow.checkpoint.formats.in_memory import in_memory_info
 from hybridflow.config.recipe import Recipe
+from hybridflow.data.preferences import pairs_of
 from hybridflow.data.problems import training_shape
 from hybridflow.data.prompts import Example
 from hybridflow.data.tokenizer import Tokenizer
@@ -97,6 +98,7 @@ class Session:
         objects: Role -> model or function, as ``placement.job.Job`` takes them.
         step: Stages of a training step, in the place of the algorithm's.
         make_problems: Where prompts come from; None: they are given to ``rollout``.
+        make_held_out: Where the rows of ``validate`` come from, of an algorithm that learns from given responses.
         num_prompts: Prompts of a step, where ``values`` has no size of its batch.
         steps_of: From the number of problems to the steps of the job; None: ``values`` has them, or it has no end.
         reads_data: Whether ``make_problems`` reads the recipe's section ``data``.
@@ -118,6 +120,7 @@ class Session:
         objects: Mapping[str, Any] | None = None,
         step: Step | None = None,
         make_problems: MakeProblems | None = None,
+        make_held_out: MakeProblems | None = None,
         num_prompts: int | None = None,
         steps_of: Callable[[int], int] | None = None,
         reads_data: bool = False,
@@ -125,7 +128,8 @@ class Session:
     ) -> None:
         self._world = find_world()
         self._objects = {} if objects is None else dict(objects)
-        self._make_problems, self._num_prompts = make_problems, num_prompts
+        self._make_problems, self._make_held_out = make_problems, make_held_out
+        self._num_prompts = num_prompts
         self._scores = step is None or any(each.role == "reward" for each in step.flow.nodes())
         if "run_dir" not in values:
             values["run_dir"] = _new_run_dir(self._world, values.get("namespace"))
@@ -233,6 +237,10 @@ class Session:
             found.append(self.learn(self.rollout()))
         return found
 
+    def validate(self) -> dict[str, float]:
+        """Measure ``validation/*`` with the weights of this step. Collective: all ranks."""
+        return self.trainer.validate()
+
     def save(self) -> Path:
         """Save a checkpoint that ``resume`` goes on from. Collective: all ranks. Returns its run directory."""
         self.trainer.save_now()
@@ -307,9 +315,20 @@ class Session:
             train=problems,
             held_out=(),
             objects=self._objects,
+            **self._held_out(recipe, tokenizer),
         )
         align_ends(job)
         return job
+
+    def _held_out(self, recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Return what the job is judged by. Collective: all ranks."""
+        if self._make_held_out is None:
+            return {}
+        problems = self._make_held_out(tokenizer, recipe, self._world.everyone(), self._needs_answer())
+        rows = range(problems.num_rows or 0)
+        if recipe.traits.imitates:
+            return {"held_out_solutions": tuple(problems.solution(row) for row in rows)}
+        return {"held_out_pairs": pairs_of([problems.responses(row) for row in rows], "eval_dataset")}
 
 
 def _check_batches(recipe: Recipe) -> None:

@@ -219,9 +219,9 @@ class Trainer(Role):
         self._tell_once(epochs_warning(self.job.recipe, self.job.train.num_rows, self.progress.num_prompts))
         summary, validates = self._record.summary, self.job.recipe.data.held_out is not None
         if validates and {"score_before_rl", "loss_before_rl"}.isdisjoint(summary) and self._stopping.reason is None:
-            self._validate("before_rl")
+            self.validate("before_rl")
         if validates and self._decisions.has_missed_validation and self._stopping.reason is None:
-            self._validate()
+            self.validate()
         self._execute(self._plan.fill)
         self._record.begin_step(self.progress.step, self._stopping.job_end_s)
         self._execute(self._plan.train)
@@ -230,7 +230,7 @@ class Trainer(Role):
                 self.save_now()
             raise DataError(self._decisions.shortage)
         if validates and self._stopping.reason is None and self.job.recipe.trainer.steps > 0:
-            self._validate("after_rl")
+            self.validate("after_rl")
         if self._stopping.reason is not None:
             self._save()
         return self.end()
@@ -491,13 +491,16 @@ class Trainer(Role):
             if trainable is not None:
                 trainable.set_learning_rate(rate)
 
-    def _validate(self, when: str | None = None) -> None:
+    def validate(self, when: str | None = None) -> dict[str, float]:
         """Validate the current weights, unless this step has been, or the job is to stop. Collective: all ranks.
 
         Args:
             when: What the summary calls the score; None: it does not have it.
+
+        Returns:
+            What was measured, ``validation/*``.
         """
-        found = self.progress.validations
+        found, metrics = self.progress.validations, dict[str, float]()
         if found.step != self.progress.step:
             self.roles.actor.begin_validation(self.progress.step)
             self._execute(self._plan.validation)
@@ -510,6 +513,7 @@ class Trainer(Role):
             # An accuracy is a score, too.
             names = ("score", "accuracy") if found.result == "accuracy" else (found.result,)
             self._record.summary |= {f"{name}_{when}": found.score for name in names}
+        return {name: value for name, value in metrics.items() if name.startswith("validation/")}
 
     def _take_validation(self, metrics: Mapping[str, float], shown: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         """Note the result of a validation, if there was one, and show it to a person; the same on all ranks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 from functools import partial
@@ -89,6 +90,7 @@ def preferences(folder: Path, size: int):
         model=folder / "policy",
         tokenizer=tokenizer,
         dataset=datasets.Dataset.from_list(PAIRS),
+        eval_dataset=datasets.Dataset.from_list(PAIRS),
         beta=BETA,
         max_length=1024,
         ref_model=folder / "reference",
@@ -100,6 +102,7 @@ def preferences(folder: Path, size: int):
         gradient_accumulation_steps=2 // size,
         learning_rate=LR,
         output_dir=out,
+        eval_steps=1,
     )
     return metrics, complaint(lambda: trainer.train(output_dir=out), CheckpointError)
 
@@ -124,7 +127,10 @@ def test_dpo(folder: Path, size: int) -> None:
     for metrics, refused in ranks:
         assert [step["loss"] for step in metrics] == pytest.approx(expected, abs=1e-5)
         assert "is there already" in refused
-        assert {key for step in metrics for key in step} >= {"preference/accuracy", "preference/margin"}
+        for before, after in itertools.pairwise(metrics):
+            # The same pairs, before the step that learns them.
+            for name in ("accuracy", "margin"):
+                assert before[f"validation/{name}"] == pytest.approx(after[f"preference/{name}"], abs=1e-5), name
     saved = load(folder / f"dpo-{size}")
     prompt, response = tokens(folder, "1+2=", "3")
     with torch.no_grad():
@@ -135,8 +141,10 @@ def test_dpo(folder: Path, size: int) -> None:
 
 
 def solutions(folder: Path, size: int):
-    trainer = SFTTrainer(folder / "policy", dataset=SOLUTIONS, actor={"tensor_parallel_size": size})
-    return trainer.train(STEPS, 4, LR, run_dir=str(folder / f"sft-{size}"))
+    trainer = SFTTrainer(
+        folder / "policy", dataset=SOLUTIONS, eval_dataset=SOLUTIONS, actor={"tensor_parallel_size": size}
+    )
+    return trainer.train(STEPS, 4, LR, eval_steps=2, run_dir=str(folder / f"sft-{size}"))
 
 
 def sft_loss(model: Any, folder: Path) -> torch.Tensor:
@@ -149,8 +157,12 @@ def test_sft(folder: Path, size: int) -> None:
     ranks = run(solutions, size, folder)
     model = load(folder / "policy")
     expected = steps_of(model, lambda: sft_loss(model, folder))
+    # It is validated behind step 2 and at the end, on the rows that each step learns.
+    validated = {2: expected[2], 3: float(sft_loss(model, folder).detach())}
     for metrics in ranks:
         assert [step["loss"] for step in metrics] == pytest.approx(expected, abs=1e-5)
+        told = {at: step["validation/loss"] for at, step in enumerate(metrics, 1) if "validation/loss" in step}
+        assert told == pytest.approx(validated, abs=1e-5)
 
 
 def others(folder: Path, size: int):
@@ -308,7 +320,11 @@ ARGUMENTS: list[tuple[type[Exception], dict[str, Any], dict[str, Any], str]] = [
     (ConfigError, {}, {"num_train_epochs": 0}, "num_train_epochs=0, expected a number above 0"),
     (ConfigError, {}, {"num_train_epochs": "two"}, "num_train_epochs='two', expected a number"),
     (DataError, {"dataset": iter(PAIRS)}, {}, "found list_iterator, expected rows that can be counted"),
-    (DataError, {"dataset": 3}, {}, "found int, expected rows"),
+    (ConfigError, {}, {"eval_steps": 2}, "DPOTrainer.train: eval_steps=2: nothing to validate on"),
+    (ConfigError, {"eval_steps": 2}, {}, "DPOTrainer: eval_steps=…: unknown; give it to train(…)"),
+    (DataError, {"eval_dataset": [{"prompt": "1"}]}, {}, "eval_dataset[0]: no field 'chosen'"),
+    (DataError, {"eval_dataset": 3}, {}, "DPOTrainer: eval_dataset: found int, expected rows"),
+    (DataError, {"dataset": 3}, {}, "DPOTrainer: dataset: found int, expected rows"),
     (DataError, {"dataset": "rows.jsonl"}, {}, "found str, expected rows that can be counted; give DataProvider('rows"),
     (DataError, {"dataset": {"prompt": ["1"]}}, {}, "found dict, expected rows that can be counted; of columns make"),
     (

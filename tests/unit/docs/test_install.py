@@ -34,7 +34,7 @@ def test_a_model_of_hugging_face_is_read_after_the_block():
     assert extras == "hf" and '"tokenizers' in packages
 
 
-@pytest.mark.parametrize("page", ["launchers", "slurm", "gpu", "from-trl", "from-verl"])
+@pytest.mark.parametrize("page", ["launchers", "slurm", "gpu", "from-trl", "from-verl", "from-slime"])
 def test_pages_for_beginners_say_how_to_install(page):
     assert "(../README.md#install)" in (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Settings of TRL, verl, OpenRLHF and NeMo-RL are answered with ours, in files, overrides, options and programs."""
+"""Settings of TRL, verl, OpenRLHF, slime and NeMo-RL are answered with ours: in files, options and programs."""
 
 import pytest
 import yaml
@@ -52,6 +52,7 @@ def test_a_bound_that_is_counted_from_another_number_is_told_of():
         ),
         ("trainer.learning_rate=3", "trainer.learning_rate: not a key of a recipe; TRL's learning_rate is actor.opt"),
         ("beta=0.1", "TRL's beta is kl.coef here (kl.coef or preference.beta for dpo, ipo and kto)"),
+        ("use_tis=true", "slime's use_tis is correction.kind here (correction.kind is truncate for it)"),
         ("num_generations=8", "TRL's num_generations is rollout.group_size here"),
         (
             "epsilon=0.1",

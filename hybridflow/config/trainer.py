@@ -27,8 +27,8 @@ class TrainerConfig:
         keep_every: Checkpoints at multiples of this step are kept forever. 0 keeps no such checkpoints.
         validate_every: Steps between validations. 0 validates only before and after training.
         num_validation: Held-out problems to use. None means the whole file.
-        validation_samples: Sampled responses to each held-out problem for pass@1 and pass@k, in addition to the greedy
-            one. They are sampled as in the rollout. A response is right if its score is at least 1.
+        validation_samples: Sampled responses to each held-out problem for mean@k, pass@1 and pass@k, in addition to the
+            greedy one. They are sampled as in the rollout. A response is right if its score is at least 1.
         pass_k: k of pass@k. None means all sampled responses.
         keep_best: Save when a validation is the best so far, and keep that checkpoint in addition to the newest.
         patience: Validations in a row without a better one after which training ends. 0 means never.

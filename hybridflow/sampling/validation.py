@@ -35,10 +35,10 @@ def validation_id(job: Job, row: int, index: int) -> int:
 
 
 def measure(job: Job, judges: Coordinator, ids: Tensor, scores: Tensor) -> dict[str, float]:
-    """Measure ``validation/score``, and pass@1 and pass@k where responses are sampled, over all held-out problems.
+    """Measure ``validation/score``, and mean@k, pass@1 and pass@k where responses are sampled, over all problems.
 
-    The score is the mean over greedy responses; where each is 0 or 1, it is ``validation/accuracy`` too. A response
-    without a score is left out of both, and is not right.
+    The score is the mean over greedy responses; where each is 0 or 1, it is ``validation/accuracy`` too. Mean@k is that
+    over sampled ones. A response without a score is left out of these, and is not right.
 
     Collective: the judges.
 
@@ -56,16 +56,17 @@ def measure(job: Job, judges: Coordinator, ids: Tensor, scores: Tensor) -> dict[
     is_greedy = ids % size == 0
     right: Counter[int] = Counter({row: 0 for row in (ids[~is_greedy] // size).tolist()})
     right.update((ids[~is_greedy & (scores >= RIGHT)] // size).tolist())
-    is_scored = is_greedy & ~scores.isnan()
-    known = scores[is_scored].double()
-    share = [float(known.sum()), len(known), bool(((known == 0) | (known == 1)).all()), list(right.items())]
+    is_scored = ~scores.isnan()
+    known, sampled = (scores[is_scored & kind].double() for kind in (is_greedy, ~is_greedy))
+    sums = [float(known.sum()), len(known), float(sampled.sum()), len(sampled)]
+    share = [sums, bool(((known == 0) | (known == 1)).all()), list(right.items())]
     shares = judges.gather(share, "validation")
-    num_scored = sum(count for _, count, _, _ in shares)
+    total, num_scored, sampled_total, num_sampled = map(sum, zip(*(sums for sums, _, _ in shares), strict=True))
     if num_scored == 0:
         raise RewardError("no response to a held-out problem has a score; mend what scores")
-    score = sum(total for total, _, _, _ in shares) / num_scored
+    score = total / num_scored
     found = {"validation/score": score}
-    if all(is_binary for _, _, is_binary, _ in shares):
+    if all(is_binary for _, is_binary, _ in shares):
         found["validation/accuracy"] = score
     if trainer.validation_samples == 0:
         return found
@@ -76,6 +77,8 @@ def measure(job: Job, judges: Coordinator, ids: Tensor, scores: Tensor) -> dict[
             whole[row] += count
     num_right = torch.tensor(list(whole.values()))
     k = trainer.validation_samples if trainer.pass_k is None else trainer.pass_k
+    if num_sampled:
+        found["validation/mean_at_k"] = sampled_total / num_sampled
     return found | {
         "validation/pass_at_1": float(pass_at_k(num_right, trainer.validation_samples, 1).mean()),
         "validation/pass_at_k": float(pass_at_k(num_right, trainer.validation_samples, k).mean()),

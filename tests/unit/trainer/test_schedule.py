@@ -96,6 +96,7 @@ def test_samples_of_a_problem_may_be_judged_on_two_ranks():
     # 2, 0 and 4 of 4 are right; a pair of the first misses both with probability (2 of 4, 2) = 1/6.
     assert found == {
         "validation/score": pytest.approx((0.5 + 1.5 - 1.0) / 3),
+        "validation/mean_at_k": pytest.approx((3.9 + 0.0 + 4.0) / 12),
         "validation/pass_at_1": pytest.approx((0.5 + 0.0 + 1.0) / 3),
         "validation/pass_at_k": pytest.approx((5 / 6 + 0.0 + 1.0) / 3),
     }
@@ -122,9 +123,12 @@ def test_scores_of_greedy_responses_are_an_accuracy_where_each_is_right_or_wrong
 def test_samples_without_a_score_are_not_right_and_a_validation_without_any_is_an_error():
     job = SimpleNamespace(recipe=SimpleNamespace(trainer=SimpleNamespace(validation_samples=2, pass_k=None)))
     alone = SimpleNamespace(gather=lambda share, what: [share])
-    # One of two samples is right: pass@2, since nothing else is asked for, is 1.
+    # One of two samples is right: pass@2, since nothing else is asked for, is 1. The mean is over the one with a score.
     found = measure(job, alone, torch.arange(3), torch.tensor([0.0, nan, 1.0]))
     assert (found["validation/pass_at_1"], found["validation/pass_at_k"]) == (0.5, 1.0)
+    assert found["validation/mean_at_k"] == 1.0
+    none = measure(job, alone, torch.arange(3), torch.tensor([1.0, nan, nan]))
+    assert none["validation/pass_at_1"] == 0.0 and "validation/mean_at_k" not in none
     with pytest.raises(RewardError, match="no response to a held-out problem has a score"):
         measure(job, alone, torch.arange(3), torch.tensor([nan, 1.0, 1.0]))
 

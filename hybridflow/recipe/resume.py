@@ -7,6 +7,7 @@ match.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,13 @@ def check_resume(recipe: Recipe, saved: Mapping[str, Any], checkpoint: Path) -> 
     before, now = fixed_settings(saved), fixed_settings(to_dict(recipe))
     for key in now:
         if key in before and before[key] != now[key]:
+            # As a recipe writes them: null, true.
+            saved_value, value = (
+                each if isinstance(each, str) else json.dumps(each) for each in (before[key], now[key])
+            )
             raise CheckpointError(
-                f"{recipe.run_dir}: the checkpoint was written with {key}={before[key]}, the recipe now has "
-                f"{now[key]}; resume with the same, or set another run_dir, and model={checkpoint / 'actor'} to begin "
+                f"{recipe.run_dir}: the checkpoint was written with {key}={saved_value}, the recipe now has "
+                f"{value}; resume with the same, or set another run_dir, and model={checkpoint / 'actor'} to begin "
                 "there with the trained weights"
             )
 

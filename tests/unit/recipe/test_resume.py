@@ -285,7 +285,9 @@ def hold(key: Key, saved: Recipe, now: Recipe) -> None:
     with pytest.raises(CheckpointError) as caught:
         check_resume(now, kept, STEP)
     is_section = typing.get_origin(key.hint) is not dict
-    shown = ["a section" if isinstance(value, dict) and is_section else str(value) for value in (before, after)]
+    values = ["a section" if isinstance(value, dict) and is_section else value for value in (before, after)]
+    shown = [value if isinstance(value, str) else json.dumps(value) for value in values]
+    assert not any("None" in text or "True" in text for text in shown)
     assert f"written with {key.name}={shown[0]}, the recipe now has {shown[1]}; resume with" in str(caught.value)
     assert "another run_dir, and model=runs/x/checkpoints/step_000003/actor to begin there" in str(caught.value)
 

@@ -132,8 +132,8 @@ def with_images(tokens: Sequence[int], images: Sequence[Image], row_number: int,
     if num_places != len(images):
         raise DataError(
             f"{place}: {len(images)} images, and {num_places} places for them in the prompt's text; give messages with "
-            f"{MARK} for each image, and a chat template that writes images; data.prompt_as_message=true makes a "
-            "message of a prompt"
+            f"{MARK} for each image, and a chat template that writes images; in a recipe data.prompt_as_message=true "
+            "makes a message of a prompt"
         )
     found: list[int] = []
     which = 0
@@ -290,9 +290,7 @@ def _opened(source: str) -> Iterator[Any]:
     try:
         from PIL import Image as reader
     except ImportError:
-        raise ConfigError(
-            "data.images_field: images are read by Pillow, which is not there: pip install 'hybridflow[hf]'"
-        ) from None
+        raise ConfigError("images are read by Pillow, which is not there: pip install 'hybridflow[hf]'") from None
     try:
         where: Any = source
         if source.startswith(_DATA):

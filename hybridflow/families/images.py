@@ -10,6 +10,7 @@ from typing import Any
 
 from hybridflow.errors import CheckpointError, ConfigError, HybridflowError
 from hybridflow.families.assets import CONFIG, FOLDER, PROCESSORS, read_json
+from hybridflow.families.model import ModelConfig
 from hybridflow.families.vision import ORIGIN, VISION_MODELS, rotary_sections, vision_model
 from hybridflow.families.weight_files import read_shapes
 
@@ -128,6 +129,29 @@ def image_settings(folder: Path, max_pixels: int | None = None) -> ImageSettings
         axes=axes,
         num_deep=num_deep,
     )
+
+
+def check_turns(settings: ImageSettings, model: ModelConfig) -> None:
+    """Refuse settings of images that are of another model.
+
+    Raises:
+        ConfigError: They turn other dims than the model does.
+    """
+    if len(settings.axes) != model.rotary_size // 2:
+        raise ConfigError(
+            f"{settings.path}: mrope_section has {len(settings.axes)} pairs of dims, and {model.rotary_size // 2} "
+            f"turn; copy {CONFIG} from the original model"
+        )
+
+
+def image_elements(settings: ImageSettings, hidden_size: int) -> int:
+    """Return the numbers that a rank of a first stage has of images: the vision tower, and what it made of the last.
+
+    Args:
+        settings: How images become tokens.
+        hidden_size: Of the language model.
+    """
+    return tower_elements(Path(settings.path)) + KEPT_TOKENS * (1 + settings.num_deep) * hidden_size
 
 
 def tower_elements(folder: Path) -> int:

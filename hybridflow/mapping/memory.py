@@ -21,7 +21,7 @@ from hybridflow.config.recipe import CRITICS, FROZEN, MODEL_MESHES, REWARDS, Rec
 from hybridflow.config.roles import LoRAConfig, OptimizerConfig
 from hybridflow.families.family import OUTPUT, ROUTER_BIASES
 from hybridflow.families.fp8 import LAYERS
-from hybridflow.families.images import KEPT_TOKENS, image_settings, tower_elements
+from hybridflow.families.images import image_elements, image_settings
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.mapping.activations import activation_bytes, decoding_bytes
@@ -169,8 +169,7 @@ def _image_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh], names: Colle
 def _image_elements(path: str, hidden_size: int) -> tuple[str, int]:
     """Return where the vision tower of a model is, and its numbers with those that are kept. Cached as ``_placed``."""
     settings = image_settings(Path(path))
-    kept = KEPT_TOKENS * (1 + settings.num_deep) * hidden_size
-    return settings.path, tower_elements(Path(settings.path)) + kept
+    return settings.path, image_elements(settings, hidden_size)
 
 
 @dataclass(frozen=True, kw_only=True)

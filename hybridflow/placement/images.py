@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hybridflow.data.images import Grid, Image, row_and_which
@@ -16,6 +17,7 @@ from hybridflow.models.hf_model import make_image_processor
 from hybridflow.models.images import ImageReader
 from hybridflow.placement.job import Job
 from hybridflow.placement.vision_tower import VisionTower
+from hybridflow.reshard.spec import DType
 from hybridflow.reshard.views import TORCH_DTYPES
 
 
@@ -31,13 +33,27 @@ def image_reader(job: Job, role: str) -> ImageReader | None:
     settings = image_settings(Path(model.path), job.recipe.data.image_max_pixels)
     key = settings.path, model.dtype
     if key not in job.image_readers:
-        tower = VisionTower(Path(settings.path), TORCH_DTYPES[model.dtype], job.world.device)
-        job.image_readers[key] = ImageReader(settings, JobImages(job.images_of, settings), tower)
+        job.image_readers[key] = make_reader(settings, job.images_of, model.dtype, job.world.device)
     return job.image_readers[key]
 
 
-class JobImages:
-    """The images of a job's rows, see ``models.images.Images``."""
+def make_reader(
+    settings: ImageSettings, images_of: Callable[[int], tuple[Image, ...]], dtype: DType, device: torch.device
+) -> ImageReader:
+    """Return what a model knows of images.
+
+    Args:
+        settings: How they become tokens.
+        images_of: Number of a row, as the ids of its images' tokens have it -> its images.
+        dtype: Of the vision tower.
+        device: Where the vision tower lives.
+    """
+    tower = VisionTower(Path(settings.path), TORCH_DTYPES[dtype], device)
+    return ImageReader(settings, RowImages(images_of, settings), tower)
+
+
+class RowImages:
+    """The images of rows, see ``models.images.Images``."""
 
     def __init__(self, images_of: Callable[[int], tuple[Image, ...]], settings: ImageSettings) -> None:
         self._images_of, self._settings = images_of, settings

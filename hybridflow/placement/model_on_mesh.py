@@ -19,7 +19,8 @@ from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.models.fsdp import local_part, shard_model
 from hybridflow.models.gpt import Transformer, build_stage, set_rotary
-from hybridflow.models.layers import Chunks
+from hybridflow.models.images import ImageReader
+from hybridflow.models.layers import Chunks, chunks_of
 from hybridflow.models.training import Trainable
 from hybridflow.models.user_model import Uncut
 from hybridflow.models.weights import initialize, local_regions, local_shards, local_tensors
@@ -96,6 +97,11 @@ class ModelOnMesh:
         """Return ``transformer`` where it is megatron-core's, not a user's own."""
         assert isinstance(self.transformer, Transformer | Chunks), "UserModel has methods of its own where this is read"
         return self.transformer
+
+    def read_images(self, images: ImageReader) -> None:
+        """Have the model read images."""
+        for chunk in chunks_of(self.megatron_model):
+            chunk.read_images(images)
 
     def make_engine(
         self,

@@ -85,8 +85,7 @@ class PlacedModel(ModelOnMesh):
             recompute_activations(self.transformer, owner, section.recompute, section.recompute_layers)
         self.images = image_reader(job, self._role)
         if self.images is not None:
-            for chunk in chunks_of(self.megatron_model):
-                chunk.read_images(self.images)
+            self.read_images(self.images)
         if self._role == "actor" and not isinstance(self.transformer, Uncut):
             set_dispatcher(self.transformer, recipe.actor.moe.dispatcher)
         if not (is_filled_later or job.is_resumed):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hybridflow.config.recipe import MODEL_SECTIONS, REWARDS, Recipe
 from hybridflow.errors import ConfigError
-from hybridflow.families.images import PROCESSOR, ImageSettings, image_settings
+from hybridflow.families.images import PROCESSOR, ImageSettings, check_turns, image_settings
 
 _KEY = "data.images_field"
 
@@ -44,11 +44,7 @@ def check_images(recipe: Recipe) -> None:
         settings = image_settings(Path(model.path), recipe.data.image_max_pixels)
         actor = actor or settings
         _check_cut(settings, key, actor)
-        if len(settings.axes) != model.rotary_size // 2:
-            raise ConfigError(
-                f"{settings.path}: mrope_section has {len(settings.axes)} pairs of dims, and {model.rotary_size // 2} "
-                "turn; copy config.json from the original model"
-            )
+        check_turns(settings, model)
 
 
 def _check_cut(settings: ImageSettings, key: str, actor: ImageSettings) -> None:

@@ -300,8 +300,11 @@ class Session:
         take_tokens = replica.send_tokens(sampled.tokens)
         scores, following = sampled.log_probs[:0], sampled.tokens[:0]
         if len(step.scored):
-            known = scheduler.tokens[step.slots[step.scored], step.positions[step.scored] + 1]
-            following = to_device(torch.from_numpy(known.astype(np.int64)), replica.device)
+            known = scheduler.tokens[step.slots[step.scored], step.positions[step.scored] + 1].astype(np.int64)
+            if replica.model.images is not None:
+                # The text of the prompt has this token in the place of an image's.
+                known[known >= FIRST_ID] = replica.model.images.settings.token_id
+            following = to_device(torch.from_numpy(known), replica.device)
             scores = vocab_parallel_log_probs(
                 output[num:], following, group=replica.groups.tp, vocab_size=replica.vocab_size
             )[0]

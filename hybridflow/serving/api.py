@@ -267,7 +267,10 @@ def _chat_prompt(fields: Mapping[str, Any], tools: list[Any], served: Served) ->
         raise ApiError(400, "the model has no tokenizer, so it takes no messages; use /v1/completions with token ids")
     effort = {name: fields[name] for name in ("reasoning_effort",) if name in fields}
     kwargs = {**served.chat_template_kwargs, **effort, **read_kwargs(fields.get(KWARGS, {}), KWARGS)}
-    return encode_chat(messages, served.tokenizer, served.max_context, tools or None, kwargs)
+    ids, images = encode_chat(messages, served.tokenizer, served.max_context, tools or None, kwargs)
+    if images:
+        raise ApiError(400, "messages: images are not taken; leave them out")
+    return ids
 
 
 def _text_prompts(fields: Mapping[str, Any], served: Served) -> list[list[int]]:

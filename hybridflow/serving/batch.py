@@ -14,10 +14,13 @@ from datetime import timedelta
 import torch
 
 from hybridflow.data.chat import chat_template
+from hybridflow.data.images import IMAGES, Image
 from hybridflow.data.tokenizer import Tokenizer, has_marks, special_names
 from hybridflow.errors import DataError
 from hybridflow.exit_status import DONE, FAILURE, REQUEUE
 from hybridflow.families.cut import check_cut
+from hybridflow.families.images import ImageSettings, reads_images
+from hybridflow.families.model import ModelConfig
 from hybridflow.observe.activity import current_activity
 from hybridflow.observe.console import complain, print_out
 from hybridflow.observe.rank_log import tell
@@ -33,10 +36,12 @@ from hybridflow.serving.placed import (
     finite_or_none,
     layout_of,
     memory_line,
+    model_folder,
     model_settings,
     place_model,
+    settings_of_images,
 )
-from hybridflow.serving.prompts import Prompt, deal, encode_prompt, read_prompts
+from hybridflow.serving.prompts import Encoded, Prompt, deal, encode_prompt, read_prompts
 from hybridflow.serving.results import Key, ResultLog, Results, Row
 from hybridflow.trainer.stopping import Stopping
 
@@ -58,12 +63,14 @@ class Task:
     Attributes:
         prompt: The line.
         ids: Its tokens, ``[prompt]`` int64: a file may have hundreds of thousands of prompts, and all ranks keep them.
+        images: Those in the prompt.
         params: How to sample.
         count: Samples wanted.
     """
 
     prompt: Prompt
     ids: torch.Tensor
+    images: tuple[Image, ...]
     params: SamplingParams
     count: int
 
@@ -75,7 +82,9 @@ def dry_run(arguments: argparse.Namespace) -> int:
     prompts, sha256 = read_prompts(arguments.prompts, arguments.prompt_field)
     run = identity(arguments, sha256, model.dtype, model.max_context)
     Results(arguments.out).check(run, is_forced=arguments.force)
-    tasks, bad = _tasks(prompts, find_tokenizer(arguments), arguments, model.known_vocab_size, model.max_context)
+    settings = _settings(arguments, model)
+    tasks, bad = _tasks(prompts, find_tokenizer(arguments), arguments, model, settings)
+    bad |= _unreadable(tasks)
     if arguments.strict and bad:
         raise _strict(prompts, bad)
     longest = max((len(task.ids) for task in tasks), default=0)
@@ -85,7 +94,7 @@ def dry_run(arguments: argparse.Namespace) -> int:
         f"prompts of {sum(len(task.ids) for task in tasks)} tokens in all, the longest of {longest}; context "
         f"{model.max_context}\n"
         f"layout {layout} on {layout.world_size} ranks, {model.dtype}\n"
-        f"{memory_line(model, layout, lengths[-arguments.max_concurrent :], arguments.cache_memory)}"
+        f"{memory_line(model, layout, lengths[-arguments.max_concurrent :], arguments.cache_memory, settings)}"
     )
     for prompt_index, reason in list(bad.items())[:5]:
         print_out(f"{prompts[prompt_index].place}: {reason}")
@@ -104,9 +113,11 @@ def generate(arguments: argparse.Namespace, world: World) -> int:
     with current_activity("reading the prompts"):
         prompts, sha256 = read_prompts(arguments.prompts, arguments.prompt_field)
     with current_activity("reading the model"):
-        placed = place_model(arguments, world)
+        settings = _settings(arguments, model_settings(arguments))
+        placed = place_model(arguments, world, settings)
     with current_activity("preparing"):
-        tasks, bad = _tasks(prompts, placed.tokenizer, arguments, placed.vocab_size, placed.model.max_context)
+        tasks, bad = _tasks(prompts, placed.tokenizer, arguments, placed.model, settings)
+        placed.images.update((task.prompt.prompt_index, task.images) for task in tasks if task.images)
         if arguments.strict and bad:
             raise _strict(prompts, bad)
         results = Results(arguments.out)
@@ -117,6 +128,11 @@ def generate(arguments: argparse.Namespace, world: World) -> int:
                 print_out(
                     'hybridflow: prompts are plain text; for a chat model a line is {"messages": [{"role": "user", '
                     '"content": TEXT}]}'
+                )
+            if settings is None and _have_images(tasks) and reads_images(str(model_folder(arguments))):
+                print_out(
+                    f"hybridflow: prompts are text alone; --images-field {IMAGES} gives the model the images of its "
+                    "rows, too"
                 )
     # One looks: the others might already see what the first of them writes, and deal the rest in another way.
     found = placed.everyone.decide("the results of earlier starts", sorted(results.find()) if world.rank == 0 else None)
@@ -175,25 +191,47 @@ def _tasks(
     prompts: Sequence[Prompt],
     tokenizer: Tokenizer | None,
     arguments: argparse.Namespace,
-    vocab_size: int,
-    max_context: int,
+    model: ModelConfig,
+    settings: ImageSettings | None,
 ) -> tuple[list[Task], dict[int, str]]:
     """Return the prompts that can be answered, and by number why the others cannot.
 
     The cache may still have no room for some.
     """
     tasks, bad = [], {}
-    options = sampling_of(arguments)
+    options, kwargs, field = sampling_of(arguments), arguments.chat_template_kwargs, arguments.images_field
+    vocab_size, max_context = model.known_vocab_size, model.max_context
     for prompt in prompts:
         if prompt.error is not None:
             bad[prompt.prompt_index] = prompt.error
             continue
         try:
-            ids = encode_prompt(prompt, tokenizer, vocab_size, max_context, arguments.chat_template_kwargs)
-            tasks.append(_task(prompt, ids, tokenizer, options, max_context))
+            encoded = encode_prompt(prompt, tokenizer, vocab_size, max_context, kwargs, field, settings)
+            tasks.append(_task(prompt, encoded, tokenizer, options, max_context))
         except DataError as error:
             bad[prompt.prompt_index] = str(error)
     return tasks, bad
+
+
+def _settings(arguments: argparse.Namespace, model: ModelConfig) -> ImageSettings | None:
+    """Return how images become tokens; None: prompts are text."""
+    return None if arguments.images_field is None else settings_of_images(arguments, model)
+
+
+def _unreadable(tasks: Sequence[Task]) -> dict[int, str]:
+    """Return by number why the model could not see the images of a prompt: here alone all pixels are read ahead."""
+    bad = {}
+    for task in tasks:
+        try:
+            for image in task.images:
+                image.open()
+        except DataError as error:
+            bad[task.prompt.prompt_index] = str(error)
+    return bad
+
+
+def _have_images(tasks: Sequence[Task]) -> bool:
+    return any(task.prompt.fields.get(IMAGES) for task in tasks)
 
 
 def _are_plain(tasks: Sequence[Task], tokenizer: Tokenizer | None) -> bool:
@@ -205,7 +243,8 @@ def _are_plain(tasks: Sequence[Task], tokenizer: Tokenizer | None) -> bool:
     return any(isinstance(text, str) and not has_marks(text, names) for text in texts)
 
 
-def _task(prompt: Prompt, ids: list[int], tokenizer: Tokenizer | None, options: Options, max_context: int) -> Task:
+def _task(prompt: Prompt, encoded: Encoded, tokenizer: Tokenizer | None, options: Options, max_context: int) -> Task:
+    ids = encoded.ids
     if len(ids) >= max_context:
         raise DataError(f"the prompt has {len(ids)} tokens, the context {max_context}; shorten the prompt")
     merged = {"stop_ids": () if tokenizer is None else tokenizer.stop_ids, **options, **prompt.options}
@@ -216,7 +255,11 @@ def _task(prompt: Prompt, ids: list[int], tokenizer: Tokenizer | None, options: 
     merged["max_new_tokens"] = min(merged["max_new_tokens"], max_context - len(ids))
     merged["min_new_tokens"] = min(merged.get("min_new_tokens", 0), merged["max_new_tokens"])
     return Task(
-        prompt=prompt, ids=as_tensor(ids), params=with_stop_tokens(SamplingParams(**merged), tokenizer), count=count
+        prompt=prompt,
+        ids=as_tensor(ids),
+        images=encoded.images,
+        params=with_stop_tokens(SamplingParams(**merged), tokenizer),
+        count=count,
     )
 
 

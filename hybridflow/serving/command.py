@@ -36,8 +36,9 @@ _GENERATE_EXAMPLES = """examples:
   srun --ntasks 8 hybridflow generate --model models/sums --prompts prompts.jsonl --out answers.jsonl --layout tp2.dp4
 
 a line of the prompts: {"prompt": "1+1=", "id": 7, "sampling": {"temperature": 0.2, "n": 4}}. Instead of prompt, a line
-  may have prompt_ids (token ids) or messages (a conversation, perhaps with chat_template_kwargs). After a kill or a
-  signal the same command continues.
+  may have prompt_ids (token ids) or messages (a conversation, perhaps with chat_template_kwargs). With --images-field
+  images it may have images: {"prompt": [{"role": "user", "content": "<image>How many?"}], "images": ["7.png"]}. After
+  a kill or a signal the same command continues.
 
 exit status: 0 all samples are generated; 1 some samples failed; 2 the request is wrong; 3 a checkpoint is damaged;
   4 a file cannot be written; 75 stopped, finished samples are kept: run the same command again
@@ -126,6 +127,18 @@ def _add_generate(commands: Any) -> None:
         help="field of the file that holds the prompt (default: prompt); outer.inner names a field of a field",
     )
     generate.add_argument(
+        "--images-field",
+        metavar="NAME",
+        help="field of the file that holds the images of a prompt, as data.images_field of a recipe (default: prompts "
+        "are text)",
+    )
+    generate.add_argument(
+        "--image-max-pixels",
+        type=int,
+        metavar="N",
+        help="most pixels of an image; a larger one is made smaller (default: as the model's settings say)",
+    )
+    generate.add_argument(
         "--out", required=True, type=Path, metavar="FILE", help="JSON lines; HDF5 if the name ends in .h5 or .hdf5"
     )
     generate.add_argument(
@@ -203,6 +216,8 @@ def _add_options(group: argparse._ActionsContainer, options: _Options) -> None:
 
 def _generate(arguments: argparse.Namespace) -> int:
     _check_numbers(arguments)
+    if arguments.image_max_pixels is not None and arguments.images_field is None:
+        raise ConfigError("--image-max-pixels: is for images; give --images-field too, or leave it out")
     if arguments.dry_run:
         silence_libraries()
         from hybridflow.serving.batch import dry_run
@@ -275,7 +290,7 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
         ConfigError: Names the first.
     """
     least: dict[str, float] = {"ranks": 1, "threads": 1, "max_concurrent": 1, "max_context": 2}
-    least |= {"max_waiting": 1, "seed": 0, "grace_s": 0, "port": 0}
+    least |= {"max_waiting": 1, "seed": 0, "grace_s": 0, "port": 0, "image_max_pixels": 1}
     for name, bound in least.items():
         value = getattr(arguments, name, None)
         if value is not None and not value >= bound:

@@ -47,4 +47,6 @@ def identity(arguments: argparse.Namespace, prompts_sha256: str, dtype: str, max
         "max_context": max_context,
         "log_probs": arguments.log_probs,
         "chat_template_kwargs": arguments.chat_template_kwargs,
+        "images_field": arguments.images_field,
+        "image_max_pixels": arguments.image_max_pixels,
     }

@@ -6,15 +6,18 @@ import argparse
 import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
 from hybridflow.checkpoint.formats.registry import open_model
 from hybridflow.checkpoint.formats.sharded import find_model
+from hybridflow.data.images import Image
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
 from hybridflow.errors import ConfigError, LayoutError
 from hybridflow.families.cut import check_cut
+from hybridflow.families.images import ImageSettings, check_turns, image_elements, image_settings
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
@@ -22,9 +25,11 @@ from hybridflow.models.shapes import cached_token_bytes, model_spec, state_bytes
 from hybridflow.observe.console import format_bytes
 from hybridflow.parallel.coordinator import Coordinator
 from hybridflow.parallel.world import World
+from hybridflow.placement.images import make_reader
 from hybridflow.placement.pretrained import check_table, from_pretrained
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.plan import held_bytes
+from hybridflow.reshard.spec import ITEM_BYTES
 from hybridflow.rollout.engine import MegatronEngine
 
 
@@ -40,6 +45,7 @@ class Placed:
         replica: The ranks of this rank's replica.
         everyone: All ranks.
         is_reporter: Whether this rank has all that its replica's responses say, and tells it.
+        images: Those of each prompt, by the number that the ids of their tokens have.
     """
 
     model: ModelConfig
@@ -49,6 +55,7 @@ class Placed:
     replica: Coordinator
     everyone: Coordinator
     is_reporter: bool
+    images: dict[int, tuple[Image, ...]] = field(default_factory=dict)
 
     @property
     def vocab_size(self) -> int:
@@ -102,15 +109,33 @@ def find_tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
     Raises:
         DataError: It cannot be read.
     """
-    path = arguments.tokenizer
-    if path is None:
-        # Of a run or a step, its model's own.
-        path = tokenizer_in(find_model(arguments.model) or arguments.model)
+    path = tokenizer_in(model_folder(arguments)) if arguments.tokenizer is None else arguments.tokenizer
     return None if path is None else open_tokenizer(path)
 
 
-def place_model(arguments: argparse.Namespace, world: World) -> Placed:
+def model_folder(arguments: argparse.Namespace) -> Path:
+    """Return the directory of the model; of a run or a step that of its model."""
+    return Path(find_model(arguments.model) or arguments.model)
+
+
+def settings_of_images(arguments: argparse.Namespace, model: ModelConfig) -> ImageSettings:
+    """Return how the requested model makes tokens of images.
+
+    Raises:
+        ConfigError: It reads none.
+    """
+    settings = image_settings(model_folder(arguments), arguments.image_max_pixels)
+    check_turns(settings, model)
+    return settings
+
+
+def place_model(arguments: argparse.Namespace, world: World, settings: ImageSettings | None = None) -> Placed:
     """Read the weights into the layout that was asked for. Collective: all ranks.
+
+    Args:
+        arguments: Of the command.
+        world: This rank and the others.
+        settings: How images become tokens; None: prompts are text.
 
     Raises:
         HybridflowError: The model, its tokenizer or the layout are not what they should be.
@@ -122,6 +147,9 @@ def place_model(arguments: argparse.Namespace, world: World) -> Placed:
     )
     tokenizer = find_tokenizer(arguments)
     placed = from_pretrained(arguments.model, world, mesh, max_context=model.max_context, dtype=model.dtype)
+    images: dict[int, tuple[Image, ...]] = {}
+    if settings is not None:
+        placed.read_images(make_reader(settings, images.__getitem__, model.dtype, world.device))
     everyone = world.everyone()
     engine = placed.make_engine(
         seed=everyone.decide("seed", secrets.randbits(62) if arguments.seed is None else arguments.seed),
@@ -137,6 +165,7 @@ def place_model(arguments: argparse.Namespace, world: World) -> Placed:
         replica=world.coordinator(mesh.replica_of(world.rank)),
         everyone=everyone,
         is_reporter=mesh.speaks(world.rank),
+        images=images,
     )
 
 
@@ -153,7 +182,13 @@ def check_lockstep(layout: ParallelLayout) -> None:
         )
 
 
-def memory_line(model: ModelConfig, layout: ParallelLayout, lengths: Sequence[int], cache_memory: float) -> str:
+def memory_line(
+    model: ModelConfig,
+    layout: ParallelLayout,
+    lengths: Sequence[int],
+    cache_memory: float,
+    settings: ImageSettings | None = None,
+) -> str:
     """Describe in words the memory of the rank that needs the most.
 
     Args:
@@ -161,17 +196,21 @@ def memory_line(model: ModelConfig, layout: ParallelLayout, lengths: Sequence[in
         layout: How it is cut.
         lengths: Most tokens of each of the sequences that are decoded together.
         cache_memory: Most memory of the cache: in bytes, or, below 1, a share of what will be free.
+        settings: How images become tokens; None: prompts are text.
     """
     spec = model_spec(model)
     mesh = DeviceMesh(
         name="--layout", layout=layout, ranks=tuple(range(layout.world_size)), ranks_per_node=layout.world_size
     )
     held = WeightHoldings(spec, mesh)
-    weights = max(held_bytes(spec, held, mesh.first_of_stage(stage)) for stage in range(layout.pp))
+    by_stage = [held_bytes(spec, held, mesh.first_of_stage(stage)) for stage in range(layout.pp)]
+    if settings is not None:
+        by_stage[0] += ITEM_BYTES[model.dtype] * image_elements(settings, model.hidden_size)
     cache = sum(lengths) * cached_token_bytes(model, layout) + len(lengths) * state_bytes(model, layout)
     most = int(cache_memory) if cache_memory >= 1 else cache
     least = format_bytes(min(cache, most))
-    return f"memory of a rank: weights {format_bytes(weights)}, key-value cache up to {least}"
+    what = "weights" if settings is None else "weights and images"
+    return f"memory of a rank: {what} {format_bytes(max(by_stage))}, key-value cache up to {least}"
 
 
 def as_tensor(ids: list[int]) -> torch.Tensor:

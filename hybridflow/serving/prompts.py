@@ -9,15 +9,17 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridflow.data.chat import KWARGS, chat_template, read_kwargs, read_messages, render_chat
 from hybridflow.data.files import File
+from hybridflow.data.images import Image, image_parts, images_of, with_images
 from hybridflow.data.prompts import value_of
 from hybridflow.data.readers import cut, format_of, place_of, read
 from hybridflow.data.rows import HERE, Row, are_messages
 from hybridflow.data.tokenizer import Tokenizer, start_of
 from hybridflow.errors import ContextError, DataError
+from hybridflow.families.images import ImageSettings
 from hybridflow.serving.options import Options, check_ids, check_together, is_int, read_options
 
 HDF5_SUFFIXES = (".h5", ".hdf5")
@@ -42,6 +44,18 @@ class Prompt:
     fields: dict[str, Any] = field(default_factory=dict)
     options: Options = field(default_factory=dict)
     error: str | None = None
+
+
+class Encoded(NamedTuple):
+    """What the model is given.
+
+    Attributes:
+        ids: Token ids; those of images are ``data.images`` ids of the row with the number of the prompt.
+        images: The images, in their order.
+    """
+
+    ids: list[int]
+    images: tuple[Image, ...] = ()
 
 
 def read_prompts(path: Path, field_name: str = "prompt") -> tuple[list[Prompt], str]:
@@ -94,8 +108,10 @@ def encode_prompt(
     vocab_size: int,
     max_context: int,
     kwargs: Mapping[str, Any],
-) -> list[int]:
-    """Return a prompt's tokens.
+    images_field: str | None = None,
+    settings: ImageSettings | None = None,
+) -> Encoded:
+    """Return a prompt's tokens and images.
 
     A text follows the beginning of a sequence where the tokenizer has one; tokens stay as they are.
 
@@ -105,12 +121,16 @@ def encode_prompt(
         vocab_size: Of the model.
         max_context: Of the model; a text that cannot fit is not encoded.
         kwargs: Variables of the chat template, of which a prompt may have others.
+        images_field: Names the field of its images; None: prompts are text.
+        settings: How images become tokens; None: prompts are text.
 
     Raises:
-        DataError: It needs a tokenizer and there is none; it has no tokens, or some that the model has not.
+        DataError: It needs a tokenizer and there is none; it has no tokens, or some that the model has not; an image
+            cannot be read, or has no place.
     """
     check_together(prompt.options, vocab_size, "sampling")
     fields = prompt.fields
+    sources = None if images_field is None else value_of(fields, images_field)
     if "prompt_ids" in fields:
         ids = list(fields["prompt_ids"])
     elif tokenizer is None:
@@ -118,13 +138,16 @@ def encode_prompt(
     elif "messages" in fields or not isinstance(fields["prompt"], str):
         messages = fields["messages"] if "messages" in fields else fields["prompt"]
         kwargs = {**kwargs, **read_kwargs(fields.get(KWARGS, {}), KWARGS)}
-        ids = encode_chat(messages, tokenizer, max_context, fields.get("tools"), kwargs)
+        ids, sources = encode_chat(messages, tokenizer, max_context, fields.get("tools"), kwargs, sources)
     else:
         ids = encode_text(fields["prompt"], tokenizer, max_context)
     if not ids:
         raise DataError("the prompt has no tokens; give at least one")
     check_ids(ids, vocab_size, "prompt")
-    return ids
+    if sources and settings is None:
+        raise DataError("messages: have images; --images-field images gives them to a model that reads images")
+    images = images_of(sources, "images", settings) if sources and settings is not None else ()
+    return Encoded(with_images(ids, images, prompt.prompt_index, "the prompt") if images else ids, images)
 
 
 def encode_text(text: str, tokenizer: Tokenizer, max_context: int) -> list[int]:
@@ -142,9 +165,16 @@ def encode_text(text: str, tokenizer: Tokenizer, max_context: int) -> list[int]:
 
 
 def encode_chat(
-    messages: Any, tokenizer: Tokenizer, max_context: int, tools: Sequence[Any] | None, kwargs: Mapping[str, Any]
-) -> list[int]:
-    """Return a conversation's tokens; its template decides about the beginning of a sequence.
+    messages: Any,
+    tokenizer: Tokenizer,
+    max_context: int,
+    tools: Sequence[Any] | None,
+    kwargs: Mapping[str, Any],
+    given: Any = None,
+) -> tuple[list[int], list[Any]]:
+    """Return a conversation's tokens, of which each image has one, and where its images are.
+
+    The chat template decides about the beginning of a sequence.
 
     Args:
         messages: As JSON has them.
@@ -152,6 +182,7 @@ def encode_chat(
         max_context: Of the model.
         tools: What the assistant may call, as the template wants it.
         kwargs: Other variables of the template.
+        given: Images beside the messages: a list, or one; None: the messages have all.
 
     Raises:
         DataError: The tokenizer has no template, or the messages are not for it.
@@ -162,8 +193,9 @@ def encode_chat(
         raise DataError(
             f"the tokenizer {tokenizer.path} has no chat_template, so it takes no messages; give the text as a prompt"
         )
-    text = render_chat(template, tokenizer, read_messages(messages, "messages"), tools, kwargs)
-    return _encoded(text, tokenizer, max_context)
+    read, sources = image_parts(read_messages(messages, "messages", with_images=True), given, "messages")
+    text = render_chat(template, tokenizer, read, tools, kwargs)
+    return _encoded(text, tokenizer, max_context), sources
 
 
 def _encoded(text: str, tokenizer: Tokenizer, max_context: int) -> list[int]:

@@ -25,7 +25,7 @@ from hybridflow.serving import batch, command
 from hybridflow.serving.api import ApiError, Sample, Served, completion, failure, read_ask
 from hybridflow.serving.options import check_together, read_options
 from hybridflow.serving.placed import find_tokenizer, memory_line
-from hybridflow.serving.prompts import Prompt, deal, encode_prompt, encode_text, read_prompts
+from hybridflow.serving.prompts import Encoded, Prompt, deal, encode_prompt, encode_text, read_prompts
 from hybridflow.serving.results import ResultLog, Results
 from tests.support.hf_models import write_tokenizer
 
@@ -63,7 +63,7 @@ def chatting(folder, template="{% for message in messages %}{{ message.content }
 def test_the_samples_of_a_prompt_share_its_tokens_which_take_eight_bytes_each():
     """In a list a number above 256 takes 36 bytes, and a file may have hundreds of thousands of prompts."""
     prompt = Prompt(prompt_index=0, place="p:1")
-    task = batch._task(prompt, [1000, 2000, 3000], None, {"max_new_tokens": 4, "n": 2}, 64)
+    task = batch._task(prompt, Encoded([1000, 2000, 3000]), None, {"max_new_tokens": 4, "n": 2}, 64)
     placed = argparse.Namespace(dp=0, mesh=argparse.Namespace(layout=argparse.Namespace(dp=1)))
     one, other = batch._requests([task], set(), placed)
     assert one.prompt.tolist() == [1000, 2000, 3000] and one.prompt.element_size() == 8
@@ -183,7 +183,7 @@ def test_files_of_prompts_are_read_as_those_of_training(tmp_path):
     for name in names:
         prompts, _ = read_prompts(tmp_path / name)
         assert [prompt.error for prompt in prompts] == [None] * 3 and prompts[0].fields == {"prompt": "é", "id": 1}
-        encoded = [encode_prompt(prompt, tokenizer, 257, 64, {}) for prompt in prompts]
+        encoded = [encode_prompt(prompt, tokenizer, 257, 64, {}).ids for prompt in prompts]
         assert encoded == [[0xC3, 0xA9], [97], [97]]
         assert prompts[1].place.endswith(f"{name}: row 1" if name == "table.parquet" else f"{name}:2")
 
@@ -342,7 +342,7 @@ def test_variables_of_a_template_are_those_of_the_command_and_the_request(tmp_pa
         expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False, **chosen)
         assert made.prompts == [tokenizer.encode(expected)] and ("<think>" in expected) == ("enable_thinking" in chosen)
         prompt = Prompt(prompt_index=0, place="p:1", fields={"messages": MESSAGES, "chat_template_kwargs": chosen})
-        assert [encode_prompt(prompt, tokenizer, 300, 256, {"enable_thinking": True})] == made.prompts
+        assert [encode_prompt(prompt, tokenizer, 300, 256, {"enable_thinking": True}).ids] == made.prompts
     for wrong, says in (({"tools": []}, "tools is set by hybridflow"), ([1], "expected an object")):
         with pytest.raises(ApiError, match=says):
             read_ask(json.dumps({"messages": MESSAGES, "chat_template_kwargs": wrong}).encode(), served, is_chat=True)
@@ -417,7 +417,7 @@ def test_the_name_of_a_special_token_ends_a_sample_as_the_token_does(stop, texts
     assert ask(prompt="a", bad_words=stop).params["bad_ids"] == ((256,),)
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a", "sampling": {"stop": stop}}))
     ((prompt,), _) = read_prompts(tmp_path / "p.jsonl")
-    task = batch._task(prompt, [97], Letters(), {"max_new_tokens": 4, "stop_ids": (7,)}, 64)
+    task = batch._task(prompt, Encoded([97]), Letters(), {"max_new_tokens": 4, "stop_ids": (7,)}, 64)
     assert task.params.stop_ids == (7, 256) and task.params.stop == texts
 
 

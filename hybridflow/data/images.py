@@ -37,7 +37,8 @@ HELD_OUT = 255
 _PLACE_BITS, _WHICH_BITS, _ROW_BITS = 16, 4, 32
 _MOST_TOKENS, _MOST_IMAGES = 1 << _PLACE_BITS, 1 << _WHICH_BITS
 _DATA = "data:"
-_MAGICS = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM")
+_MAGICS = {"PNG": b"\x89PNG", "JPEG": b"\xff\xd8\xff", "GIF": b"GIF8", "WEBP": b"RIFF", "BMP": b"BM"}
+"""Formats of images that come as bytes, with what their files begin with. A file on disk may have others of Pillow."""
 _ORIENTATION, _ON_THEIR_SIDE = 0x0112, range(5, 9)
 _BROKEN = (OSError, SyntaxError, ValueError, LookupError, TypeError, ArithmeticError, EOFError, struct.error)
 """What Pillow raises where a file is broken."""
@@ -68,6 +69,12 @@ class Image(NamedTuple):
     def num_tokens(self) -> int:
         """Return the number of its tokens."""
         return self.grid[0] * self.grid[1]
+
+    def size(self) -> tuple[int, int]:
+        """Return its width and height as its file tells them. Raises DataError: it cannot be read."""
+        with _opened(self.source) as pixels:
+            found: tuple[int, int] = pixels.size
+            return found
 
     def open(self) -> Pixels:
         """Return its pixels. Raises DataError: it cannot be read."""
@@ -201,7 +208,9 @@ def source_of(value: Any, place: str) -> str:
 
 def as_address(content: bytes) -> str | None:
     """Return the bytes of an image file as an address; None: they are of no image."""
-    return f"{_DATA};base64,{base64.b64encode(content).decode()}" if content.startswith(_MAGICS) else None
+    return (
+        f"{_DATA};base64,{base64.b64encode(content).decode()}" if content.startswith(tuple(_MAGICS.values())) else None
+    )
 
 
 def image_parts(messages: list[dict[str, Any]], given: Any, place: str) -> tuple[list[dict[str, Any]], list[Any]]:
@@ -293,14 +302,16 @@ def _opened(source: str) -> Iterator[Any]:
         raise ConfigError("images are read by Pillow, which is not there: pip install 'hybridflow[hf]'") from None
     try:
         where: Any = source
+        formats = None
         if source.startswith(_DATA):
+            formats = tuple(_MAGICS)
             where = io.BytesIO(base64.b64decode(source.partition(",")[2], validate=True))
         elif not stat.S_ISREG(os.stat(source).st_mode):
             # A pipe would be waited for without end.
             raise OSError("is no regular file")
-        with reader.open(where) as pixels:
+        with reader.open(where, formats=formats) as pixels:
             yield pixels
-    except (reader.DecompressionBombError, *_BROKEN) as error:
+    except (reader.DecompressionBombError, reader.DecompressionBombWarning, *_BROKEN) as error:
         raise DataError(
             f"{_short(source)}: cannot be read as an image: {error}; mend the file, or leave the row out"
         ) from error

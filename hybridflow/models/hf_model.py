@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.families.assets import CONFIG, read_json, to_json
+from hybridflow.families.assets import CONFIG, PROCESSORS, read_json, to_json
 from hybridflow.families.family import ROUTER_BIASES
 from hybridflow.families.model import ModelConfig
 from hybridflow.families.vision import language_model, vision_model
@@ -395,26 +395,52 @@ def make_vision_tower(folder: Path, dtype: torch.dtype) -> nn.Module:
     Raises:
         ConfigError: ``transformers`` is not there, or does not know the tower.
     """
-    library = _library(f"{folder}: images are computed in transformers")
-    try:
-        config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
-        # Not every release knows a tower by itself.
-        with torch.device("meta"):
-            whole = library.AutoModelForImageTextToText.from_config(config)
-        tower: nn.Module = type(whole.model.visual)._from_config(config.vision_config, dtype=dtype)
-    except Exception as error:  # of a malformed config.json that may be anything
-        raise ConfigError(
-            f"{folder / CONFIG}: vision_config: transformers {library.__version__} cannot make the vision tower: "
-            f"{type(error).__name__}: {' '.join(str(error).split())[:400]}; update transformers, or restore the file"
-        ) from error
+    kind, config = _vision_tower(folder)
+    with _made(f"{folder / CONFIG}: vision_config", "the vision tower"):
+        tower: nn.Module = kind._from_config(config, dtype=dtype)
     return tower.requires_grad_(False).eval()
 
 
 def make_image_processor(folder: Path) -> Any:
     """Return what makes the patches of images that a vision tower takes. Raises ConfigError: as make_vision_tower."""
     library = _library(f"{folder}: images are read in transformers")
-    # The other backend needs torchvision, and rounds in another way.
-    return library.AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+    with _made(str(folder / PROCESSORS[0]), "the image processor"):
+        # The other backend needs torchvision, and rounds in another way.
+        return library.AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+
+
+def check_image_reading(folder: Path) -> None:
+    """Refuse a vision-language model whose images ``transformers`` cannot compute here.
+
+    Raises:
+        ConfigError: As ``make_vision_tower``.
+    """
+    make_image_processor(folder)
+    _vision_tower(folder)
+
+
+def _vision_tower(folder: Path) -> tuple[Any, Any]:
+    """Return the class of a directory's vision tower, and its settings."""
+    library = _library(f"{folder}: images are computed in transformers")
+    with _made(f"{folder / CONFIG}: vision_config", "the vision tower"):
+        config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
+        # Not every release knows a tower by itself.
+        with torch.device("meta"):
+            whole = library.AutoModelForImageTextToText.from_config(config)
+        return type(whole.model.visual), config.vision_config
+
+
+@contextlib.contextmanager
+def _made(where: str, what: str) -> Iterator[None]:
+    """Raise what a malformed file leads to, which may be anything, as ConfigError."""
+    try:
+        yield
+    except Exception as error:
+        library = _library(where)
+        raise ConfigError(
+            f"{where}: transformers {library.__version__} cannot make {what}: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:400]}; update transformers, or restore the file"
+        ) from error
 
 
 def _say_what_is_tied(config: Any, folder: Path) -> None:

@@ -38,7 +38,12 @@ def image_reader(job: Job, role: str) -> ImageReader | None:
 
 
 def make_reader(
-    settings: ImageSettings, images_of: Callable[[int], tuple[Image, ...]], dtype: DType, device: torch.device
+    settings: ImageSettings,
+    images_of: Callable[[int], tuple[Image, ...]],
+    dtype: DType,
+    device: torch.device,
+    *,
+    is_ready: bool = False,
 ) -> ImageReader:
     """Return what a model knows of images.
 
@@ -47,9 +52,17 @@ def make_reader(
         images_of: Number of a row, as the ids of its images' tokens have it -> its images.
         dtype: Of the vision tower.
         device: Where the vision tower lives.
+        is_ready: What computes images is read now, not with the first of them.
+
+    Raises:
+        ConfigError: With ``is_ready``: ``transformers`` is not there, or does not know the model.
+        CheckpointError: With ``is_ready``: a file is damaged, or lacks a tensor.
     """
-    tower = VisionTower(Path(settings.path), TORCH_DTYPES[dtype], device)
-    return ImageReader(settings, RowImages(images_of, settings), tower)
+    tower, images = VisionTower(Path(settings.path), TORCH_DTYPES[dtype], device), RowImages(images_of, settings)
+    if is_ready:
+        tower.prepare()
+        images.prepare()
+    return ImageReader(settings, images, tower)
 
 
 class RowImages:
@@ -79,6 +92,10 @@ class RowImages:
             )
         patches: Tensor = found["pixel_values"]
         return patches
+
+    def prepare(self) -> None:
+        """Read what makes patches, if it is not there. Raises ConfigError: as ``make_image_processor``."""
+        self._processor  # noqa: B018  # it is kept
 
     def _image(self, number: int) -> Image:
         row, which = row_and_which(number)

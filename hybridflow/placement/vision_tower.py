@@ -46,6 +46,10 @@ class VisionTower:
         output = self._module(patches.to(self._device, self._dtype), grid_thw=sizes, return_dict=True)
         return torch.stack([output.pooler_output, *getattr(output, "deepstack_features", ())], dim=1)
 
+    def prepare(self) -> None:
+        """Read the weights, if they are not there. Raises ConfigError and CheckpointError: as for an image."""
+        self._module  # noqa: B018  # it is kept
+
     @functools.cached_property
     def _module(self) -> Any:
         module = make_vision_tower(self._folder, self._dtype)

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridflow.data.chat import KWARGS, chat_template, read_kwargs
+from hybridflow.data.images import Image, with_images
 from hybridflow.data.tokenizer import Tokenizer, split_stop
 from hybridflow.errors import ContextError, DataError
 from hybridflow.rollout.request import MOST_TOP
 from hybridflow.rollout.texts import text_before_stop
+from hybridflow.serving.images import Looker, addressed
 from hybridflow.serving.options import Options, check_ids, check_together, is_int, read_options
 from hybridflow.serving.prompts import encode_chat, encode_text
 from hybridflow.serving.scores import Scored, Tops, chat_scores, text_scores
@@ -84,6 +86,8 @@ class Ask:
     Attributes:
         is_chat: Whether it is a conversation.
         prompts: Tokens of each prompt.
+        images: Those of the only prompt of a conversation.
+        image_row: The number that the ids of their tokens have.
         count: Samples of each.
         params: Fields of ``SamplingParams``, as JSON.
         is_streamed: Whether pieces are sent as they come.
@@ -96,6 +100,8 @@ class Ask:
 
     is_chat: bool
     prompts: list[list[int]]
+    images: tuple[Image, ...]
+    image_row: int
     count: int
     params: Options
     is_streamed: bool
@@ -122,6 +128,7 @@ class Served:
         vocab_size: True vocabulary.
         max_context: Longest sequence, in the model's context and the key-value cache.
         chat_template_kwargs: Variables of the chat template where a request has no others.
+        looker: Looks at images; None: messages are text.
     """
 
     name: str
@@ -129,6 +136,7 @@ class Served:
     vocab_size: int
     max_context: int
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    looker: Looker | None = None
 
 
 def read_ask(body: bytes, served: Served, *, is_chat: bool) -> Ask:
@@ -187,7 +195,12 @@ def _ask(fields: Mapping[str, Any], served: Served, *, is_chat: bool) -> Ask:
         raise ApiError(400, f"best_of={fields['best_of']!r:.20} is not computed; leave it out")
     template = None if served.tokenizer is None or not is_chat else chat_template(served.tokenizer)
     tools = read_tools(fields, template)
-    prompts = [_chat_prompt(fields, tools, served)] if is_chat else _text_prompts(fields, served)
+    image_row, images = 0, tuple[Image, ...]()
+    if is_chat:
+        prompt, image_row, images = _chat_prompt(fields, tools, served)
+        prompts = [prompt]
+    else:
+        prompts = _text_prompts(fields, served)
     if not all(prompts):
         raise ApiError(400, "a prompt has no tokens; give at least one")
     if len(prompts) * count > _MOST_SAMPLES:
@@ -205,6 +218,8 @@ def _ask(fields: Mapping[str, Any], served: Served, *, is_chat: bool) -> Ask:
     return Ask(
         is_chat=is_chat,
         prompts=prompts,
+        images=images,
+        image_row=image_row,
         count=count,
         params=options,
         is_streamed=is_streamed,
@@ -261,16 +276,22 @@ def _sampling(fields: Mapping[str, Any], served: Served) -> Options:
     return options
 
 
-def _chat_prompt(fields: Mapping[str, Any], tools: list[Any], served: Served) -> list[int]:
-    messages = _given(fields, "messages")
+def _chat_prompt(
+    fields: Mapping[str, Any], tools: list[Any], served: Served
+) -> tuple[list[int], int, tuple[Image, ...]]:
+    """Return a conversation's tokens, and its images with their number."""
+    messages = addressed(_given(fields, "messages"))
     if served.tokenizer is None:
         raise ApiError(400, "the model has no tokenizer, so it takes no messages; use /v1/completions with token ids")
     effort = {name: fields[name] for name in ("reasoning_effort",) if name in fields}
     kwargs = {**served.chat_template_kwargs, **effort, **read_kwargs(fields.get(KWARGS, {}), KWARGS)}
-    ids, images = encode_chat(messages, served.tokenizer, served.max_context, tools or None, kwargs)
-    if images:
-        raise ApiError(400, "messages: images are not taken; leave them out")
-    return ids
+    ids, addresses = encode_chat(messages, served.tokenizer, served.max_context, tools or None, kwargs)
+    if not addresses:
+        return ids, 0, ()
+    if served.looker is None:
+        raise ApiError(400, "messages: have images, and the model is served without; send text")
+    row, images = served.looker.look(addresses)
+    return with_images(ids, images, row, "messages"), row, images
 
 
 def _text_prompts(fields: Mapping[str, Any], served: Served) -> list[list[int]]:

@@ -75,6 +75,13 @@ _MODEL: _Options = (
     ("--threads", int, "N", None, "CPU threads of each rank (default: 1, or OMP_NUM_THREADS with one rank)"),
     ("--layout", str, "LAYOUT", None, "such as tp2.pp1.dp2 (default: each rank has the whole model)"),
     ("--max-context", int, "N", None, "longest sequence in tokens (default: the model's)"),
+    (
+        "--image-max-pixels",
+        int,
+        "N",
+        None,
+        "most pixels of an image; a larger one is made smaller (default: as the model's settings say)",
+    ),
     ("--max-concurrent", int, "N", 64, "sequences decoded together (default: 64)"),
     (
         "--cache-memory",
@@ -133,12 +140,6 @@ def _add_generate(commands: Any) -> None:
         "are text)",
     )
     generate.add_argument(
-        "--image-max-pixels",
-        type=int,
-        metavar="N",
-        help="most pixels of an image; a larger one is made smaller (default: as the model's settings say)",
-    )
-    generate.add_argument(
         "--out", required=True, type=Path, metavar="FILE", help="JSON lines; HDF5 if the name ends in .h5 or .hdf5"
     )
     generate.add_argument(
@@ -170,8 +171,8 @@ def _add_serve(commands: Any) -> None:
         "serve",
         help="serve a model over HTTP, as OpenAI's interface has it",
         description="Serve /v1/completions, /v1/chat/completions, /v1/models and /health, on this machine alone unless "
-        "told otherwise. Requests join and leave the running batch at any token. It takes pip install "
-        "'hybridflow[serve]'.",
+        "told otherwise. Requests join and leave the running batch at any token. A chat may have images, inside the "
+        "request, if the model reads some. It takes pip install 'hybridflow[serve]'.",
         epilog=_SERVE_EXAMPLES,
     )
     _add_model(serve)

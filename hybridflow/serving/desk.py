@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 from hybridflow.serving.api import ApiError, Ask, Sample
 from hybridflow.serving.scores import Scored
 
+_MOST_IMAGE_BYTES = 1 << 28
+"""Of all open requests, as addresses have them."""
+
 
 class Event(NamedTuple):
     """Something has come of a request.
@@ -35,10 +38,12 @@ class Ticket(NamedTuple):
     Attributes:
         ids: Of its samples, prompt by prompt.
         tell: Is told what comes of them, or why nothing more comes, by the thread that generates.
+        image_bytes: What its images take.
     """
 
     ids: list[int]
     tell: Callable[[Event | ApiError], None]
+    image_bytes: int
 
 
 class Desk:
@@ -57,6 +62,7 @@ class Desk:
         self._loads = [0] * num_replicas
         self._ids, self._prompt_indices = itertools.count(), itertools.count()
         self._num_open = 0
+        self._image_bytes = 0
         self._is_closed = False
 
     @property
@@ -79,7 +85,11 @@ class Desk:
                 raise ApiError(503, "the server is about to end")
             if len(self._waiting) + number > self._max_waiting:
                 raise ApiError(429, f"{len(self._waiting)} samples are being generated already; try again later")
-            ticket = Ticket([next(self._ids) for _ in range(number)], tell)
+            image_bytes = sum(len(each.source) for each in ask.images)
+            if image_bytes and self._image_bytes + image_bytes > _MOST_IMAGE_BYTES:
+                raise ApiError(429, f"open requests have {self._image_bytes} bytes of images already; try again later")
+            self._image_bytes += image_bytes
+            ticket = Ticket([next(self._ids) for _ in range(number)], tell, image_bytes)
             for place, prompt in enumerate(ask.prompts):
                 replica = min(range(len(self._loads)), key=lambda each: self._loads[each])
                 ids = ticket.ids[place * ask.count : (place + 1) * ask.count]
@@ -89,6 +99,8 @@ class Desk:
                         "ids": ids,
                         "replica": replica,
                         "prompt": prompt,
+                        "images": [list(each) for each in ask.images],
+                        "image_row": ask.image_row if ask.images else None,
                         "params": ask.params,
                         # With a seed of its own the same request gives the same answer.
                         "prompt_index": place if "seed" in ask.params else next(self._prompt_indices),
@@ -110,6 +122,7 @@ class Desk:
                 for each in running:
                     self._forget(each)
             self._num_open -= 1
+            self._image_bytes -= ticket.image_bytes
             self._condition.notify_all()
 
     def take(self, wait_s: float) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ except ImportError as error:
         f"hybridflow serve needs the packages starlette and uvicorn: {error}; pip install 'hybridflow[serve]'"
     ) from error
 
-MAX_BODY_BYTES = 8 << 20
+MAX_BODY_BYTES, MAX_BODY_WITH_IMAGES_BYTES = 8 << 20, 32 << 20
 _MAX_CONNECTIONS, _MAX_CONNECTIONS_OF_ONE = 512, 384
 """One more takes the place of the one that has had no request for the longest, of all or of the same address."""
 
@@ -104,6 +104,7 @@ class Endpoint:
         self, host: str, port: int, *, served: Served, desk: Desk, token: bytes | None, request_s: float
     ) -> None:
         self.served, self.desk, self.request_s = served, desk, request_s
+        self.max_body_bytes = MAX_BODY_BYTES if served.looker is None else MAX_BODY_WITH_IMAGES_BYTES
         self.texts = None if served.tokenizer is None else Texts(served.tokenizer)
         self._token, self._since_s = token, int(time.time())
         self._socket = _listen(host, port)
@@ -294,7 +295,8 @@ class _Completions:
         self._endpoint.check_client(request)
         with contextlib.suppress(ClientDisconnect):
             # In threads: others go on while a long prompt is read, or a long answer written.
-            ask = await run_in_threadpool(api.read_ask, await _body(request), served, is_chat=self._is_chat)
+            body = await _body(request, self._endpoint.max_body_bytes)
+            ask = await run_in_threadpool(api.read_ask, body, served, is_chat=self._is_chat)
             if ask.is_streamed and served.tokenizer is None:
                 raise ApiError(400, "the model has no tokenizer, so there is no text to stream; set stream to false")
             answer_id = f"{'chatcmpl' if ask.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -397,7 +399,7 @@ def _server_sent(value: dict[str, Any]) -> Message:
     return {"type": "http.response.body", "body": content, "more_body": True}
 
 
-async def _body(request: Request) -> bytes:
+async def _body(request: Request, max_bytes: int) -> bytes:
     """Read a request's body.
 
     Raises:
@@ -408,19 +410,19 @@ async def _body(request: Request) -> bytes:
         # Others may be sent by any web page.
         raise ApiError(415, "expected Content-Type: application/json")
     try:
-        return await asyncio.wait_for(_read(request), _QUIET_S)
+        return await asyncio.wait_for(_read(request, max_bytes), _QUIET_S)
     except asyncio.TimeoutError:
         raise ApiError(_LATE, f"the body was not there within {_QUIET_S:g} s") from None
 
 
-async def _read(request: Request) -> bytes:
+async def _read(request: Request, max_bytes: int) -> bytes:
     body = bytearray()
     # uvicorn has checked that it is a number. Who waits for "100 Continue" sends nothing in vain.
-    if int(request.headers.get("Content-Length", "0")) <= MAX_BODY_BYTES:
+    if int(request.headers.get("Content-Length", "0")) <= max_bytes:
         async for part in request.stream():
             body += part
-            if len(body) > MAX_BODY_BYTES:
+            if len(body) > max_bytes:
                 break
         else:
             return bytes(body)
-    raise ApiError(413, f"the body is too large; at most {MAX_BODY_BYTES} bytes are taken")
+    raise ApiError(413, f"the body is too large; at most {max_bytes} bytes are taken")

@@ -149,7 +149,8 @@ def place_model(arguments: argparse.Namespace, world: World, settings: ImageSett
     placed = from_pretrained(arguments.model, world, mesh, max_context=model.max_context, dtype=model.dtype)
     images: dict[int, tuple[Image, ...]] = {}
     if settings is not None:
-        placed.read_images(make_reader(settings, images.__getitem__, model.dtype, world.device))
+        is_first = mesh.coordinate(world.rank).pp == 0
+        placed.read_images(make_reader(settings, images.__getitem__, model.dtype, world.device, is_ready=is_first))
     everyone = world.everyone()
     engine = placed.make_engine(
         seed=everyone.decide("seed", secrets.randbits(62) if arguments.seed is None else arguments.seed),

@@ -12,8 +12,12 @@ from typing import Any
 
 import torch
 
+from hybridflow.data.images import Image
+from hybridflow.errors import ConfigError
 from hybridflow.exit_status import DONE
 from hybridflow.families.hub_cache import model_name
+from hybridflow.families.images import ImageSettings, reads_images
+from hybridflow.models.hf_model import check_image_reading
 from hybridflow.observe.activity import current_activity
 from hybridflow.observe.rank_log import say, tell
 from hybridflow.parallel.world import World
@@ -22,8 +26,19 @@ from hybridflow.rollout.sampling import BAD_TEXT, FAILURES, NOTHING_LEFT
 from hybridflow.serving.api import Sample, Served
 from hybridflow.serving.desk import Desk
 from hybridflow.serving.endpoint import Endpoint, token_of
+from hybridflow.serving.images import Looker
 from hybridflow.serving.options import as_tuples
-from hybridflow.serving.placed import Placed, as_tensor, check_lockstep, finite_or_none, layout_of, place_model
+from hybridflow.serving.placed import (
+    Placed,
+    as_tensor,
+    check_lockstep,
+    finite_or_none,
+    layout_of,
+    model_folder,
+    model_settings,
+    place_model,
+    settings_of_images,
+)
 from hybridflow.serving.scores import Scored
 
 _IDLE_S = 0.5
@@ -41,10 +56,11 @@ def serve(arguments: argparse.Namespace, world: World) -> int:
     """
     check_lockstep(layout_of(arguments, world.size))
     with current_activity("reading the model"):
-        placed = place_model(arguments, world)
+        settings = _settings(arguments, is_teller=world.rank == 0)
+        placed = place_model(arguments, world, settings)
     replica = _Replica(placed)
     most_tokens = min(placed.everyone.gather(placed.engine.most_tokens, "the room of the caches"))
-    front = _Front(arguments, placed, world, most_tokens) if world.rank == 0 else None
+    front = _Front(arguments, placed, world, most_tokens, settings) if world.rank == 0 else None
     news: dict[str, Any] = {}
     with current_activity("serving"):
         while True:
@@ -55,10 +71,35 @@ def serve(arguments: argparse.Namespace, world: World) -> int:
                 front.deliver(told)
             if told[0]["is_over"]:
                 break
-            news = {"results": replica.step(told[0]["commands"])}
+            commands, images = told[0]["commands"], list[Any]()
+            if any(command.get("image_row") is not None for command in commands):
+                # From one to all: what all tell all is there once for each rank, and images are large.
+                images = placed.everyone.decide("images of requests", None if front is None else front.images)
+            news = {"results": replica.step(commands, images)}
     if front is not None:
         front.close()
     return DONE
+
+
+def _settings(arguments: argparse.Namespace, *, is_teller: bool) -> ImageSettings | None:
+    """Return how images become tokens; None: the model, or what is installed, reads none.
+
+    Raises:
+        ConfigError: It reads none, and ``--image-max-pixels`` is given.
+    """
+    is_asked = arguments.image_max_pixels is not None
+    if not is_asked and not reads_images(str(model_folder(arguments))):
+        return None
+    try:
+        settings = settings_of_images(arguments, model_settings(arguments))
+        check_image_reading(Path(settings.path))
+    except ConfigError as error:
+        if is_asked:
+            raise
+        if is_teller:
+            tell(f"hybridflow: messages are text alone: {error}")
+        return None
+    return settings
 
 
 class _Replica:
@@ -75,14 +116,22 @@ class _Replica:
         self._running: dict[int, Request] = {}
         # Of streamed requests: id of the request -> tokens that were sent.
         self._num_sent: dict[int, int] = {}
+        # Of requests with images: id of the request -> number of these images.
+        self._image_rows: dict[int, int] = {}
 
-    def step(self, commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Take up what is new and go on by a step; what came of it, on the rank that reports. Collective: tp, pp."""
+    def step(self, commands: list[dict[str, Any]], images: list[Any]) -> list[dict[str, Any]]:
+        """Take up what is new and go on by a step; what came of it, on the rank that reports. Collective: tp, pp.
+
+        Args:
+            commands: From ``Desk.take``.
+            images: Pairs of an ``image_row`` in them and the images of that row.
+        """
+        rows = {row: tuple(Image(source, tuple(grid), token_id) for source, grid, token_id in of) for row, of in images}
         for command in commands:
             if command["do"] == "cancel":
                 self._cancel(command["ids"])
             elif command["replica"] == self._placed.dp:
-                self._add(command)
+                self._add(command, rows.get(command["image_row"]))
         if self._session.is_idle:
             return []
         ended = self._session.step()
@@ -91,10 +140,13 @@ class _Replica:
             return []
         return [*results, *self._pieces()]
 
-    def _add(self, command: dict[str, Any]) -> None:
+    def _add(self, command: dict[str, Any], images: tuple[Image, ...] | None) -> None:
         params = SamplingParams(**{name: as_tuples(value) for name, value in command["params"].items()})
         request = Request(prompt=as_tensor(command["prompt"]), params=params, prompt_index=command["prompt_index"])
         requests = expand(request, len(command["ids"]))
+        if images is not None:
+            self._placed.images[command["image_row"]] = images
+            self._image_rows |= {id(each): command["image_row"] for each in requests}
         for sample_id, request in zip(command["ids"], requests, strict=True):
             self._ids[id(request)], self._running[sample_id] = sample_id, request
             if command["is_streamed"]:
@@ -140,29 +192,45 @@ class _Replica:
         sample_id = self._ids.pop(id(request))
         del self._running[sample_id]
         self._num_sent.pop(id(request), None)
+        row = self._image_rows.pop(id(request), None)
+        if row is not None and row not in self._image_rows.values():
+            del self._placed.images[row]
         return sample_id
 
 
 class _Front:
     """Rank 0's part with clients.
 
+    Attributes:
+        images: Of the messages that were taken last: number of the row, and its images.
+
     Args:
         arguments: Of the command.
         placed: The model.
         world: All ranks.
         most_tokens: Longest sequence for which all replicas have room.
+        settings: How images become tokens; None: messages are text.
     """
 
-    def __init__(self, arguments: argparse.Namespace, placed: Placed, world: World, most_tokens: int) -> None:
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        placed: Placed,
+        world: World,
+        most_tokens: int,
+        settings: ImageSettings | None,
+    ) -> None:
         self._watch, self._grace_s = world.watch, arguments.grace_s
         self._desk = Desk(placed.mesh.layout.dp, arguments.max_waiting)
         self._end_s: float | None = None
+        self.images: list[tuple[Any, Any]] = []
         served = Served(
             name=model_name(Path(arguments.model)) if arguments.name is None else arguments.name,
             tokenizer=placed.tokenizer,
             vocab_size=placed.vocab_size,
             max_context=most_tokens,
             chat_template_kwargs=arguments.chat_template_kwargs,
+            looker=None if settings is None else Looker(settings),
         )
         self._endpoint = Endpoint(
             arguments.host,
@@ -182,8 +250,11 @@ class _Front:
         say(f"hybridflow: serving {served.name} at {self._endpoint.url}")
 
     def take(self) -> list[dict[str, Any]]:
-        """Return new messages; where nothing runs, within ``_IDLE_S``."""
-        return self._desk.take(_IDLE_S)
+        """Return new messages, without their images; where nothing runs, within ``_IDLE_S``."""
+        commands = self._desk.take(_IDLE_S)
+        pairs = [(command.get("image_row"), command.pop("images", None)) for command in commands]
+        self.images = [pair for pair in pairs if pair[0] is not None]
+        return commands
 
     def is_over(self) -> bool:
         """Return whether to end now: asked to, and nothing runs or the grace is over."""

@@ -1,4 +1,4 @@
-"""``hybridflow generate`` on prompts with images: what ``transformers`` says to the same pixels, in every layout."""
+"""``hybridflow generate`` and ``serve`` on images: what ``transformers`` says to the same pixels, in every layout."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import pytest
 import torch
 import transformers
 
-import hybridflow.serving.batch  # noqa: F401  # what ranks import, imported once, before they are forked
+import hybridflow.serving.batch
+import hybridflow.serving.serve  # noqa: F401  # what ranks import, imported once, before they are forked
 from hybridflow.exit_status import DONE, FAILURE, REQUEST
 from tests.e2e.commands import Done, fork_ranks
+from tests.e2e.test_serve import Client, serve, together
 from tests.support.hf_models import IMAGE_TOKEN, write_tokenizer, write_vision_model
 
 MARK = "<|image_pad|>"
@@ -165,3 +167,54 @@ def test_who_forgets_the_option_is_told_of_it(folder: Path, theirs: Theirs) -> N
     assert done.codes == (FAILURE,) and "--images-field images gives them to a model that reads" in rows[0]["error"]
     done, _ = generate(folder, [{"messages": user("1")}], "--image-max-pixels", "9")
     assert done.codes == (REQUEST,) and "--image-max-pixels: is for images; give --images-field too" in done.err
+
+
+def chat(folder: Path, *parts: Any, **more: Any) -> dict[str, Any]:
+    """A request with images by the names of their files."""
+    content = [
+        {"type": "image_url", "image_url": {"url": address(folder, each)}} if isinstance(each, str) else each
+        for each in parts
+    ]
+    return {"messages": user(content), "temperature": 0, "max_tokens": NUM_NEW, **more}
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp1", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tp2", "pp2", "dp2"))]
+)
+def test_a_server_answers_as_transformers_does(folder: Path, theirs: Theirs, layout: str) -> None:
+    """Several clients at a time, whole and in pieces; a body as large as no text may be; and a client to be refused."""
+    noise = np.random.default_rng(9).integers(0, 256, (1750, 1750, 3), dtype=np.uint8)
+    PIL.Image.fromarray(noise).save(folder / "large.png", compress_level=0)
+    bodies = [
+        chat(folder, "0.png", text("1+1")),
+        chat(folder, text("3+"), "1.png", text("4"), "2.png", text("1"), n=2),
+        chat(folder, text("2+2")),
+        chat(folder, "2.png", text("1+1")),
+        chat(folder, "large.png", text("1")),
+    ]
+    prompts = [(f"{MARK}1+1=", [0]), (f"3+{MARK}4{MARK}1=", [1, 2]), ("2+2=", []), (f"{MARK}1+1=", [2])]
+
+    def ask_all(client: Client) -> Any:
+        path = "/v1/chat/completions"
+        answers = together([lambda body=body: client.post(path, **body) for body in [*bodies, bodies[0]]])
+        streamed = client.post(path, **bodies[1], stream=True, stream_options={"include_usage": True})
+        secret = {"type": "image_url", "image_url": {"url": str(folder / "0.png")}}
+        return answers, streamed, client.post(path, **chat(folder, secret)), client.post(path, **bodies[0])
+
+    more = ("--layout", layout, "--image-max-pixels", "2304")
+    (answers, streamed, refused, again), _ = serve(folder, ask_all, *more, num_ranks=int(layout[-1]))
+    assert [status for status, _ in answers] == [200] * 6, answers
+    assert refused[0] == 400 and "neither fetches nor opens" in refused[1]["error"]["message"]
+    for (_, answer), prompt in zip(answers, prompts, strict=False):
+        expected = theirs.text(*prompt, 2304)
+        assert all(choice["token_ids"] == expected for choice in answer["choices"]), prompt
+        assert answer["usage"]["prompt_tokens"] == theirs.inputs(*prompt, 2304)["input_ids"].shape[1]
+    assert answers[5][1]["choices"] == again[1]["choices"] == answers[0][1]["choices"]
+    assert answers[4][1]["usage"]["prompt_tokens"] == 36 + 2, "6 x 6 tokens of 8 x 8 pixels are 2304 pixels"
+    events = [json.loads(line[6:]) for line in streamed[1].split("\n\n")[:-2]]
+    assert streamed[0] == 200 and events[-1]["usage"] == answers[1][1]["usage"]
+    pieces = [choice for event in events for choice in event["choices"] if choice["index"] == 0]
+    assert (
+        "".join(each["delta"].get("content", "") for each in pieces)
+        == answers[1][1]["choices"][0]["message"]["content"]
+    )

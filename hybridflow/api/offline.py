@@ -24,7 +24,7 @@ from hybridflow.config.roles import LoRAConfig
 from hybridflow.data.preferences import encode_responses
 from hybridflow.data.problems import shape_of
 from hybridflow.data.prompts import Example, encode_solution, prompt_tokens
-from hybridflow.data.shaping import Shaper, end_of, examples_of
+from hybridflow.data.shaping import Shaper, ends_of, examples_of
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.flows.registry import ALGORITHMS
@@ -260,7 +260,7 @@ class OfflineTrainer:
         kept, found, num_dropped = [], [], 0
         for example in self._examples(dataset, name, tokenizer, recipe):
             try:
-                found.append(read(example, tokenizer, max_context=context, end_id=end_of(example, shape, tokenizer)))
+                found.append(read(example, tokenizer, max_context=context, ends=ends_of(example, shape, tokenizer)))
             except DataError as error:
                 if not self._drops:
                     # Which is the less of the two.

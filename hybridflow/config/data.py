@@ -133,6 +133,8 @@ class DataConfig:
         chat_template: File of the Jinja template that turns messages into text. None means the tokenizer's own.
         chat_template_kwargs: Variables of the chat template, such as ``{enable_thinking: false}`` for Qwen3. A row may
             have others in its field ``chat_template_kwargs``.
+        learned_turns: Which messages of the assistant SFT and the warm start learn of a conversation: its ``last``, or
+            ``all`` of them. Of a ``prompt`` with a ``completion``, those of the completion.
         prompt_as_message: Whether a text prompt goes through the chat template too, as a user message.
         max_prompt_tokens: Longest prompt, in tokens. Rows with a longer prompt are left out. None leaves out no row,
             and a prompt that is too long makes a bad row.
@@ -164,6 +166,7 @@ class DataConfig:
     wanted_field: str = "wanted"
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    learned_turns: Literal["last", "all"] = "last"
     prompt_as_message: bool = False
     max_prompt_tokens: Count | None = None
     on_bad_row: Literal["error", "skip"] = field(default="error", metadata=MAY_CHANGE)

@@ -30,6 +30,7 @@ _MOST_CHARACTERS = 1 << 20
 _MOST_ANSWER_BYTES = 12 * _MOST_CHARACTERS + (1 << 16)
 _SAID, _NEXT = "0o7h", "7h0o"
 """Texts that no template writes by itself."""
+_ANSWERED = ({"role": "user", "content": "1"}, {"role": "assistant", "content": _SAID})
 _START_S, _RENDER_S = 60.0, 5.0
 _MEMORY_BYTES = 1 << 29
 _ARGUMENTS = r"""(?:\.|\[['"])arguments\b['"\]]*"""
@@ -125,11 +126,8 @@ def turn_end_id(template: str, tokenizer: Tokenizer, kwargs: Mapping[str, Any]) 
 
 @functools.lru_cache(maxsize=4)
 def _turn_end_id(template: str, tokenizer: Tokenizer, kwargs: str) -> int:
-    messages = [
-        {"role": role, "content": text} for role, text in (("user", "1"), ("assistant", _SAID), ("user", _NEXT))
-    ]
     text = _shared(os.getpid(), template, json.dumps(special_tokens(tokenizer))).render(
-        messages, None, json.loads(kwargs)
+        [*_ANSWERED, {"role": "user", "content": _NEXT}], None, json.loads(kwargs)
     )
     after = tokenizer.encode(text.partition(_SAID)[2].partition(_NEXT)[0])
     return next((index for index in after if index in tokenizer.stop_ids), tokenizer.eos_id)
@@ -190,6 +188,8 @@ class Chat(LimitedProcess):
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
         """Render a conversation as the text that the assistant's answer continues.
 
@@ -200,6 +200,7 @@ class Chat(LimitedProcess):
             messages: With ``role`` and ``content`` each.
             tools: What the assistant may call, as the template wants it.
             kwargs: Other variables of the template, by which it may do without thinking, say.
+            add_generation_prompt: Whether the text ends with what begins the assistant's answer.
 
         Raises:
             DataError: jinja2 is not installed, or the template refuses the conversation, fails, reaches for what is
@@ -210,7 +211,9 @@ class Chat(LimitedProcess):
         with self._lock:
             try:
                 conversation = {"messages": list(messages), "tools": tools, "kwargs": dict(kwargs or {})}
-                answer = self._ask(json.dumps(conversation).encode())
+                answer = self._ask(
+                    json.dumps({**conversation, "add_generation_prompt": add_generation_prompt}).encode()
+                )
             except (OSError, EOFError, TimeoutError) as error:
                 self.close()
                 raise DataError(
@@ -227,6 +230,17 @@ class Chat(LimitedProcess):
                 f"the chat template made half of a surrogate pair: character {error.start}; mend it"
             ) from None
         return text
+
+    def end_of_turn(self, kwargs: Mapping[str, Any]) -> str:
+        """Return what the template writes behind the assistant's text where the conversation ends with it.
+
+        Args:
+            kwargs: Other variables of the template.
+
+        Raises:
+            DataError: As for ``render``.
+        """
+        return self.render(_ANSWERED, None, kwargs, add_generation_prompt=False).partition(_SAID)[2]
 
     def _ask(self, conversation: bytes) -> dict[str, Any]:
         if not self.is_running:

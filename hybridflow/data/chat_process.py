@@ -39,7 +39,7 @@ def main() -> int:
             if template is None:
                 template = _compiled(first["template"])
             chosen = {**first["special"], **conversation.pop("kwargs")}
-            text = template.render(**chosen, **conversation, add_generation_prompt=True)
+            text = template.render(**chosen, **conversation)
             answer = {"text": text}
             if len(text) > first["most"]:
                 answer = {"error": f"the chat template made {len(text)} characters, more than {first['most']}"}

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from hybridflow.config.data import DataConfig
 from hybridflow.data.prompts import (
+    END_OF_SEQUENCE,
+    Ends,
     Example,
     Judged,
     check_length,
@@ -66,7 +68,7 @@ def preferences_of(row: Row, place: str, data: DataConfig, *, is_paired: bool) -
 
 
 def encode_responses(
-    example: Example, tokenizer: Tokenizer, *, max_context: int, end_id: int | None = None
+    example: Example, tokenizer: Tokenizer, *, max_context: int, ends: Ends = END_OF_SEQUENCE
 ) -> tuple[JudgedResponse, ...]:
     """Encode the responses of an example, the better one first.
 
@@ -74,16 +76,15 @@ def encode_responses(
         example: A preference; any other has none.
         tokenizer: Gives the tokens.
         max_context: Longest sequence in tokens.
-        end_id: The token that ends a response; None: the end of sequence.
+        ends: What ends a response.
 
     Raises:
         DataError: Prompt and response together exceed ``max_context``; names the file and line.
     """
     prompt = prompt_tokens(example, tokenizer)
-    end_id = tokenizer.eos_id if end_id is None else end_id
     responses = []
     for judged in example.responses:
-        tokens = tuple(ended(tokens_at(example.place, judged.text, tokenizer), end_id))
+        tokens = tuple(ended(tokens_at(example.place, judged.text, tokenizer), tokenizer, ends))
         check_length(example, len(prompt), "response", len(tokens), max_context=max_context)
         responses.append(JudgedResponse(prompt, tokens, judged.is_wanted, example.margin))
     return tuple(responses)

@@ -28,9 +28,9 @@ from hybridflow.data.order import permuted
 from hybridflow.data.part import Given
 from hybridflow.data.preferences import JudgedResponse, encode_responses
 from hybridflow.data.prepare import Everyone, prepare
-from hybridflow.data.prompts import Example, Solution, encode_solution, prompt_tokens
+from hybridflow.data.prompts import END_OF_SEQUENCE, Example, Solution, encode_solution, prompt_tokens
 from hybridflow.data.row_store import RowStore, Stored
-from hybridflow.data.shaping import Shape, end_of, examples_of
+from hybridflow.data.shaping import Shape, ends_of, examples_of
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.families.images import ImageSettings, image_settings
@@ -181,12 +181,12 @@ class StoredProblems:
         context = 2**62 if most is None else most
         is_imitating = self._shape.is_imitating
         is_learned = is_imitating or bool(example.responses)
-        end_id = end_of(example, self._shape, self._tokenizer) if is_learned else None
+        ends = ends_of(example, self._shape, self._tokenizer) if is_learned else END_OF_SEQUENCE
         return _Drawn(
             example,
             prompt_tokens(example, self._tokenizer),
-            encode_solution(example, self._tokenizer, max_context=context, end_id=end_id) if is_imitating else None,
-            encode_responses(example, self._tokenizer, max_context=context, end_id=end_id),
+            encode_solution(example, self._tokenizer, max_context=context, ends=ends) if is_imitating else None,
+            encode_responses(example, self._tokenizer, max_context=context, ends=ends),
         )
 
 
@@ -215,6 +215,7 @@ def shape_of(recipe: Recipe, tokenizer: Tokenizer | None) -> Shape:
         tokenizer=None if tokenizer is None else str(tokenizer.path),
         num_rows=None if tokenizer is None else tokenizer.vocab_size,
         images=images_settings(recipe),
+        stop=recipe.rollout.stop,
         # Of what is only imitated nothing is sampled.
         max_new_tokens=1 if traits.imitates else recipe.rollout.max_new_tokens,
         max_context=recipe.model.max_context,
@@ -241,9 +242,13 @@ def training_shape(recipe: Recipe, tokenizer: Tokenizer | None) -> Shape:
 
 
 def held_out_shape(shape: Shape, recipe: Recipe) -> Shape:
-    """Return the shape of held-out rows: their prompts are sampled from, and SFT compares with their solutions."""
+    """Return the shape of held-out rows: their prompts are sampled from, and SFT compares with their solutions.
+
+    Where responses are scored, they are those to the last turn's prompt, which the answer belongs to.
+    """
     return replace(
         shape,
+        data=replace(shape.data, learned_turns="last") if recipe.scores_held_out else shape.data,
         is_imitating=recipe.traits.imitates,
         needs_answer=recipe.scores_held_out and _compares_answers(recipe),
         max_new_tokens=recipe.rollout.max_new_tokens if recipe.scores_held_out else 1,

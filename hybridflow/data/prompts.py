@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from hybridflow.config.data import DataConfig
 from hybridflow.data.images import Image, with_images
 from hybridflow.data.rows import Row, are_messages
-from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.data.tokenizer import Tokenizer, first_new, split_stop
 from hybridflow.errors import DataError
 
 RESPONSE = "response"
@@ -76,6 +76,21 @@ class Example:
         if isinstance(self.solution, tuple):
             return self.solution
         return (as_text(self.answer) if self.solution is None else self.solution,)
+
+
+class Ends(NamedTuple):
+    """What ends a text to imitate.
+
+    Attributes:
+        end_id: The token that is put behind a text; None: the end of sequence.
+        stop: ``rollout.stop``: texts and names of tokens, each of which ends a response too.
+    """
+
+    end_id: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+END_OF_SEQUENCE = Ends()
 
 
 class Solution(NamedTuple):
@@ -178,17 +193,18 @@ def encode_prompt(example: Example, tokenizer: Tokenizer, *, max_new_tokens: int
     return prompt
 
 
-def encode_solution(example: Example, tokenizer: Tokenizer, *, max_context: int, end_id: int | None = None) -> Solution:
+def encode_solution(
+    example: Example, tokenizer: Tokenizer, *, max_context: int, ends: Ends = END_OF_SEQUENCE
+) -> Solution:
     """Encode the warm start's text: the tokens of a prompt, and of its solution with what ends it.
 
-    A row without a solution gives its answer. Each text to write in a conversation ends like that. A text that has
-    this token itself gets no second one.
+    A row without a solution gives its answer. Each text to write in a conversation ends like that; see ``ended``.
 
     Args:
         example: The problem.
         tokenizer: Gives the tokens.
         max_context: Longest sequence in tokens.
-        end_id: The token that ends it; None: the end of sequence.
+        ends: What ends a text to write.
 
     Raises:
         DataError: Prompt and solution together exceed ``max_context``; names the file and line.
@@ -196,19 +212,26 @@ def encode_solution(example: Example, tokenizer: Tokenizer, *, max_context: int,
     prompt = prompt_tokens(example, tokenizer)
     tokens: list[int] = []
     is_written: list[bool] = []
-    end_id = tokenizer.eos_id if end_id is None else end_id
     for number, text in enumerate(example.turns):
         part = tokens_at(example.place, text, tokenizer)
-        part = part if number % 2 else ended(part, end_id)
+        part = part if number % 2 else ended(part, tokenizer, ends)
         tokens += part
         is_written += [number % 2 == 0] * len(part)
     check_length(example, len(prompt), "solution", len(tokens), max_context=max_context)
     return Solution(prompt, tuple(tokens), tuple(is_written))
 
 
-def ended(tokens: list[int], end_id: int) -> list[int]:
-    """Return the tokens of a text to imitate with the token that ends a response, which the text may have itself."""
-    return tokens if tokens[-1:] == [end_id] else [*tokens, end_id]
+def ended(tokens: list[int], tokenizer: Tokenizer, ends: Ends) -> list[int]:
+    """Return the tokens of a text to imitate with the token that ends a response.
+
+    A text gets none if a response would have ended with the last token of the text: with one that ends a response, or
+    that completes a text of ``stop``.
+    """
+    texts, ids = split_stop(ends.stop, tokenizer)
+    is_ended = bool(tokens) and tokens[-1] in (*tokenizer.stop_ids, *ids, ends.end_id)
+    if texts and not is_ended:
+        is_ended = first_new(tokenizer.decode(tokens[:-1]), tokenizer.decode(tokens), texts) is not None
+    return tokens if is_ended else [*tokens, tokenizer.eos_id if ends.end_id is None else ends.end_id]
 
 
 def check_length(example: Example, num_prompt: int, what: str, num_tokens: int, *, max_context: int) -> None:

@@ -25,7 +25,7 @@ from hybridflow.errors import DataError
 from hybridflow.observe.files import plain_name
 
 MANIFEST = "manifest.json"
-FORMAT = "hybridflow-rows-4"
+FORMAT = "hybridflow-rows-5"
 """Also another one where rows are shaped otherwise, so that no older store is used for the same files."""
 
 _PLACE = struct.Struct("<Q")

@@ -22,6 +22,7 @@ from hybridflow.data.images import image_parts, images_of
 from hybridflow.data.preferences import check_imitable, encode_responses, preferences_of
 from hybridflow.data.prompts import (
     RESPONSE,
+    Ends,
     Example,
     encode_prompt,
     encode_solution,
@@ -34,13 +35,12 @@ from hybridflow.data.prompts import (
 from hybridflow.data.readers import cut, format_of, place_of, read
 from hybridflow.data.rows import HERE, Row, are_messages
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
+from hybridflow.data.turns import Conversation, Said, Turns
 from hybridflow.errors import DataError
 from hybridflow.families.images import ImageSettings
 
 _TOOLS = "tools"
 """Field of what the assistant may call, for the chat template."""
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Fields of a message for what the assistant thought before it spoke."""
 
 _GRIDS = "grids of images"
 """Beside the fields of a prepared row: rows and columns of each image's tokens. So all ranks know the same of them."""
@@ -61,6 +61,7 @@ class Shape:
         tokenizer: File of the tokenizer; None: nothing is counted in tokens.
         num_rows: Tokens that the model knows; None: all of the tokenizer's.
         images: How images become tokens; None: prompts are text.
+        stop: ``rollout.stop``: texts and names of tokens, each of which ends a response too.
         max_new_tokens: Longest response.
         max_context: Longest sequence; None: any.
     """
@@ -73,6 +74,7 @@ class Shape:
     tokenizer: str | None = None
     num_rows: int | None = None
     images: ImageSettings | None = None
+    stop: tuple[str, ...] = ()
     max_new_tokens: int = 0
     max_context: int | None = None
 
@@ -111,20 +113,21 @@ def examples_of(row: Row, place: str, begins: bool, shape: Shape) -> tuple[Examp
     return tuple(replace(each, begins=True) for each in found) if begins else found
 
 
-def end_of(example: Example, shape: Shape, tokenizer: Tokenizer) -> int | None:
-    """Return the token that ends responses to an example's prompt; None: the end of sequence.
+def ends_of(example: Example, shape: Shape, tokenizer: Tokenizer) -> Ends:
+    """Return what ends responses to an example's prompt.
 
-    Where the chat template made the prompt, it is the template's.
+    Where the chat template made the prompt, it is the template's token, else the end of sequence.
 
     Raises:
         DataError: The template cannot be rendered; names the row.
     """
     if not example.begins or shape.template is None:
-        return None
+        return Ends(stop=shape.stop)
     try:
-        return turn_end_id(shape.template, tokenizer, shape.data.chat_template_kwargs)
+        end_id = turn_end_id(shape.template, tokenizer, shape.data.chat_template_kwargs)
     except DataError as error:
         raise DataError(f"{example.place}: {error}") from error
+    return Ends(end_id, shape.stop)
 
 
 def read_examples(source: DataSourceConfig, shape: Shape) -> Generator[Example, None, None]:
@@ -190,6 +193,7 @@ class Shaper:
             self._tokenizer = open_tokenizer(shape.tokenizer, shape.num_rows)
         special = {} if self._tokenizer is None else special_tokens(self._tokenizer)
         self._chat = None if shape.template is None else Chat(shape.template, special)
+        self._turns = None if self._chat is None else Turns(self._chat, self._tokenizer)
 
     def close(self) -> None:
         """End the process of the chat template."""
@@ -232,45 +236,84 @@ class Shaper:
                 check_imitable(example, shape.data)
         if tokenizer is None or shape.max_context is None:
             return
-        context = shape.max_context
+        context, ends = shape.max_context, Ends(stop=shape.stop)
         encode_prompt(examples[0], tokenizer, max_new_tokens=shape.max_new_tokens, max_context=context)
         if shape.is_imitating:
-            encode_solution(examples[0], tokenizer, max_context=context)
+            encode_solution(examples[0], tokenizer, max_context=context, ends=ends)
         for example in examples:
-            encode_responses(example, tokenizer, max_context=context)
+            encode_responses(example, tokenizer, max_context=context, ends=ends)
 
     def _rendered(self, row: Row, place: str) -> tuple[Row, bool]:
         """Return the row with its conversation as text, and whether it has one."""
         data = self.shape.data
-        said = _messages_said(row, data)
-        leading = [name for name in _responses_read(self.shape) if name in said]
-        sees = self.shape.images is not None
-        messages, given = self._asked(row, place, is_said=bool(leading))
-        messages = _continued(messages, {name: said[name] for name in leading}, place, with_images=sees)
+        all_said = _messages_said(row, data)
+        said = {
+            name: self._read(all_said[name], f"{place}: field {name!r}")
+            for name in _responses_read(self.shape)
+            if name in all_said
+        }
+        messages, last = self._asked(row, place, is_said=bool(said))
+        messages, first = _continued(messages, said, place)
         if not messages:
             return row, False
-        if self._chat is None:
-            is_text = data.prompt_as_message and not leading and isinstance(value_of(row, data.prompt_field), str)
+        if self._turns is None:
+            is_text = data.prompt_as_message and not said and isinstance(value_of(row, data.prompt_field), str)
             found = "data.prompt_as_message=true makes a message of its prompt" if is_text else "holds messages"
             remedy = "data.prompt_as_message=false" if is_text else "give the prompt as text"
             raise DataError(
                 f"{place}: {found}, and the tokenizer has no chat template; set data.chat_template to a file with one, "
                 f"or {remedy}"
             )
+        if last is None and self.shape.kind == "problems":
+            last = said.get(response_field(row, data))
+        else:
+            first = 0
         row, messages = self._with_images(row, messages, place)
-        tools, kwargs = _tools_of(row, place), {**data.chat_template_kwargs, **_kwargs_of(row, place)}
-        try:
-            text = self._chat.render(messages, tools, kwargs)
-            if self._tokenizer is not None:
-                check_special(text, [messages, tools, kwargs], self._tokenizer)
-        except DataError as error:
-            raise DataError(f"{place}: {error}") from error
-        names = self._answers_read({**given, **row}, said, messages)
+        kwargs = {**data.chat_template_kwargs, **_kwargs_of(row, place)}
+        talk = Conversation(messages, _tools_of(row, place), kwargs, place)
+        prompt, learned = self._learned(row, talk, last, said, first)
+        given = {} if last is None else self._given(row, last)
         answers = {
-            name: _last_said(said[name], f"{place}: field {name!r}", name in leading, with_images=sees)
-            for name in names
+            name: _text_of(self._read(all_said[name], f"{place}: field {name!r}"))
+            for name in self._answers_read({**given, **row}, all_said, messages)
         }
-        return {**given, **row, data.prompt_field: text, **answers}, True
+        return {**given, **row, data.prompt_field: prompt, **answers, **learned}, True
+
+    def _learned(
+        self, row: Row, talk: Conversation, last: Said | None, said: Mapping[str, Said], first: int
+    ) -> tuple[str, dict[str, str | list[str]]]:
+        """Return a row's prompt, and its fields of what is learned behind it.
+
+        Args:
+            row: Its fields.
+            talk: The prompt's messages.
+            last: The response to imitate; None: there is none.
+            said: The responses of a preference, by their fields.
+            first: Index of the first message that ``last`` may have written.
+        """
+        turns, data = self._turns, self.shape.data
+        assert turns is not None, "_rendered refuses rows that need a template where there is none"
+        prompt, learned = turns.prompt(talk), dict[str, str | list[str]]()
+        is_given = value_of(row, data.solution_field) is not None and data.solution_field not in said
+        if last is not None and self.shape.is_imitating and not is_given:
+            whole = talk.with_last(_checked(last))
+            if data.learned_turns == "all" and self.shape.kind == "problems":
+                prompt, learned[data.solution_field] = turns.all(whole, first)
+            else:
+                learned[data.solution_field] = turns.last(whole, prompt)
+        if self.shape.kind in ("pairs", "preferences"):
+            learned |= {name: turns.last(talk.with_last(_checked(each)), prompt) for name, each in said.items()}
+        if self._tokenizer is not None:
+            texts = [prompt, *("".join(each) for each in learned.values())]
+            responses = [each.messages[-1] for each in (last, *said.values()) if each is not None]
+            try:
+                check_special("".join(texts), [talk.messages, responses, talk.tools, talk.kwargs], self._tokenizer)
+            except DataError as error:
+                raise DataError(f"{talk.where}: {error}") from error
+        return prompt, learned
+
+    def _read(self, value: Any, where: str) -> Said:
+        return Said(read_messages(value, where, with_images=self.shape.images is not None), where)
 
     def _with_images(self, row: Row, messages: list[dict[str, Any]], place: str) -> tuple[Row, list[dict[str, Any]]]:
         """Return a row with all its images in their field, and messages with a part for each."""
@@ -281,7 +324,7 @@ class Shaper:
         return ({**row, name: sources} if sources else row), messages
 
     def _answers_read(self, row: Row, said: Mapping[str, Any], prompt: list[dict[str, Any]]) -> list[str]:
-        """Return the fields of messages that become the text of a response; others stay as they are."""
+        """Return the fields of messages of which the text alone is read; others stay as they are."""
         shape, data = self.shape, self.shape.data
         if shape.kind == "rows":
             return [name for name, value in said.items() if _only_answers(prompt, value)]
@@ -290,32 +333,26 @@ class Shaper:
             names = [name for name in (data.answer_field, data.solution_field) if name is not None]
             is_read = all(value_of(row, name) is None for name in names)
             return [name for name in said if is_read and name == response_field(row, data)]
-        return [name for name in _responses_read(shape) if name in said]
+        if shape.kind == "problems":
+            return [name for name in _responses_read(shape) if name in said and not said[name][-1].get("tool_calls")]
+        return []
 
-    def _asked(self, row: Row, place: str, *, is_said: bool) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """Return the messages of a row's own conversation, and the fields that it has from the last of them."""
+    def _asked(self, row: Row, place: str, *, is_said: bool) -> tuple[list[dict[str, Any]], Said | None]:
+        """Return the messages of a row's own conversation up to the response, and all of them if there is one."""
         found = _conversation(row, place, self.shape.data, is_said=is_said)
-        messages = [] if found is None else read_messages(*found, with_images=self.shape.images is not None)
-        if found is None or messages[-1]["role"] != "assistant":
-            return messages, {}
-        *messages, last = messages
-        if not messages:
-            raise DataError(f"{found[1]}: the assistant's message is the only one; put what it answers before it")
-        return messages, self._given(row, last, found[1])
+        said = None if found is None else self._read(*found)
+        if said is None or said.messages[-1]["role"] != "assistant":
+            return [] if said is None else said.messages, None
+        if len(said.messages) == 1:
+            raise DataError(f"{said.where}: the assistant's message is the only one; put what it answers before it")
+        return said.messages[:-1], said
 
-    def _given(self, row: Row, last: Mapping[str, Any], where: str) -> dict[str, str]:
+    def _given(self, row: Row, last: Said) -> dict[str, str]:
         """Return the fields that a row has from the assistant's last message."""
         data = self.shape.data
-        if last.get("tool_calls"):
-            if self.shape.is_imitating and value_of(row, data.solution_field) is None:
-                raise DataError(
-                    f"{where}: ends with a call of tools, whose text is not known; give it as {data.solution_field!r}, "
-                    "or remove this message"
-                )
+        if last.messages[-1].get("tool_calls"):
             return {}
-        if self.shape.is_imitating and value_of(row, data.solution_field) is None:
-            _check_whole(last, where, f"as {data.solution_field!r}")
-        text = _text_of(last, where)
+        text = _text_of(last)
         given = {data.solution_field: text}
         if data.answer_field is not None and value_of(row, data.answer_field) is None:
             given[data.answer_field] = text
@@ -380,34 +417,32 @@ def _conversation(row: Row, place: str, data: DataConfig, *, is_said: bool) -> t
     return None
 
 
-def _continued(
-    prompt: list[dict[str, Any]], said: Mapping[str, Any], place: str, *, with_images: bool
-) -> list[dict[str, Any]]:
+def _continued(prompt: list[dict[str, Any]], said: Mapping[str, Said], place: str) -> tuple[list[dict[str, Any]], int]:
     """Return the prompt's messages, and those before the last of each response, which is what the model is to write.
 
     A response may repeat the prompt, as TRL writes it, or go on from it with messages of the assistant and of tools.
+    The number is how many of the messages are the prompt's.
     """
-    found: dict[str, list[dict[str, Any]]] = {}
-    for name, value in said.items():
-        where = f"{place}: field {name!r}"
-        *begun, _ = read_messages(value, where, with_images=with_images)
+    found: dict[str, tuple[list[dict[str, Any]], int]] = {}
+    for name, each in said.items():
+        begun = each.messages[:-1]
         joined = _joined(prompt, begun)
         if joined is None:
             raise DataError(
-                f"{where}: begins with a message of {begun[0]['role']!r}, and does not have the prompt's messages; "
-                "give the conversation in one of the two, or begin the response with the assistant's message"
+                f"{each.where}: begins with a message of {begun[0]['role']!r}, and does not have the prompt's "
+                "messages; give the conversation in one of the two, or begin the response with the assistant's message"
             )
-        if joined:
+        if joined[0]:
             found[name] = joined
     if not found:
-        return prompt
-    (name, messages), *others = found.items()
-    for other, differing in others:
+        return prompt, len(prompt)
+    (name, (messages, first)), *others = found.items()
+    for other, (differing, _) in others:
         if differing != messages:
             raise DataError(
                 f"{place}: fields {name!r} and {other!r} begin with different messages; give responses to one prompt"
             )
-    return messages
+    return messages, first
 
 
 def _only_answers(prompt: list[dict[str, Any]], value: Any) -> bool:
@@ -418,19 +453,23 @@ def _only_answers(prompt: list[dict[str, Any]], value: Any) -> bool:
         return False
     joined = _joined(prompt, begun)
     is_text = last["role"] == "assistant" and not last.get("tool_calls")
-    return is_text and joined is not None and _texts(joined) == _texts(prompt)
+    return is_text and joined is not None and _texts(joined[0]) == _texts(prompt)
 
 
-def _joined(prompt: list[dict[str, Any]], begun: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return a prompt and the messages that a response begins with as one conversation; None: they do not fit."""
+def _joined(prompt: list[dict[str, Any]], begun: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int] | None:
+    """Return a prompt and the messages that a response begins with as one conversation; None: they do not fit.
+
+    The number is how many of its messages are the prompt's.
+    """
     if not begun or not prompt:
-        return begun or prompt
+        return begun or prompt, len(prompt)
     goes_on = begun[0]["role"] == "assistant"
     # Other messages, such as instructions, may stand before the prompt where the response repeats it.
     starts = range(1 if goes_on else len(begun))
-    if any(_texts(begun[start : start + len(prompt)]) == _texts(prompt) for start in starts):
-        return begun
-    return [*prompt, *begun] if goes_on else None
+    for start in starts:
+        if _texts(begun[start : start + len(prompt)]) == _texts(prompt):
+            return begun, start + len(prompt)
+    return ([*prompt, *begun], len(prompt)) if goes_on else None
 
 
 def _texts(messages: list[dict[str, Any]]) -> list[tuple[str, Any]]:
@@ -447,30 +486,22 @@ def _parsed(value: Any, where: str) -> Any:
     return value
 
 
-def _last_said(value: Any, where: str, is_learned: bool, *, with_images: bool) -> str:
-    """Return a response that is given as messages: the assistant's text in the last of them."""
-    message = read_messages(value, where, with_images=with_images)[-1]
-    if message["role"] != "assistant":
-        raise DataError(f"{where}: ends with a message of {message['role']!r}; a response is what the assistant says")
+def _checked(said: Said) -> Said:
+    """Return messages whose last is the assistant's. Raises DataError: it is another's."""
+    role = said.messages[-1]["role"]
+    if role != "assistant":
+        raise DataError(f"{said.where}: ends with a message of {role!r}; a response is what the assistant says")
+    return said
+
+
+def _text_of(said: Said) -> str:
+    """Return what the assistant said last. Raises DataError: it is not text alone."""
+    message = _checked(said).messages[-1]
     if message.get("tool_calls"):
-        raise DataError(f"{where}: ends with a call of tools, of which this is not the text; give the response as text")
-    if is_learned:
-        _check_whole(message, where, "as text")
-    return _text_of(message, where)
-
-
-def _text_of(message: Mapping[str, Any], where: str) -> str:
-    """Return what the assistant said last."""
+        raise DataError(
+            f"{said.where}: ends with a call of tools, of which this is not the text; give the response as text"
+        )
     if not isinstance(message["content"], str):
-        raise DataError(f"{where}: the assistant's last message has an image; what a model writes is text")
-    return message["content"]
-
-
-def _check_whole(message: Mapping[str, Any], where: str, how: str) -> None:
-    """Refuse a message to learn from whose text is not all that the assistant said."""
-    for name in _REASONING:
-        if message.get(name):
-            raise DataError(
-                f"{where}: the last message has {name!r}, which is not part of its text and would not be learned; give "
-                f"the whole response {how}, with the marks of the chat template such as <think>, or remove {name!r}"
-            )
+        raise DataError(f"{said.where}: the assistant's last message has an image; what a model writes is text")
+    content: str = message["content"]
+    return content

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -70,6 +71,13 @@ def split_stop(stop: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[
     ids = {each: tokenizer.special_id(each) for each in stop}
     texts = tuple(each for each, index in ids.items() if index is None)
     return texts, tuple(index for index in ids.values() if index is not None)
+
+
+def first_new(before: str, after: str, strings: Sequence[str]) -> int | None:
+    """Return the start of the first match in ``after`` that reaches beyond its common prefix with ``before``."""
+    num_same = len(os.path.commonprefix([before, after]))
+    places = [after.find(string, max(num_same - len(string) + 1, 0)) for string in strings]
+    return min((place for place in places if place >= 0), default=None)
 
 
 def special_names(tokenizer: Tokenizer) -> dict[int, str]:

@@ -10,12 +10,11 @@ Torch-free, and a function of the tokens alone: every rank of a replica finds th
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from hybridflow.data.tokenizer import Tokenizer, split_stop
+from hybridflow.data.tokenizer import Tokenizer, first_new, split_stop
 from hybridflow.rollout.request import SamplingParams
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -110,13 +109,6 @@ def with_stop_tokens(params: SamplingParams, tokenizer: Tokenizer | None) -> Sam
     """Return parameters whose stop strings are text alone: the names of special tokens become ``stop_ids``."""
     texts, ids = split_stop(params.stop, tokenizer)
     return replace(params, stop=texts, stop_ids=tuple(dict.fromkeys((*params.stop_ids, *ids)))) if ids else params
-
-
-def first_new(before: str, after: str, strings: Sequence[str]) -> int | None:
-    """Return the start of the first match in ``after`` that reaches beyond its common prefix with ``before``."""
-    num_same = len(os.path.commonprefix([before, after]))
-    places = [after.find(string, max(num_same - len(string) + 1, 0)) for string in strings]
-    return min((place for place in places if place >= 0), default=None)
 
 
 def text_before_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer) -> str:

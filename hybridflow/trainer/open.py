@@ -17,7 +17,7 @@ from hybridflow.data.preferences import JudgedResponse, encode_responses, pairs_
 from hybridflow.data.problems import FOLDER, example_in, held_out_shape, open_problems, open_stores, training_shape
 from hybridflow.data.prompts import Example, Solution, encode_solution, prompt_tokens
 from hybridflow.data.queues import open_queue
-from hybridflow.data.shaping import Shape, end_of, read_examples
+from hybridflow.data.shaping import Shape, ends_of, read_examples
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.errors import DataError
 from hybridflow.families.assets import FOLDER as ASSETS
@@ -103,8 +103,7 @@ def note_of_prompts(job: Job) -> str | None:
 def _solutions(recipe: Recipe, shape: Shape, tokenizer: Tokenizer, held_out: Sequence[Example]) -> tuple[Solution, ...]:
     context = recipe.model.max_context
     return tuple(
-        encode_solution(each, tokenizer, max_context=context, end_id=end_of(each, shape, tokenizer))
-        for each in held_out
+        encode_solution(each, tokenizer, max_context=context, ends=ends_of(each, shape, tokenizer)) for each in held_out
     )
 
 
@@ -114,7 +113,7 @@ def _pairs(
     assert recipe.data.held_out is not None, "they come from there"
     context = recipe.model.max_context
     encoded = [
-        encode_responses(each, tokenizer, max_context=context, end_id=end_of(each, shape, tokenizer))
+        encode_responses(each, tokenizer, max_context=context, ends=ends_of(each, shape, tokenizer))
         for each in held_out
     ]
     return pairs_of(encoded, recipe.data.held_out)

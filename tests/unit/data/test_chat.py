@@ -14,14 +14,15 @@ from hybridflow.data import chat
 from hybridflow.data.chat import Chat, render_chat
 from hybridflow.data.preferences import encode_responses
 from hybridflow.data.prompts import encode_solution
-from hybridflow.data.shaping import Shape, Shaper, end_of, examples_of
+from hybridflow.data.shaping import Shape, Shaper, ends_of, examples_of
 from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.errors import DataError
 from tests.support.hf_models import END, PAD, START, write_tokenizer
 
 MESSAGES = [{"role": "user", "content": "1+1="}]
 TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
 
@@ -116,17 +117,17 @@ def shaped(row, kind="problems", template=TEMPLATE, is_imitating=False, **data):
 def test_what_a_row_of_messages_asks_and_answers():
     asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     (one,) = shaped({"messages": [*asked, {"role": "assistant", "content": "a"}]})
-    assert (one.prompt, one.answer, one.solution, one.begins) == ("[system]s[user]q[me]", "a", "a", True)
+    assert (one.prompt, one.answer, one.solution, one.begins) == ("[system]s[user]q[assistant]", "a", "a", True)
     (one,) = shaped({"messages": asked, "answer": "b"})
-    assert (one.prompt, one.answer, one.solution) == ("[system]s[user]q[me]", "b", None)
+    assert (one.prompt, one.answer, one.solution) == ("[system]s[user]q[assistant]", "b", None)
     (one,) = shaped({"prompt": asked, "answer": "b", "solution": "c"})
-    assert (one.prompt, one.solution) == ("[system]s[user]q[me]", "c")
+    assert (one.prompt, one.solution) == ("[system]s[user]q[assistant]", "c")
     (one,) = shaped({"messages": '[{"role": "user", "content": "q"}]', "answer": "b"})
-    assert one.prompt == "[user]q[me]", "the list may be JSON text"
+    assert one.prompt == "[user]q[assistant]", "the list may be JSON text"
     (one,) = shaped({"prompt": "q", "messages": asked, "answer": "b"})
     assert (one.prompt, one.begins) == ("q", False), "a prompt that is text is taken as it is"
     (one,) = shaped({"prompt": "q", "answer": "b"}, prompt_as_message=True)
-    assert (one.prompt, one.begins) == ("[user]q[me]", True)
+    assert (one.prompt, one.begins) == ("[user]q[assistant]", True)
     said = {"chosen": [{"role": "assistant", "content": "x"}], "rejected": [{"role": "assistant", "content": "y"}]}
     (one,) = shaped({"prompt": asked, **said}, kind="pairs")
     assert [each.text for each in one.responses] == ["x", "y"]
@@ -151,7 +152,7 @@ def test_a_row_has_variables_of_the_template_beside_those_of_the_settings():
 TOOLS_TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
     "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}{% endfor %}"
-    "{% if add_generation_prompt %}[me]{% endif %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
@@ -260,12 +261,12 @@ def test_a_response_ends_as_its_template_ends_a_turn(end, stops, index, tmp_path
     for kind, row in rows.items():
         (one,) = shaped(row, kind=kind, template=template, is_imitating=kind == "problems")
         shape = Shape(data=DataConfig(train=""), kind=kind, template=template)
-        end_id = end_of(one, shape, tokenizer)
+        ends = ends_of(one, shape, tokenizer)
         if kind == "problems":
-            solution = encode_solution(one, tokenizer, max_context=64, end_id=end_id)
+            solution = encode_solution(one, tokenizer, max_context=64, ends=ends)
             found = [("2", solution.prompt, solution.tokens)]
         else:
-            pair = encode_responses(one, tokenizer, max_context=64, end_id=end_id)
+            pair = encode_responses(one, tokenizer, max_context=64, ends=ends)
             found = [(text, each.prompt, each.tokens) for text, each in zip("23", pair, strict=True)]
         for text, prompt, tokens in found:
             assert tokens == (*tokenizer.encode(text), index)
@@ -275,7 +276,7 @@ def test_a_response_ends_as_its_template_ends_a_turn(end, stops, index, tmp_path
                 )
                 assert [*prompt, *tokens] == theirs[: len(prompt) + len(tokens)]
     (plain,) = shaped({"prompt": "1+1=", "answer": "2"}, template=template)
-    assert end_of(plain, shape, tokenizer) is None, "no template made this prompt"
+    assert ends_of(plain, shape, tokenizer).end_id is None, "no template made this prompt"
 
 
 @pytest.mark.parametrize(
@@ -305,29 +306,25 @@ def test_a_text_that_has_its_end_gets_no_second_one(tmp_path):
     assert found == [tuple(tokenizer.encode(f"{text}{END}")) for text in "23"]
 
 
-def test_a_call_of_tools_is_no_response():
-    asked = [{"role": "user", "content": "1+2="}]
+def test_a_call_of_tools_is_no_answer():
     row = {"messages": CALLED[:2], "answer": "3"}
     (one,) = shaped(row, template=TOOLS_TEMPLATE)
-    assert (one.prompt, one.answer, one.solution) == ("[user]1+2=[me]", "3", None)
-    with pytest.raises(DataError, match="f:1: field 'messages': ends with a call of tools, .*give it as 'solution'"):
-        shaped(row, template=TOOLS_TEMPLATE, is_imitating=True)
+    assert (one.prompt, one.answer, one.solution) == ("[user]1+2=[assistant]", "3", None)
     (one,) = shaped({**row, "solution": "<call>"}, template=TOOLS_TEMPLATE, is_imitating=True)
-    assert (one.prompt, one.solution) == ("[user]1+2=[me]", "<call>")
+    assert (one.prompt, one.solution) == ("[user]1+2=[assistant]", "<call>")
     with pytest.raises(DataError, match="f:1: no field 'answer'"):
         shaped({"messages": CALLED[:2]}, template=TOOLS_TEMPLATE)
-    said = {"chosen": [CALLED[1]], "rejected": [{"role": "assistant", "content": "y"}]}
-    with pytest.raises(DataError, match="f:1: field 'chosen': ends with a call of tools"):
-        shaped({"prompt": asked, **said}, kind="pairs", template=TOOLS_TEMPLATE)
+    with pytest.raises(DataError, match="f:1: field 'completion': ends with a call of tools"):
+        shaped({"prompt": CALLED[:1], "completion": CALLED[1:2]}, template=TOOLS_TEMPLATE)
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_beside_the_text_of_a_response_is_not_left_out_without_a_word(name):
     asked, said = {"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3", name: "one and two"}
-    with pytest.raises(DataError, match=f"'messages': the last message has '{name}', .* as 'solution', with the marks"):
+    with pytest.raises(DataError, match=rf"f:1: field 'messages'\[1\]: has '{name}', which the chat template does not"):
         shaped({"messages": [asked, said]}, is_imitating=True)
     pair = {"prompt": [asked], "chosen": [said], "rejected": [{**said, "content": "4", name: ""}]}
-    with pytest.raises(DataError, match=f"'chosen': the last message has '{name}', .*whole response as text"):
+    with pytest.raises(DataError, match=rf"'chosen'\[0\]: has '{name}', .*the response as text in the field of the"):
         shaped(pair, kind="pairs")
     (one,) = shaped({"messages": [asked, said], "solution": "<think>one and two</think>3"}, is_imitating=True)
     assert one.solution == "<think>one and two</think>3"

@@ -13,7 +13,7 @@ from hybridflow.errors import DataError
 
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
-    "{% if add_generation_prompt %}[me]{% endif %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 ASKED = [{"role": "user", "content": "q"}]
 
@@ -23,7 +23,7 @@ def said(text: str) -> list[dict[str, str]]:
 
 
 CALLED = [*said("call"), {"role": "tool", "content": "3"}]
-CALLED_PROMPT = "[user]q[assistant]call[tool]3[me]"
+CALLED_PROMPT = "[user]q[assistant]call[tool]3[assistant]"
 TOLD = [{"role": "system", "content": "s"}]
 
 
@@ -54,10 +54,10 @@ def shaped(row: dict[str, Any], *, of: str, **data: Any) -> tuple[Example, ...]:
         ({"prompt": "q", "answer": "a"}, "q"),
         ({"prompt": "q", "solution": "a", "answer": "other"}, "q"),
         ({"prompt": "q", "solution": "a", "answer": ""}, "q"),
-        ({"messages": [*ASKED, *said("a")]}, "[user]q[me]"),
-        ({"prompt": ASKED, "completion": said("a")}, "[user]q[me]"),
-        ({"prompt": "q", "completion": said("a")}, "[user]q[me]"),
-        ({"prompt": ASKED, "response": "a"}, "[user]q[me]"),
+        ({"messages": [*ASKED, *said("a")]}, "[user]q[assistant]"),
+        ({"prompt": ASKED, "completion": said("a")}, "[user]q[assistant]"),
+        ({"prompt": "q", "completion": said("a")}, "[user]q[assistant]"),
+        ({"prompt": ASKED, "response": "a"}, "[user]q[assistant]"),
         ({"prompt": "q", "completion": [*CALLED, *said("a")]}, CALLED_PROMPT),
     ],
 )
@@ -89,7 +89,7 @@ def test_sft_imitates_a_response_that_ends_at_once_and_a_number():
 )
 def test_an_answer_is_any_json_and_may_be_missing(row, answer):
     (one,) = shaped(row, of="samples")
-    assert one.answer == answer and one.prompt in ("q", "[user]q[me]")
+    assert one.answer == answer and one.prompt in ("q", "[user]q[assistant]")
 
 
 CALL = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}]
@@ -108,9 +108,9 @@ CALL = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name"
 )
 def test_a_response_that_an_algorithm_that_samples_does_not_need_stays_as_it_is(of, row, answer):
     (one,) = shaped(row, of=of)
-    assert (one.prompt, one.answer) == ("[user]q[me]", answer)
+    assert (one.prompt, one.answer) == ("[user]q[assistant]", answer)
     needed = {} if "answer" in row else {"completion": "a"}
-    assert one.row == {**row, "prompt": "[user]q[me]", **needed}
+    assert one.row == {**row, "prompt": "[user]q[assistant]", **needed}
 
 
 def test_sft_and_preferences_leave_responses_of_the_other_kind():
@@ -123,15 +123,15 @@ def test_sft_and_preferences_leave_responses_of_the_other_kind():
 @pytest.mark.parametrize("name", ["answer", "solution"])
 def test_sft_imitates_messages_of_the_field_that_is_named(name):
     (one,) = shaped({"prompt": "q", name: said("a")}, of="sft", completion_field=name)
-    assert (one.prompt, one.turns) == ("[user]q[me]", ("a",))
+    assert (one.prompt, one.turns) == ("[user]q[assistant]", ("a",))
 
 
 def test_fields_of_fields_have_dotted_names():
     row = {"data": {"question": ASKED}, "reward_model": {"ground_truth": [1, 2]}, "extra": {"index": 3}}
     (one,) = shaped(row, of="compares", prompt_field="data.question", answer_field="reward_model.ground_truth")
-    assert (one.prompt, one.answer, one.row["extra"]) == ("[user]q[me]", [1, 2], {"index": 3})
+    assert (one.prompt, one.answer, one.row["extra"]) == ("[user]q[assistant]", [1, 2], {"index": 3})
     (one,) = shaped({"chat": {"turns": [*ASKED, *said("a")]}}, of="compares", messages_field="chat.turns")
-    assert (one.prompt, one.answer) == ("[user]q[me]", "a")
+    assert (one.prompt, one.answer) == ("[user]q[assistant]", "a")
     (one,) = shaped({"a.b": "q", "a": {"b": "no"}}, of="samples", prompt_field="a.b")
     assert one.prompt == "q", "a field of that very name comes first"
     with pytest.raises(DataError, match=r"f:1: no field 'reward_model.truth'; found \['prompt', 'reward_model'\]"):
@@ -153,12 +153,12 @@ def test_who_compares_with_an_answer_needs_one():
 
 PAIRED = [
     ({"prompt": "q", "chosen": "a", "rejected": "b"}, "q"),
-    ({"prompt": ASKED, "chosen": said("a"), "rejected": said("b")}, "[user]q[me]"),
-    ({"prompt": "q", "chosen": said("a"), "rejected": said("b")}, "[user]q[me]"),
-    ({"chosen": [*ASKED, *said("a")], "rejected": [*ASKED, *said("b")]}, "[user]q[me]"),
-    ({"prompt": "q", "chosen": [*ASKED, *said("a")], "rejected": [*ASKED, *said("b")]}, "[user]q[me]"),
-    ({"prompt": ASKED, "chosen": [*ASKED, *said("a")], "rejected": [*ASKED, *said("b")]}, "[user]q[me]"),
-    ({"messages": ASKED, "chosen": "a", "rejected": "b"}, "[user]q[me]"),
+    ({"prompt": ASKED, "chosen": said("a"), "rejected": said("b")}, "[user]q[assistant]"),
+    ({"prompt": "q", "chosen": said("a"), "rejected": said("b")}, "[user]q[assistant]"),
+    ({"chosen": [*ASKED, *said("a")], "rejected": [*ASKED, *said("b")]}, "[user]q[assistant]"),
+    ({"prompt": "q", "chosen": [*ASKED, *said("a")], "rejected": [*ASKED, *said("b")]}, "[user]q[assistant]"),
+    ({"prompt": ASKED, "chosen": [*ASKED, *said("a")], "rejected": [*ASKED, *said("b")]}, "[user]q[assistant]"),
+    ({"messages": ASKED, "chosen": "a", "rejected": "b"}, "[user]q[assistant]"),
     # Messages before the last one go on from the prompt, or repeat it.
     ({"prompt": "q", "chosen": [*CALLED, *said("a")], "rejected": [*CALLED, *said("b")]}, CALLED_PROMPT),
     ({"prompt": ASKED, "chosen": [*CALLED, *said("a")], "rejected": [*CALLED, *said("b")]}, CALLED_PROMPT),
@@ -169,9 +169,9 @@ PAIRED = [
     ),
     (
         {"prompt": "q", "chosen": [*TOLD, *ASKED, *said("a")], "rejected": [*TOLD, *ASKED, *said("b")]},
-        "[system]s[user]q[me]",
+        "[system]s[user]q[assistant]",
     ),
-    ({"messages": [*ASKED, *said("a")], "chosen": [*ASKED, *said("a")], "rejected": said("b")}, "[user]q[me]"),
+    ({"messages": [*ASKED, *said("a")], "chosen": [*ASKED, *said("a")], "rejected": said("b")}, "[user]q[assistant]"),
 ]
 
 
@@ -192,7 +192,7 @@ def test_single_responses_have_either_name(name, label):
     (one,) = shaped({"prompt": "q", name: "a", "wanted": True, "label": 0}, of="preferences")
     assert one.responses == (("a", True),)
     (one,) = shaped({"prompt": ASKED, name: said("a"), label: True}, of="preferences")
-    assert (one.prompt, one.responses) == ("[user]q[me]", (("a", True),))
+    assert (one.prompt, one.responses) == ("[user]q[assistant]", (("a", True),))
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,8 @@ def add_rollouts(commands: Any) -> None:
         "--as",
         dest="kind",
         choices=KINDS,
-        help="with --export: sft, the best response to each prompt; dpo, the best and the worst response of each "
-        "group; kto, every response and whether it is wanted",
+        help="with --export: sft, the best response to each prompt, with an environment the best conversation; dpo, "
+        "the best and the worst response of each group; kto, every response and whether it is wanted",
     )
     rollouts.add_argument(
         "--min-score",
@@ -152,17 +152,24 @@ def _export(
     """Write rows, all of them or none."""
     from hybridflow.observe.files import replace_by_pieces, writing
 
-    export = Export(arguments.kind, tokenizer, arguments.min_score, _stop_texts(arguments.run_dir))
+    rollout = _rollout_section(arguments.run_dir)
+    stop, has_environment = list(rollout.get("stop", ())), rollout.get("environment") is not None
+    export = Export(arguments.kind, tokenizer, arguments.min_score, stop, has_environment=has_environment)
     rows = export.rows(_matching(folder, steps, pattern, tokenizer))
     with writing(arguments.export, "give --export another file"):
         replace_by_pieces(arguments.export, as_lines(rows))
     left_out = f"; left out: {export.told()}" if export.left_out else ""
     print(f"hybridflow: wrote {len(rows)} rows to {arguments.export}{left_out}", file=sys.stderr, flush=True)
+    if stop and any("solution" in row for row in rows):
+        told = (
+            f"hybridflow: to train on the tokens that were sampled, set rollout.stop={json.dumps(stop)}, as in the run"
+        )
+        print(told, file=sys.stderr, flush=True)
     return 0
 
 
-def _stop_texts(run_dir: Path) -> list[str]:
-    """Return the texts that ended responses of a run, from the recipe of its last start; a resumed run has the same.
+def _rollout_section(run_dir: Path) -> dict[str, Any]:
+    """Return ``rollout`` of a run, from the recipe of its last start. A resumed run has the same ``stop``.
 
     Raises:
         ConfigError: It kept no recipe.
@@ -174,7 +181,8 @@ def _stop_texts(run_dir: Path) -> list[str]:
             f"{run_dir}: {LOGS_DIR}/*/{RECIPE_FILE} is missing or no recipe, so the texts that ended responses "
             "(rollout.stop) are not known; copy the run's logs too"
         )
-    return list(recipe["rollout"].get("stop", ()))
+    rollout: dict[str, Any] = recipe["rollout"]
+    return rollout
 
 
 def _matching(

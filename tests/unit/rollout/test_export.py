@@ -12,10 +12,14 @@ import pytest
 
 from hybridflow.config.data import DataConfig
 from hybridflow.data.chat import is_plain
+from hybridflow.data.pieces import train_tokenizer
+from hybridflow.data.prompts import encode_solution
+from hybridflow.data.shaping import Shape, ends_of, read_examples
 from hybridflow.data.tokenizer import open_tokenizer, start_of
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.rollout.archive import Archived
 from hybridflow.rollout.export import Export, as_lines
+from hybridflow.rollout.request import OBSERVED
 from tests.support.row_files import examples_of_file
 
 
@@ -127,12 +131,87 @@ def test_training_reads_the_rows(tmp_path: Path):
             assert [each.margin for each in found] == ([1.0, 2.0] if kind == "dpo" else [0.0] * 6)
 
 
-def test_a_conversation_with_an_environment_is_left_out():
+def test_a_conversation_with_an_environment_is_no_pair_and_no_verdict():
     talk = sample(1, 5, 0, "ask;heard", 3.0)
     talk = talk._replace(versions=[0] * 4 + [-1] * 5 + [0])
-    export = Export("sft", Letters())
-    assert [row["answer"] for row in export.rows([*SAMPLES, talk])] == ["better", "same"]
-    assert export.left_out["conversations with an environment"] == 1
+    for kind in ("dpo", "kto"):
+        export = Export(kind, Letters(), 0.5, has_environment=True)
+        assert "heard" not in str(export.rows([*SAMPLES, talk]))
+        assert export.left_out["conversations with an environment, which only --as sft gives"] == 1
+
+
+STOP = ("+=", "<user>")
+"""A text, and the name of a token, that end a response beside the tokenizer's own."""
+# What is written and observed; a number is the id of the token behind a text.
+TALKS: dict[str, list[tuple[str, list[tuple[str, int]]]]] = {
+    "turns": [("written", [("1+2", 0)]), ("observed", [("45+6", -1)]), ("written", [("3", 0)])],
+    "observed first": [
+        ("observed", [("8", -1)]),
+        ("written", [("3", 0)]),
+        ("observed", [("9", -1)]),
+        ("written", [("", 0)]),
+    ],
+    "nothing observed": [("written", [("1+2", 0), ("3", 0), ("", 0), ("45", 0)])],
+    "a text that ends": [("written", [("1+=", -1)]), ("observed", [("45", -1)]), ("written", [("6+=", -1)])],
+    "a token that ends": [("written", [("1", 40)]), ("observed", [("<user>45", -1)]), ("written", [("6", 2)])],
+    "one turn": [("written", [("1+2", 0)])],
+}
+
+
+def conversation(tokenizer: Any, parts: list[tuple[str, list[tuple[str, int]]]], score: float = 1.0) -> Archived:
+    tokens: list[int] = []
+    versions: list[int] = []
+    for whose, texts in parts:
+        for text, end in texts:
+            part = tokenizer.encode(text) + [tokenizer.eos_id if end == 0 else end] * (end >= 0)
+            tokens += part
+            versions += [OBSERVED if whose == "observed" else 3] * len(part)
+    prompt = [*start_of(tokenizer), *tokenizer.encode("1+2=")]
+    return sample(1, 0, 0, "", score)._replace(prompt=prompt, response=tokens, versions=versions)
+
+
+@pytest.fixture(params=["tokenizer.json", "tokenizer.model"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """One that parses the names of its special tokens, and has two that end a response; or one that does not."""
+    if request.param == "tokenizer.model":
+        return train_tokenizer(["1+2=3+45=67+8+9=="], path=tmp_path / request.param, vocab_size=64)
+    pytest.importorskip("transformers")
+    from tests.support.hf_models import write_tokenizer
+
+    write_tokenizer(tmp_path, has_start=True, more=["<user>"])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
+    return open_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("case", TALKS)
+def test_training_reads_a_conversation_as_the_tokens_and_the_mask_that_it_had(tokenizer, case, tmp_path):
+    if case == "a token that ends" and tokenizer.path.suffix == ".model":
+        pytest.skip("it has one token that ends a response")
+    talk = conversation(tokenizer, TALKS[case])
+    (row,) = Export("sft", tokenizer, 0.5, STOP, has_environment=True).rows([talk])
+    (tmp_path / "rows.jsonl").write_bytes(b"".join(as_lines([row])))
+    data = DataConfig(train=str(tmp_path / "rows.jsonl"))
+    lengths = {"max_context": 64, "max_new_tokens": 1}
+    of = {"kind": "problems", "is_imitating": True, "needs_answer": False, "tokenizer": str(tokenizer.path)}
+    shape = Shape(data=data, stop=STOP, **of, **lengths)
+    (example,) = read_examples(data.sources[0], shape)
+    found = encode_solution(example, tokenizer, max_context=64, ends=ends_of(example, shape, tokenizer))
+    assert [*found.prompt, *found.tokens] == talk.prompt + talk.response
+    mask = [False] * len(talk.prompt) + [version != OBSERVED for version in talk.versions]
+    assert [False] * len(found.prompt) + [*found.is_written] == mask
+
+
+def test_a_conversation_of_which_no_text_has_the_tokens_is_left_out(tokenizer):
+    kept = conversation(tokenizer, TALKS["turns"], score=0.5)
+    pair = next(text for text in tokenizer.pieces().values() if len(text) == 2 and tokenizer.encode(text[0] * 2))
+    # Of two tokens that are one in the text; and with a text that ends no response where it is not named.
+    tokens = [*tokenizer.encode(pair[0]), *tokenizer.encode(pair[1]), tokenizer.eos_id]
+    split = kept._replace(response=tokens, versions=[3] * len(tokens), score=2.0)
+    lone = conversation(tokenizer, TALKS["a text that ends"])
+    export = Export("sft", tokenizer, 0.5, has_environment=True)
+    (row,) = export.rows([kept, split, lone])
+    assert len(tokenizer.encode(pair)) == 1 and row["score"] == 0.5, "the best of those that are read as they were"
+    assert export.left_out == {"conversations whose texts would be read as other tokens": 2}
 
 
 def test_what_gives_no_row_is_told():

@@ -126,7 +126,7 @@ class Groups(Role, ABC):
         if not self._mesh.speaks(self._job.world.rank):
             return []
         rollout = self._rollouts[-1]
-        prompt_indices, scores = rollout.dense("prompt_indices"), rollout.dense("scores").double()
+        prompt_indices, scores = rollout.dense("prompt_indices"), rollout.dense("scores")
         scored = zip(prompt_indices.tolist(), scores.tolist(), strict=True)
         return [(prompt_index, score) for prompt_index, score in scored if not math.isnan(score)]
 

@@ -73,6 +73,12 @@ def test_messages_are_whole_and_bounded(source: str, target: str, is_plain: bool
         for message in divided:
             sizes = [num_elements(box) * ITEM_BYTES[MODEL.tensors[tensor].dtype] for tensor, box in message.pieces]
             assert message.num_bytes == sum(sizes)
+            # A piece that starts elsewhere cannot be viewed in its dtype.
+            starts = itertools.accumulate(sizes, initial=0)
+            assert not any(
+                start % ITEM_BYTES[MODEL.tensors[tensor].dtype]
+                for start, (tensor, _) in zip(starts, message.pieces, strict=False)
+            )
             if message.num_bytes > BUCKET_BYTES:
                 ((tensor, box),) = message.pieces
                 at_both = [runs(MODEL, each, tensor, rank, box) for each, rank in zip(holdings, pair, strict=True)]

@@ -113,6 +113,8 @@ def test_a_greedy_rollout_gives_the_baselines_of_the_sampled_one():
 def test_a_step_that_is_left_takes_nothing():
     for kind in (InformativeGroups, GreedyBaselines):
         groups = make(kind)
+        # Of the step before.
+        groups._prompt_indices = [8, 9]
         turns = groups.turns(10, 2, lambda mine: None)
         next(turns)
         columns = {"prompt_indices": torch.tensor([10]), "scores": torch.tensor([1.0])}

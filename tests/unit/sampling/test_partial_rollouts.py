@@ -87,6 +87,10 @@ def test_the_next_step_is_begun_as_slots_become_free_and_paused_when_this_one_is
     engine = Engine({1: 3, 3: 1})
     assert named(carry_over.drive(engine, [ask(1)], [ask(3)], Progress(), num_slots=9)) == [(1, "stop", 3)]
     assert engine.asked == [[3], [], []] and begun(carry_over) == {(3, 0): ("stop", 1)}
+    # None where more of this step wait than there are slots.
+    engine = Engine({1: 1, 2: 1, 3: 2, 4: 1, 5: 1, 6: 1})
+    carry_over.drive(engine, [ask(1), ask(2), ask(3)], [ask(4), ask(5), ask(6)], Progress(), num_slots=1)
+    assert engine.asked == [[], []] and begun(carry_over) == {}
 
 
 def test_a_step_that_is_left_keeps_its_own_responses_alone():

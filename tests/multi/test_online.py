@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.config.losses import AdvantageConfig, CorrectionConfig, KLConfig, ShapingConfig
+from hybridflow.config.losses import AdvantageConfig, CorrectionConfig, KLConfig, LagrangeConfig, ShapingConfig
 from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.parallel.world import World
@@ -22,7 +22,7 @@ from hybridflow.roles.critic import Critic
 from tests.multi.jobs import make_batch, make_job, tiny_recipe
 from tests.support.ranks import run_ranks
 
-GROUP_SIZE, KL_COEF, GAMMA = 3, 0.2, 0.9
+GROUP_SIZE, KL_COEF, GAMMA, GAE_LAMBDA = 3, 0.2, 0.9, 0.7
 SHAPING = ShapingConfig(overlong_buffer=8, overlong_factor=3.0)
 CALLS = {
     "grpo": "grpo",
@@ -173,6 +173,71 @@ def test_advantages_are_the_plain_loops_whatever_a_rank_has():
                 assert baseline == (pytest.approx(0.375) if algorithm == "remax" else None)
             # Each sample is told of once.
             assert sorted(each for *_, told in shares for each in told) == pytest.approx(sorted(scores.tolist()))
+
+
+def judged_batch() -> Batch:
+    """Samples with rewards and costs, and values of a critic of either."""
+    batch = full_batch()
+    values = batch.columns["values"]
+    costs = torch.randn(12, generator=torch.Generator().manual_seed(6))
+    return batch.with_columns({"costs": costs, "cost_values": Ragged(1.0 - 0.5 * values.values, values.lengths)})
+
+
+def safe_columns_of(world: World) -> dict[str, Any]:
+    recipe = tiny_recipe(
+        ParallelLayout(dp=2),
+        settings={
+            "kl": KLConfig(coef=KL_COEF),
+            "advantage": AdvantageConfig(gamma=GAMMA, gae_lambda=GAE_LAMBDA),
+        },
+    )
+    recipe = replace(recipe, lagrange=LagrangeConfig(init=0.5))
+    role = Advantage(make_job(world, recipe)[0], KLCoefficient(recipe))
+    batch = share_of(judged_batch(), world.rank)
+    columns = role.calls["safe"](batch, {}).columns
+    rows = {
+        name: dict(zip(batch.ids.tolist(), [row.tolist() for row in column.to_list()], strict=True))
+        for name, column in columns.items()
+    }
+    return {**rows, "metrics": dict(role.metrics)}
+
+
+def estimated(rewards: list[float], values: list[float]) -> tuple[list[float], list[float]]:
+    """Advantages and returns by the sum of the definition: A of t is the sum of (gamma lambda)^k delta of t + k."""
+    later = [*values, 0.0][1:]
+    deltas = [reward + GAMMA * after - value for reward, value, after in zip(rewards, values, later, strict=True)]
+    advantages = to_go(deltas, GAMMA * GAE_LAMBDA)
+    return advantages, [advantage + value for advantage, value in zip(advantages, values, strict=True)]
+
+
+def test_costs_have_a_critic_of_their_own_and_no_penalty():
+    batch, samples = judged_batch(), plain_samples(is_shaped=False)
+    masks = [row > 0 for row in batch.columns["response_mask"].to_list()]
+    values, cost_values = (
+        [row[own].tolist() for row, own in zip(batch.columns[name].to_list(), masks, strict=True)]
+        for name in ("values", "cost_values")
+    )
+    expected: dict[str, list[list[float]]] = {"advantages": [], "returns": [], "cost_returns": []}
+    for index, sample in enumerate(samples):
+        costs = [0.0] * len(sample.kl)
+        costs[-1:] = [float(batch.columns["costs"][index])] * bool(costs)
+        advantages, returns = estimated(sample.rewards(), values[index])
+        cost_advantages, cost_returns = estimated(costs, cost_values[index])
+        # A unit of cost is worth half of one of reward.
+        combined = [(one - 0.5 * other) / 1.5 for one, other in zip(advantages, cost_advantages, strict=True)]
+        for name, row in (("advantages", combined), ("returns", returns), ("cost_returns", cost_returns)):
+            expected[name].append(row)
+    expected["advantages"] = whitened(expected["advantages"])
+    ranks = run_ranks(safe_columns_of, 2)
+    for name, rows in expected.items():
+        found = ranks[0][name] | ranks[1][name]
+        for index, own in enumerate(masks):
+            row = torch.tensor(found[index])
+            assert row[own].tolist() == pytest.approx(rows[index], abs=1e-5), (name, index)
+            assert not row[~own].any(), (name, index)
+    for found in ranks:
+        assert found["metrics"]["cost/mean"] == pytest.approx(float(batch.columns["costs"].mean()))
+        assert found["metrics"]["cost/multiplier"] == 0.5
 
 
 def weights_of(role: Any) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ import torch
 
 from hybridflow.algorithms.losses import Totals
 from hybridflow.recipe.load import load_recipe
-from hybridflow.roles.advantage import KLCoefficient
+from hybridflow.roles.advantage import KLCoefficient, LagrangeMultiplier
 from hybridflow.roles.policy_loss import LOSS_SUMS, SAMPLER_SUMS, PolicyLoss
 
 # Two responses, of two tokens that count each; the others say what must not be looked at.
@@ -66,3 +66,33 @@ def test_the_distance_to_sampler_and_reference_by_hand():
     }
     assert dict(zip(SAMPLER_SUMS, sums.tolist(), strict=True)) == pytest.approx(expected, rel=1e-5)
     assert float(largest) == pytest.approx(math.log(4))
+
+
+@pytest.mark.parametrize(
+    ("kl", "in_reward", "in_loss"),
+    [
+        ("kl={coef: 0.1, place: reward}", True, False),
+        ("kl={coef: 0.1, place: loss, estimator: k2}", False, True),
+        ("kl={coef: 0, place: reward}", False, False),
+        ("kl={coef: 0, place: loss, estimator: k2}", False, False),
+    ],
+)
+def test_the_kl_counts_in_one_place(kl, in_reward, in_loss):
+    found = KLCoefficient(load_recipe("grpo", [kl]))
+    assert (found.is_in_reward, found.is_in_loss) == (in_reward, in_loss)
+
+
+def test_coefficients_follow_what_a_step_measured():
+    fixed = KLCoefficient(load_recipe("grpo", ["kl.coef=0.1"]))
+    fixed.advance(9.0, num_samples=10)
+    assert fixed.value == 0.1
+    adaptive = KLCoefficient(load_recipe("grpo", ["kl={coef: 0.1, target: 0.5, horizon: 100}"]))
+    # A miss of 0.55 / 0.5 - 1 = 10 %, over 10 of 100 samples.
+    adaptive.advance(0.55, num_samples=10)
+    assert adaptive.value == pytest.approx(0.1 * (1 + 0.1 * 10 / 100))
+    price = LagrangeMultiplier(load_recipe("safe-rlhf", ["lagrange={limit: 0.3, init: 0.5, lr: 0.25, max: 2}"]))
+    assert price.value == 0.5
+    price.advance(0.8)
+    assert price.value == pytest.approx(0.5 * math.exp(0.25 * 0.5 * (0.8 - 0.3)))
+    price.advance(1e3)
+    assert price.value == pytest.approx(2.0)

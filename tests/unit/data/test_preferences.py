@@ -1,6 +1,7 @@
 """Preferences from files: rows, tokens, pairs that are compared, and made-up ones."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -75,6 +76,9 @@ def test_a_row_is_one_response_or_gives_two(tmp_path):
     check_imitable(found[1], DATA)
     with pytest.raises(DataError, match=r"rows\.jsonl:2: there is nothing to imitate.*'solution'"):
         check_imitable(found[2], DATA)
+    check_imitable(replace(found[2], solution="6"), DATA)
+    # A response that ends at once can be wanted.
+    check_imitable(replace(found[2], responses=(Judged("", True),)), DATA)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +126,8 @@ def test_single_responses_are_compared_in_the_order_of_the_file():
     pairs = pairs_of(rows, "held_out.jsonl")
     assert [(one.tokens, other.tokens) for one, other in pairs] == [((0,), (1,)), ((3,), (2,))]
     whole = (*response(7, True), *response(8, False))
-    assert pairs_of([whole, *rows[:1]], "") == (whole,)
+    # Neither of a pair is compared with a single response.
+    assert pairs_of([whole, rows[0]], "") == pairs_of([whole, rows[1]], "") == (whole,)
     with pytest.raises(DataError, match=r"held_out.jsonl: holds 1 responses that are wanted and 0 that are not"):
         pairs_of(rows[:1], "held_out.jsonl")
 

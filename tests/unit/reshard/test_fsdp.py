@@ -64,7 +64,8 @@ def test_a_rank_holds_its_chunk_of_the_parameter(tensor, text):
 
 
 @pytest.mark.parametrize(
-    "pair", [("fsdp8", "tp2.dp4"), ("fsdp8", "dp8"), ("fsdp4.dp8", "tp4.dp2"), ("tp2.dp4", "fsdp8")]
+    "pair",
+    [("fsdp8", "tp2.dp4"), ("fsdp8", "dp8"), ("fsdp4.dp8", "tp4.dp2"), ("tp2.dp4", "fsdp8"), ("fsdp8", "fsdp4.dp8")],
 )
 def test_a_plan_receives_what_it_lacks_and_no_more(pair):
     model = model_spec(known_models()["llama3-1b"])

@@ -23,6 +23,7 @@ TENSORS = [
     TensorSpec(name="gate_up", shape=(2, 5, 3), dtype="fp32", tp_dim=1, place=0),
     TensorSpec(name="gate_up.bias", shape=(2, 5), dtype="fp32", tp_dim=1, place=0),
     TensorSpec(name="rows", shape=(7, 4), dtype="fp32", tp_dim=1, place=0),
+    TensorSpec(name="qkv.bias", shape=(6,), dtype="fp32", tp_dim=0, place=0),
     TensorSpec(name="norm", shape=(3,), dtype="fp32", tp_dim=None, place=0),
     TensorSpec(name="padded", shape=(10, 3), dtype="fp32", tp_dim=0, place="embedding", padded_to=8),
 ]

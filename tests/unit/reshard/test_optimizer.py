@@ -319,6 +319,8 @@ def test_buckets_by_hand() -> None:
         "last": ((0, 0, 32), (1, 32, 50)),
     }
     assert [bucket_elements(ParallelLayout(tp=2, dp=dp)) for dp in (1, 2, 64)] == [None, 40_000_000, 64_000_000]
+    # Ranks of cp have the same weights, and are replicas too.
+    assert bucket_elements(ParallelLayout(dp=32, cp=2)) == 64_000_000
 
 
 def test_the_digest_tells_state_from_weights_and_orders_apart() -> None:

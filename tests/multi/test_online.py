@@ -166,6 +166,8 @@ def test_advantages_are_the_plain_loops_whatever_a_rank_has():
                 # The mean of what the reward gave is not that of what is learned from.
                 assert metrics["reward/mean"] == pytest.approx(float(scores.mean()))
                 assert metrics["batch/num_tokens"] == num_tokens
+                num_own = sum(float(mask.sum()) for mask in masks)
+                assert metrics["response/length_mean"] == pytest.approx(num_own / 12)
                 assert ("reward/shaped_mean" in metrics) == is_shaped
                 if is_shaped:
                     assert metrics["reward/shaped_mean"] == pytest.approx(sum(each.score for each in samples) / 12)

@@ -177,6 +177,30 @@ def test_advantages_are_the_plain_loops_whatever_a_rank_has():
             assert sorted(each for *_, told in shares for each in told) == pytest.approx(sorted(scores.tolist()))
 
 
+def twins_of(world: World) -> dict[int, float]:
+    """Advantages where the first group is one response three times, of which a layout has rounded one otherwise."""
+    batch = full_batch()
+    rows = {name: batch.columns[name].to_list() for name in ("tokens", "response_mask", "old_log_probs")}
+    rows["ref_log_probs"] = batch.columns["ref_log_probs"].to_list()
+    for each in rows.values():
+        each[1] = each[2] = each[0]
+    rows["old_log_probs"][2] = rows["old_log_probs"][0] + 1e-3
+    columns = {name: Ragged.from_list(each, each[0].dtype) for name, each in rows.items()}
+    scores = batch.columns["scores"].clone()
+    scores[1:3] = scores[0]
+    recipe = tiny_recipe(ParallelLayout(dp=2), "grpo", settings={"kl": KLConfig(coef=KL_COEF)}, group_size=GROUP_SIZE)
+    role = Advantage(make_job(world, recipe)[0], KLCoefficient(recipe))
+    mine = share_of(batch.with_columns({**columns, "scores": scores}), world.rank)
+    column = role.calls["grpo"](mine, {}).columns["advantages"]
+    return dict(zip(mine.ids.tolist(), [float(row.abs().sum()) for row in column.to_list()], strict=True))
+
+
+def test_rounding_tells_no_equal_responses_apart():
+    found = {number: size for rank in run_ranks(twins_of, 2) for number, size in rank.items()}
+    assert [found[number] for number in range(3)] == [0.0] * 3
+    assert found[3] > 0.1
+
+
 def judged_batch() -> Batch:
     """Samples with rewards and costs, and values of a critic of either."""
     batch = full_batch()

@@ -1,13 +1,16 @@
 """The loss of one micro-batch, and what is told of it, worked out by hand."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hybridflow.algorithms.losses import Totals
+from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.recipe.load import load_recipe
 from hybridflow.roles.advantage import KLCoefficient, LagrangeMultiplier
+from hybridflow.roles.critic import Critic
 from hybridflow.roles.policy_loss import LOSS_SUMS, SAMPLER_SUMS, PolicyLoss
 
 # Two responses, of two tokens that count each; the others say what must not be looked at.
@@ -66,6 +69,29 @@ def test_the_distance_to_sampler_and_reference_by_hand():
     }
     assert dict(zip(SAMPLER_SUMS, sums.tolist(), strict=True)) == pytest.approx(expected, rel=1e-5)
     assert float(largest) == pytest.approx(math.log(4))
+
+
+def test_the_loss_of_values_and_its_clips_by_hand():
+    rows = {
+        "response_mask": [[1.0, 1.0], [1.0, 0.0]],
+        "values": [[0.0, 1.0], [0.0, 0.0]],
+        "returns": [[1.0, 0.0], [2.0, 9.0]],
+    }
+    part = Batch(
+        torch.arange(2),
+        {name: Ragged.from_list([torch.tensor(row) for row in each], torch.float32) for name, each in rows.items()},
+    )
+    critic = object.__new__(Critic)
+    critic.model = SimpleNamespace(values=lambda output, micro_batch: output)
+    critic._settings = SimpleNamespace(value_clip=0.5)
+    critic._values, critic._returns = "values", "returns"
+    # The second sample comes first.
+    micro_batch = SimpleNamespace(samples=[1, 0], pad=lambda values: values)
+    loss, told = critic._loss(torch.tensor([[1.0, 3.0], [2.0, 0.8]]), micro_batch, part, TOTALS)
+    # The second's first value moved by 1 towards its return of 2, and counts as if it had moved by 0.5. The first's
+    # moved past its return of 1, which the clip does not forgive, and its other one by less than the clip.
+    assert float(loss) == pytest.approx((0.5 * 1.5**2 + 0.5 * 1.0**2 + 0.5 * 0.8**2) / 8)
+    assert told.tolist() == pytest.approx([float(loss), 1 / 8])
 
 
 @pytest.mark.parametrize(

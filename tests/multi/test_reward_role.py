@@ -44,12 +44,16 @@ class Scorer:
 
 
 def reward_job(world, objects, **settings):
-    recipe = replace(tiny_recipe(ParallelLayout(dp=2), "grpo"), reward=RewardConfig(**settings))
+    recipe = replace(tiny_recipe(ParallelLayout(dp=world.size), "grpo"), reward=RewardConfig(**settings))
     job, _ = make_job(world, recipe)
     tokenizer = SimpleNamespace(
         **vars(job.tokenizer) | {"decode": lambda ids: "".join(LETTERS[each - 3] for each in ids)}
     )
-    example = lambda prompt_index: Example(prompt=f"p{prompt_index}", answer="xx", place=f"d.jsonl:{prompt_index + 1}")  # noqa: E731
+
+    def example(prompt_index):
+        row, place = {"level": prompt_index + 7}, f"d.jsonl:{prompt_index + 1}"
+        return Example(prompt=f"p{prompt_index}", answer="xx", place=place, row=row)
+
     return replace(job, tokenizer=tokenizer, train=SimpleNamespace(example=example), objects=objects)
 
 
@@ -105,3 +109,30 @@ def refused(world):
 def test_where_all_fail_it_is_an_error_on_all_ranks():
     first, second = run_ranks(refused, 2)
     assert first == [2, 3] and all(map(math.isnan, second))
+
+
+def told(world):
+    seen = []
+
+    def note(prompt, response, answer, level):
+        seen.append((prompt, response, answer, level))
+        return float(len(seen))
+
+    reward = Reward(reward_job(world, {"reward": note}))
+    columns = {
+        "tokens": Ragged.from_list([[4, 5, 6, 7], [8, 9, 10]], torch.int64),
+        "prompt_lengths": torch.tensor([1, 2]),
+        "prompt_indices": torch.tensor([3, 1]),
+    }
+    batch = Batch(torch.tensor([6, 2]), columns)
+    scored = [reward.score(batch, {})]
+    # Of a conversation the last turn is scored.
+    scored.append(reward.score(batch.with_columns({"last_turn_lengths": torch.tensor([2, 0])}), {}))
+    return seen, [(each.ids.tolist(), each.columns["scores"].tolist()) for each in scored]
+
+
+def test_a_function_is_told_the_response_and_its_row():
+    ((seen, scored),) = run_ranks(told, 1)
+    # Token 3 is a. Prompts are those of the row, not the tokens that the model had.
+    assert seen == [("p3", "cde", "xx", 10), ("p1", "h", "xx", 8), ("p3", "de", "xx", 10), ("p1", "", "xx", 8)]
+    assert scored == [([6, 2], [1.0, 2.0]), ([6, 2], [3.0, 4.0])]

@@ -9,6 +9,7 @@ import pytest
 
 from hybridflow import cli
 from hybridflow.dataflow.graph import Node
+from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.estimate import TrainStep, decode_seconds, forward_seconds, prefill_seconds, train_seconds
 from hybridflow.mapping.hardware import hardware
@@ -17,6 +18,7 @@ from hybridflow.mapping.rl_step import (
     Work,
     generation_seconds,
     moving_seconds,
+    nodes,
     offload_seconds,
     role_size,
     scoring_seconds,
@@ -197,6 +199,26 @@ def test_lengths_have_their_mean_and_are_within_the_limit():
 def test_what_generates_nothing_is_estimated_with_stages_too(capsys):
     found = estimate(capsys, "dpo", "actor.update={pp: 2}", "model.dtype=bf16")
     assert found["seconds"] > 0
+
+
+def test_an_offloaded_optimizer_leaves_before_weights_move(capsys, recipe):
+    machine = hardware("h100-sxm")
+    found = estimate(capsys, recipe(), "actor.offload=true")
+    first, second, third, *_ = found["calls"]
+    assert (first["name"], second["name"], third["name"]) == ("offload", "reshard", "actor.sample")
+    # Three numbers of fp32 of half of the layers and a table, of which each of eight replicas has an eighth; there and
+    # back. Norms are there.
+    layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
+    away = 2 * 12 * (16 * layer + 128256 * 4096) / 8
+    assert first["seconds"] == pytest.approx(away / (machine.host_bandwidth * machine.host_share), rel=1e-3)
+    assert second["start"] == pytest.approx(first["seconds"])
+
+
+def test_only_what_goes_over_mini_batches_learns():
+    flow = ALGORITHMS["dapo"].step.flow
+    learns = {node.name: is_update for node, is_update in nodes(flow)}
+    assert learns["actor.sample"] is learns["reward.score"] is False
+    assert [name for name, is_update in learns.items() if is_update] == ["actor.update"]
 
 
 def test_calls_on_the_same_ranks_follow_one_another(capsys, recipe):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hybridflow.config.roles import OptimizerConfig
 from hybridflow.dataflow.batch import Ragged
 from hybridflow.errors import RewardError
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.placement.loss_mask import is_last_mini_batch
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import Advantage, KLCoefficient
 from hybridflow.roles.critic import Critic
@@ -176,6 +178,14 @@ def test_updates_without_truncated_responses_are_those_of_the_others():
         assert numbers == pytest.approx(expected, rel=1e-4, abs=1e-6)
         step, right = torch.tensor(step), torch.tensor(right)
         assert float((step - right).norm()) < 0.02 * float(right.norm()) and float(right.norm()) > 0
+
+
+def test_a_step_ends_with_the_last_mini_batch_of_the_last_epoch():
+    recipe = tiny_recipe(ParallelLayout(), "grpo")
+    recipe = replace(recipe, loss=replace(recipe.loss, epochs=2))
+    turns = [{"epoch": epoch, "index": index} for epoch in range(2) for index in range(12 // 6)]
+    found = [is_last_mini_batch(SimpleNamespace(recipe=recipe), turn) for turn in turns]
+    assert found == [False, False, False, True]
 
 
 def test_a_mini_batch_of_none_but_dropped_samples_makes_no_update():

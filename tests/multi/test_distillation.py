@@ -1,8 +1,9 @@
-"""The reverse KL over vocabulary-parallel logits, against plain torch in fp64 on the whole vocabulary."""
+"""The reverse KL over vocabulary-parallel logits, and an actor's steps on it, against plain torch in fp64."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -10,11 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridflow.config.roles import OptimizerConfig
+from hybridflow.dataflow.batch import Batch, Ragged
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models import distillation
 from hybridflow.models.distillation import top_log_probs, vocab_parallel_reverse_kl
+from hybridflow.models.weights import local_shards
 from hybridflow.parallel.world import World
+from hybridflow.roles.actor import Actor
+from hybridflow.roles.advantage import KLCoefficient
+from tests.multi import models
+from tests.multi.jobs import add_noise, inner_of, make_batch, make_job, outer_of, tiny_recipe, watch
 from tests.multi.models import place
+from tests.multi.test_reference_step import MODELS, transformer
 from tests.support.ranks import run_ranks
 
 VOCAB, PADDED, TOKENS, TEMPERATURE = 29, 32, 7, 0.7
@@ -100,3 +109,88 @@ def small(world: World) -> list[float]:
         told, *ids = top_log_probs(teacher, top_k, **settings)
         found.append(float(vocab_parallel_reverse_kl(student, told, ids[0] if ids else None, **settings)))
     return found
+
+
+MODEL, MINI_BATCH = MODELS["ppo"], 6
+
+
+def student_of(world: World, layout: ParallelLayout) -> Actor:
+    """An actor whose steps move no weight of fp32: both mini-batches meet the first weights."""
+    optimizer = OptimizerConfig(lr=1e-12, clip_grad=0.0, distributed=False)
+    recipe = tiny_recipe(layout, "grpo", model=MODEL, micro_batch_tokens=60, optimizer=optimizer)
+    actor = Actor(make_job(world, recipe)[0], KLCoefficient(recipe))
+    add_noise(actor.model, actor.spec, world.rank, seed=3)
+    actor.trainable.reload_weights()
+    return actor
+
+
+def taught(top_k: int) -> Batch:
+    """Samples with what a teacher says of each response token: of the whole vocabulary, or of so many and the rest."""
+    batch, generator = make_batch(), torch.Generator().manual_seed(4)
+    log_probs, ids = [], []
+    for length in batch.columns["response_mask"].lengths.tolist():
+        row = torch.randn(length, models.VOCAB, generator=generator).log_softmax(-1)
+        if top_k:
+            order = row.argsort(-1, descending=True)
+            best, others = order[:, :top_k], order[:, top_k:]
+            ids.append(best)
+            row = torch.cat([row.gather(1, best), row.gather(1, others).logsumexp(-1, keepdim=True)], dim=1)
+        log_probs.append(row)
+    columns = {"teacher_log_probs": Ragged.from_list(log_probs, torch.float32)}
+    if top_k:
+        columns["teacher_ids"] = Ragged.from_list(ids, torch.int64)
+    return batch.with_columns(columns)
+
+
+def learned(world: World, layout: ParallelLayout, top_k: int) -> Any:
+    """Gradients of two steps, and what was measured."""
+    actor, batch = student_of(world, layout), taught(top_k)
+    gradients, _ = watch(actor, world.rank)
+    dp = actor.model.mesh.coordinate(world.rank).dp
+    mine = batch.select((batch.ids % layout.dp == dp).nonzero()[:, 0])
+    for index in range(2):
+        actor.distill(mine, {"actor_mini_batch": {"epoch": 0, "index": index}})
+    return gradients, dict(actor.metrics)
+
+
+def plain_steps(world: World, top_k: int) -> Any:
+    """As ``learned``, with the sum of the KL and the tokens of either mini-batch in the place of metrics."""
+    actor, batch = student_of(world, ParallelLayout()), taught(top_k)
+    shards = local_shards(actor.model.transformer, actor.spec, actor.model.mesh, 0)
+    weights = {name: local[inner_of(part)].detach().double().requires_grad_() for name, (local, part) in shards.items()}
+    output = weights.get("output_layer.weight", weights["embedding.word_embeddings.weight"])
+    rows = {name: column.to_list() for name, column in batch.columns.items() if isinstance(column, Ragged)}
+    gradients, sums = [], []
+    for start in (0, MINI_BATCH):
+        total, count = torch.zeros((), dtype=torch.float64), 0.0
+        for sample in range(start, start + MINI_BATCH):
+            tokens, prompt = rows["tokens"][sample], int(batch.columns["prompt_lengths"][sample])
+            heads = MODEL.num_attention_heads
+            states = transformer(weights, tokens, heads, MODEL.num_query_groups or heads, MODEL.num_layers)
+            student = (states[prompt - 1 : -1] @ output.T / 0.8).log_softmax(-1)
+            if top_k:
+                ids = rows["teacher_ids"][sample]
+                rest = student.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+                student = torch.cat([student.gather(1, ids), rest], dim=1)
+            mask = rows["response_mask"][sample] > 0
+            kl = (student.exp() * (student - rows["teacher_log_probs"][sample].double())).sum(-1)
+            total, count = total + kl[mask].sum(), count + float(mask.sum())
+        found = torch.autograd.grad(total / count, list(weights.values()))
+        gradients.append(dict(zip(weights, [each.numpy() for each in found], strict=True)))
+        sums.append((float(total), count))
+    return gradients, sums
+
+
+@pytest.mark.parametrize(("layout", "top_k"), [("tp2.dp2", 3), ("cp2", 0)])
+def test_an_actor_learns_the_mean_over_the_tokens_that_count(layout, top_k):
+    parsed = ParallelLayout.parse(layout)
+    ((expected, sums),) = run_ranks(plain_steps, 1, top_k)
+    for gradients, metrics in run_ranks(learned, parsed.world_size, parsed, top_k):
+        assert metrics["distill/kl"] == pytest.approx(sum(kl for kl, _ in sums) / sum(count for _, count in sums))
+        # The mean of both updates.
+        assert metrics["actor/loss"] == pytest.approx(sum(kl / count for kl, count in sums) / 2)
+        for step, plain in zip(gradients, expected, strict=True):
+            for name, (values, part) in step.items():
+                whole = plain[name]
+                error = np.linalg.norm(values - whole[outer_of(part)])
+                assert error < 1e-5 * np.linalg.norm(whole), name

@@ -187,6 +187,7 @@ def test_an_actor_learns_the_mean_over_the_tokens_that_count(layout, top_k):
     ((expected, sums),) = run_ranks(plain_steps, 1, top_k)
     for gradients, metrics in run_ranks(learned, parsed.world_size, parsed, top_k):
         assert metrics["distill/kl"] == pytest.approx(sum(kl for kl, _ in sums) / sum(count for _, count in sums))
+        assert metrics["response/length_mean"] == pytest.approx(sum(count for _, count in sums) / 12)
         # The mean of both updates.
         assert metrics["actor/loss"] == pytest.approx(sum(kl / count for kl, count in sums) / 2)
         for step, plain in zip(gradients, expected, strict=True):

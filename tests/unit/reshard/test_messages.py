@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.reshard import messages
+from hybridflow.reshard.execute import ALIGNED_BYTES, _Ring
 from hybridflow.reshard.holdings import WeightHoldings
 from hybridflow.reshard.messages import Message, Pair, divide, region_of, slots
 from hybridflow.reshard.plan import Copy, participants, plan
@@ -132,3 +133,25 @@ def slots_needed(source: str, target: str, order: tuple[int, ...] | None = None)
 def test_usual_traffic_takes_hardly_more_slots_than_its_busiest_rank_has_messages(source: str, target: str) -> None:
     needed, least = slots_needed(source, target)
     assert least <= needed <= 1.25 * least
+
+
+@given(st.lists(st.integers(1, 4 * ALIGNED_BYTES), max_size=30))
+def test_room_in_buckets_is_given_anew_only_when_its_steps_are_finished(sizes: list[int]) -> None:
+    ring, rooms, num_finished = _Ring(7 * ALIGNED_BYTES), list[tuple[int, int]](), 0
+    for number, size in enumerate(sizes):
+        start, after = ring.reserve(size, number)
+        assert start % ALIGNED_BYTES == 0 and start + size <= 7 * ALIGNED_BYTES
+        # Steps begin in order: what one has waited for is finished for those behind it too.
+        num_finished = max(num_finished, after)
+        users = [user for user, (low, high) in enumerate(rooms) if low < start + size and start < high]
+        assert max(users, default=-1) < num_finished <= number
+        rooms.append((start, start + size))
+
+
+def test_room_in_buckets_by_hand() -> None:
+    ring = _Ring(4 * ALIGNED_BYTES)
+    # The first two fill it. The third takes the room of the first, and the fourth half of that of the second.
+    units = [2, 2, 2, 1, 4, 1]
+    found = [ring.reserve(number * ALIGNED_BYTES, step) for step, number in enumerate(units)]
+    assert [start // ALIGNED_BYTES for start, _ in found] == [0, 2, 0, 2, 0, 0]
+    assert [after for _, after in found] == [0, 0, 1, 2, 4, 5]

@@ -491,6 +491,7 @@ def _recipe(
     values.setdefault("rollout", {})["max_new_tokens"] = 1
     values.setdefault("trainer", {})["global_batch_size"] = num_ranks
     recipe = finish_recipe(values, in_memory=in_memory_info(objects))
+    recipe = replace(recipe, traits=replace(recipe.traits, samples_when_asked=True))
     if recipe.rollout.temperature != 1:
         raise ConfigError(
             "hybrid_config: temperature is told with each call: generate(…, do_sample=True, temperature=…)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from hybridflow.config.data import check_data
@@ -125,6 +125,8 @@ def check_recipe(recipe: Recipe, in_memory: Mapping[str, ModelInfo] | None = Non
     _check_schedules(recipe)
     _check_validation(recipe)
     _check_offline(recipe)
+    if not recipe.generates:
+        _check_silent(recipe)
     _check_profile(recipe)
     prometheus = recipe.metrics.prometheus
     if prometheus is not None:
@@ -303,7 +305,7 @@ def _check_validation(recipe: Recipe) -> None:
 
 
 def _check_offline(recipe: Recipe) -> None:
-    """Refuse sampling keys for offline algorithms, which have keys of their own."""
+    """Refuse keys that an offline algorithm does not read, which has keys of its own."""
     traits, name = recipe.traits, recipe.algorithm
     rollout, made = recipe.rollout, recipe.data.arithmetic
     if traits.imitates and rollout.group_size > 1:
@@ -322,7 +324,6 @@ def _check_offline(recipe: Recipe) -> None:
             "have; set it to add"
         )
     _check_mini_batches_of_preferences(recipe)
-    _check_silent(recipe)
     if traits.is_scorer and recipe.warm_start is not None:
         raise ConfigError(f"warm_start: algorithm={name} trains a scorer, which writes no text; remove the section")
 
@@ -354,14 +355,20 @@ def _check_silent(recipe: Recipe) -> None:
         for each in fields(RolloutConfig)
         if each.name != "max_new_tokens"
     }
-    given["rollout.max_new_tokens"] = recipe.rollout.max_new_tokens, 1
+    if not recipe.traits.imitates:
+        # One recipe of sft may be run with a reward, and without.
+        given["rollout.max_new_tokens"] = recipe.rollout.max_new_tokens, 1
     given["actor.rollout"] = recipe.actor.rollout, None
     given["actor.rollout_ranks"] = recipe.actor.rollout_ranks, None
     given["actor.offload"] = recipe.actor.offload is True, False
     given["trainer.max_staleness"] = trainer.max_staleness, 0
+    remedy = "remove the key"
+    if recipe.traits.imitates:
+        remedy += ", or name data.held_out and what scores responses to it, such as reward.function=maths"
     for key, (found, default) in given.items():
         if found != default:
-            raise ConfigError(f"{key}={found}: algorithm={name} samples nothing; remove the key")
+            shown = key if is_dataclass(found) and key.startswith("rollout.") else f"{key}={found}"
+            raise ConfigError(f"{shown}: algorithm={name} samples nothing; {remedy}")
 
 
 def _check_profile(recipe: Recipe) -> None:

@@ -638,7 +638,13 @@ def test_sft_needs_neither_a_length_of_responses_nor_held_out_data(tmp_path):
     of_loss = load_recipe(path, ["data.held_out=h.jsonl"])
     assert of_loss.rollout.max_new_tokens == 1 and not of_loss.generates, "a loss needs no response"
     assert called(plan_job(of_loss).validation) == ["offline.held_out_solutions", "actor.validate_solutions"]
+    for key in ("rollout.engine.kind=vllm", "rollout.temperature=0.5", "actor.rollout={dp: 1}"):
+        shown = "rollout.engine:" if "kind" in key else key.partition("=")[0]
+        says = [f"{shown}", "algorithm=sft samples nothing; remove the key, or name data.held_out and what scores"]
+        complains(lambda key=key: load_recipe(path, ["data.held_out=h.jsonl", key]), says)
+    assert load_recipe(path, ["rollout.max_new_tokens=7"]).rollout.max_new_tokens == 7, "for a reward that may come"
     scored = ["data.held_out=h.jsonl", "reward.function=maths"]
+    assert load_recipe(path, [*scored, "rollout.engine.kind=vllm"]).generates
     recipe = load_recipe(path, scored)
     assert recipe.rollout.max_new_tokens == 32 and recipe.generates
     assert called(plan_job(recipe).validation) == [

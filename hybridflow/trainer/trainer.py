@@ -186,7 +186,8 @@ class Trainer(Role):
         self._saved_at_s = time.monotonic()
         self._steps_here = 0
         if job.world.rank == 0:
-            num_held_out = len(job.held_out) + len(job.held_out_pairs)
+            # A program gives no more of held-out rows of SFT than their solutions.
+            num_held_out = len(job.held_out_pairs or job.held_out_solutions or job.held_out)
             rows, spec = job.train.num_rows, self.roles.actor.spec
             device = job.world.device_text()
             text = banner(

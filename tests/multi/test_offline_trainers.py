@@ -153,7 +153,7 @@ def sft_loss(model: Any, folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_sft(folder: Path, size: int) -> None:
+def test_sft(folder: Path, size: int, capfd: pytest.CaptureFixture[str]) -> None:
     ranks = run(solutions, size, folder)
     model = load(folder / "policy")
     expected = steps_of(model, lambda: sft_loss(model, folder))
@@ -163,6 +163,7 @@ def test_sft(folder: Path, size: int) -> None:
         assert [step["loss"] for step in metrics] == pytest.approx(expected, abs=1e-5)
         told = {at: step["validation/loss"] for at, step in enumerate(metrics, 1) if "validation/loss" in step}
         assert told == pytest.approx(validated, abs=1e-5)
+    assert "4 rows; 4 held out" in capfd.readouterr().out
 
 
 def others(folder: Path, size: int):

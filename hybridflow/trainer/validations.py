@@ -41,8 +41,10 @@ class Validations:
         saved, now = checkpoint.state["recipe"], recipe.trainer
         files = (saved["data"]["held_out"], recipe.data.held_out)
         sources = {None if file is None else Path(file).resolve() for file in files}
-        if saved["trainer"]["num_validation"] != now.num_validation or len(sources) > 1:
-            # Scores of other problems do not compare.
+        is_loss = recipe.traits.imitates and not recipe.scores_held_out
+        has_other_result = found.step is not None and (found.result == "loss") is not is_loss
+        if saved["trainer"]["num_validation"] != now.num_validation or len(sources) > 1 or has_other_result:
+            # Scores of other problems do not compare, nor does a score with a loss.
             return cls()
         if now.keep_best and not saved["trainer"]["keep_best"]:
             found.restart(checkpoint.step)

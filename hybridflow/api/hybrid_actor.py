@@ -489,9 +489,10 @@ def _recipe(
     put_under(values, "actor.optimizer.lr", AlgorithmTraits.lr)
     # How long responses may be, and how they are sampled, is told with each call.
     values.setdefault("rollout", {})["max_new_tokens"] = 1
+    # Supervised training samples only what something scores.
+    put_under(values, "reward.function", "exact_match")
     values.setdefault("trainer", {})["global_batch_size"] = num_ranks
     recipe = finish_recipe(values, in_memory=in_memory_info(objects))
-    recipe = replace(recipe, traits=replace(recipe.traits, samples_when_asked=True))
     if recipe.rollout.temperature != 1:
         raise ConfigError(
             "hybrid_config: temperature is told with each call: generate(…, do_sample=True, temperature=…)"

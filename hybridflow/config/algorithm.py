@@ -17,7 +17,6 @@ class AlgorithmTraits:
         needs: Sections that must be given.
         is_scorer: Whether what it trains gives scores, not text.
         is_offline: Whether it learns from given responses, and samples to validate at most.
-        samples_when_asked: Whether a program samples from what it trains, in a call of its own.
         resamples: Why a step may sample more than once, in words. None: it samples once.
         has_preferences: Whether its rows are preferences: two responses to a prompt, or one and whether it is wanted.
         is_paired: Whether it learns from the two responses of a row together.
@@ -31,7 +30,6 @@ class AlgorithmTraits:
     needs: tuple[str, ...] = ()
     is_scorer: bool = False
     is_offline: bool = False
-    samples_when_asked: bool = False
     resamples: str | None = None
     has_preferences: bool = False
     is_paired: bool = False

@@ -159,7 +159,7 @@ class Recipe:
     @property
     def generates(self) -> bool:
         """Return whether it ever samples from what it trains."""
-        return not self.traits.is_offline or self.traits.samples_when_asked or self.scores_held_out
+        return not self.traits.is_offline or self.scores_held_out
 
     @property
     def samples_per_prompt(self) -> int:

@@ -97,15 +97,16 @@ def recipe_of(case: Case) -> Recipe:
         data=DataConfig(train="none", held_out="none"),
         actor=ActorConfig(update=case.layout, optimizer=OPTIMIZER),
         reference=ReferenceConfig(layout=ParallelLayout(dp=size)),
-        # Validations of sft may sample with it. What is learned from was given.
-        rollout=RolloutConfig(max_new_tokens=1, temperature=0.5 if case.name == "sft" else 1.0),
+        rollout=RolloutConfig(max_new_tokens=1),
         preference=PREFERENCES.get(case.name, PreferenceConfig()),
         trainer=TrainerConfig(
             steps=1, global_batch_size=BATCH, mini_batch_size=MINI_BATCH, micro_batch_tokens=case.micro_batch_tokens
         ),
     )
     check_recipe(recipe)
-    return recipe
+    # Validations of sft that score responses sample with a temperature. What is learned from was given.
+    hot = RolloutConfig(max_new_tokens=1, temperature=0.5)
+    return replace(recipe, rollout=hot) if case.name == "sft" else recipe
 
 
 def draw(low: int, high: int, generator: torch.Generator) -> tuple[int, ...]:

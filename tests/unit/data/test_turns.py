@@ -288,7 +288,7 @@ def test_a_solution_of_the_row_comes_first(folders):
 
 
 def test_held_out_rows_whose_responses_are_scored_give_the_prompt_that_their_answer_belongs_to():
-    for options, turns in (([], "last"), (["reward.function=null"], "all")):
+    for options, turns in (([], "last"), (["reward.function=null", "actor.rollout=null"], "all")):
         recipe = load_recipe("sft", ["data.learned_turns=all", *options])
         shape = training_shape(recipe, None)
         assert (shape.data.learned_turns, held_out_shape(shape, recipe).data.learned_turns) == ("all", turns)

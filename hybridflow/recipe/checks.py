@@ -353,11 +353,13 @@ def _check_silent(recipe: Recipe) -> None:
     given: dict[str, tuple[Any, Any]] = {
         f"rollout.{each.name}": (getattr(recipe.rollout, each.name), each.default)
         for each in fields(RolloutConfig)
-        if each.name != "max_new_tokens"
+        # Texts that end a response end one that is learned, too.
+        if each.name not in ("max_new_tokens", "stop")
     }
     if not recipe.traits.imitates:
         # One recipe of sft may be run with a reward, and without.
         given["rollout.max_new_tokens"] = recipe.rollout.max_new_tokens, 1
+        given["rollout.stop"] = recipe.rollout.stop, ()
     given["actor.rollout"] = recipe.actor.rollout, None
     given["actor.rollout_ranks"] = recipe.actor.rollout_ranks, None
     given["actor.offload"] = recipe.actor.offload is True, False

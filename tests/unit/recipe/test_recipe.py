@@ -635,6 +635,7 @@ def test_sft_needs_neither_a_length_of_responses_nor_held_out_data(tmp_path):
     path.write_text(SFT)
     assert load_recipe(path).rollout.max_new_tokens == 1, "nothing is sampled"
     assert not plan_job(load_recipe(path)).validation
+    assert load_recipe(path, ["rollout.stop=['</call>']"]).rollout.stop == ("</call>",), "it ends what is learned"
     of_loss = load_recipe(path, ["data.held_out=h.jsonl"])
     assert of_loss.rollout.max_new_tokens == 1 and not of_loss.generates, "a loss needs no response"
     assert called(plan_job(of_loss).validation) == ["offline.held_out_solutions", "actor.validate_solutions"]

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Check hybridflow on a machine with one GPU, in three commands of at most nine minutes each.
+"""Check hybridflow on a machine with one GPU, in four commands of at most nine minutes each.
 
 correctness: the GPU computes what a CPU does. learning: the quickstart learns. speed: GRPO steps, decoding, resharding
-and checkpoints beside what the device can do. Each check is a process with a deadline. One that fails stops no other.
-After each check DIR has its result: in results.json, as a row for the table of docs/gpu.md in results.md, and what it
-printed in log.txt. A command that is given a DIR with results keeps those of other checks.
+and checkpoints beside what the device can do. other-models: likewise of four layers of Qwen3-30B-A3B, Qwen3.5-9B,
+GPT-OSS 20B and GLM-4.7-Flash. Each check is a process with a deadline. One that fails stops no other. After each check
+DIR has its result: in results.json, as a row for the table of docs/gpu.md in results.md, and what it printed in
+log.txt. A command that is given a DIR with results keeps those of other checks.
 
 Where the machine has no network, pack first and carry the folder along with the clone. The checks make their models and
 their data themselves.
@@ -71,7 +72,8 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check("device", "gpu_checks.device", deadline_s=60),
         Check("attention", "gpu_checks.attention", deadline_s=90),
         Check("kernels", "gpu_checks.kernels"),
-        Check("families", "gpu_checks.families", deadline_s=180),
+        Check("families", "gpu_checks.families", deadline_s=300),
+        Check("images", "gpu_checks.images"),
         Check("graphs", "gpu_checks.graphs"),
         Check("lora", "gpu_checks.lora"),
         Check("reshard", "gpu_checks.reshard"),
@@ -91,8 +93,14 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         Check("grpo-0.5b", "gpu_checks.grpo", "0.5b"),
         Check("decode-1.5b", "gpu_checks.decode", "1.5b"),
         Check("checkpoint", "gpu_checks.checkpoint", deadline_s=180),
+    ),
+    "other-models": (
         Check("decode-moe", "gpu_checks.decode", "moe"),
         Check("grpo-moe", "gpu_checks.grpo", "moe", 180),
+        Check("decode-linear", "gpu_checks.decode", "linear"),
+        Check("grpo-linear", "gpu_checks.grpo", "linear", 180),
+        Check("decode-sinks", "gpu_checks.decode", "sinks"),
+        Check("decode-latent", "gpu_checks.decode", "latent"),
     ),
 }
 """The most informative first."""

@@ -43,7 +43,9 @@ class VisionTower:
         """
         merged = self._module.spatial_merge_size
         sizes = torch.tensor([[1, grid[0] * merged, grid[1] * merged]], device=self._device)
-        output = self._module(patches.to(self._device, self._dtype), grid_thw=sizes, return_dict=True)
+        # cuDNN would take the first product of fp32 in TF32; nothing else here goes through it.
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            output = self._module(patches.to(self._device, self._dtype), grid_thw=sizes, return_dict=True)
         return torch.stack([output.pooler_output, *getattr(output, "deepstack_features", ())], dim=1)
 
     def prepare(self) -> None:

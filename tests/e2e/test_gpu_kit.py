@@ -13,8 +13,9 @@ import pytest
 from hybridflow.families.tables import FAMILIES
 
 ROOT = Path(__file__).parents[2]
-# Of other sizes, or training as "layouts" and "quickstart-fp32" do.
-ALIKE = ["reshard", "resume", "quickstart-bf16", "decode-0.5b", "decode-1.5b", "grpo-0.5b"]
+# Of other sizes and models, or training as "layouts" and "quickstart-fp32" do.
+ALIKE = ["reshard", "resume", "quickstart-bf16", "decode-0.5b", "decode-1.5b", "grpo-0.5b", "grpo-moe", "decode-moe"]
+ALIKE += ["grpo-linear", "decode-sinks"]
 CHECKS = [each.name for group in gpu_kit.CHECKS.values() for each in group if each.name not in ALIKE]
 
 
@@ -33,7 +34,7 @@ def test_checks_pass_on_a_cpu(checks, tmp_path):
         return
     # What the checks compare is there: nothing passes for want of figures.
     assert found["families"]["result"].startswith(
-        f"largest differences over {len(FAMILIES)} families: log-probabilities 0"
+        f"largest differences over {len(FAMILIES)} models: log-probabilities 0"
     )
     assert found["layouts"]["result"].count("alone") == 1 and "tp2" in found["layouts"]["result"]
     assert "planned" in found["grpo-1.5b"]["result"] and "times transformers" in found["decode-7b"]["result"]

@@ -45,18 +45,53 @@ RECIPE: dict[str, Any] = {
 """GRPO with a reference, in a model of a moment."""
 
 _KEYS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size")
-SHAPES: dict[str, dict[str, Any]] = {
-    "0.5b": dict(zip(_KEYS, (24, 896, 4864, 14, 2, 151936), strict=True), qkv_bias=True, tied_embeddings=True),
-    "1.5b": dict(zip(_KEYS, (28, 1536, 8960, 12, 2, 151936), strict=True), qkv_bias=True, tied_embeddings=True),
-    "7b": dict(zip(_KEYS, (28, 3584, 18944, 28, 4, 152064), strict=True), qkv_bias=True),
+_MIXTURES: dict[str, dict[str, Any]] = {
+    # Qwen3-30B-A3B
     "moe": dict(
         zip(_KEYS, (4, 2048, 768, 32, 4, 151936), strict=True),
         **{"head_dim": 128, "qk_norm": True, "num_experts": 128, "experts_per_token": 8},
     ),
-    "toy": dict(zip(_KEYS, (2, 64, 96, 4, 2, 512), strict=True), qkv_bias=True),
-    "toy-moe": dict(zip(_KEYS, (2, 64, 32, 4, 2, 512), strict=True), qk_norm=True, num_experts=4),
+    # GPT-OSS 20B
+    "sinks": dict(
+        zip(_KEYS, (4, 2880, 2880, 64, 8, 201088), strict=True),
+        **{"head_dim": 64, "qkv_bias": True, "linear_bias": True, "attention_sinks": True},
+        **{"window": 128, "window_layers": (0, 2), "num_experts": 32, "experts_per_token": 4},
+        **{"activation": "quick_gelu", "glu_clamp": 7.0, "glu_offset": 1.0},
+    ),
+    # GLM-4.7-Flash
+    "latent": dict(
+        zip(_KEYS, (4, 2048, 1536, 20, 20, 154880), strict=True),
+        **{"kv_lora_rank": 512, "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64},
+        **{"v_head_dim": 256, "num_experts": 64, "experts_per_token": 4, "shared_ffn_hidden_size": 1536},
+        **{"num_dense_layers": 1, "dense_ffn_hidden_size": 10240, "router_score": "sigmoid", "router_bias": True},
+        **{"routed_scaling": 1.8},
+    ),
 }
-"""Qwen2's, and 4 of the 48 layers of Qwen3-30B-A3B as ``moe``; the toys stand for them in a dry run."""
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.5b": dict(zip(_KEYS, (24, 896, 4864, 14, 2, 151936), strict=True), qkv_bias=True, tied_embeddings=True),
+    "1.5b": dict(zip(_KEYS, (28, 1536, 8960, 12, 2, 151936), strict=True), qkv_bias=True, tied_embeddings=True),
+    "7b": dict(zip(_KEYS, (28, 3584, 18944, 28, 4, 152064), strict=True), qkv_bias=True),
+    # Qwen3.5-9B
+    "linear": dict(
+        zip(_KEYS, (4, 4096, 12288, 16, 4, 248320), strict=True),
+        **{"head_dim": 256, "rotary_dim": 64, "qk_norm": True, "zero_centered_norms": True},
+        **{"attention_output_gate": True, "linear_layers": (0, 1, 2), "linear_conv_kernel": 4},
+        **{"linear_key_heads": 16, "linear_value_heads": 32},
+        **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    ),
+    **_MIXTURES,
+}
+"""Qwen2's, and 4 layers of larger models."""
+
+_TOY: dict[str, Any] = {
+    **dict(zip(_KEYS, (2, 64, 96, 4, 2, 512), strict=True)),
+    **{"head_dim": 16, "rotary_dim": 8, "window": 8, "window_layers": (0,), "num_experts": 4, "experts_per_token": 2},
+    **{"linear_layers": (0,), "linear_key_heads": 2, "linear_value_heads": 4},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    **{"kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14},
+    **{"shared_ffn_hidden_size": 96, "dense_ffn_hidden_size": 96},
+}
+"""What stands for a size in a dry run."""
 
 
 class CheckError(Exception):
@@ -168,8 +203,12 @@ def build(world: Any, model: Any, layout: str = "tp1", lora: Any = None) -> tupl
 
 def settings(size: str, is_dry: bool, *, context: int) -> dict[str, Any]:
     """Return the ``model`` section of ``SHAPES`` in bf16, or that of a toy in fp32."""
-    toy = "toy-moe" if size == "moe" else "toy"
-    return {**SHAPES[toy if is_dry else size], "max_context": context, "dtype": "fp32" if is_dry else "bf16"}
+    section = {**SHAPES[size], "max_context": context, "dtype": "bf16"}
+    if is_dry:
+        section |= {key: value for key, value in _TOY.items() if key in section} | {"dtype": "fp32"}
+        if "kv_lora_rank" in section:
+            del section["num_query_groups"]
+    return section
 
 
 def shape(size: str, is_dry: bool, *, context: int) -> Any:

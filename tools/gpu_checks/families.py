@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,37 +96,54 @@ _BOUNDS = {"log-probabilities": 1e-4, "gradients": 1e-3, "weights": 1e-4, "text 
 
 
 def main(argument: str, is_dry: bool) -> dict[str, Any]:
-    """Compute everything here and, at the same time, in a process that sees no GPU; compare family by family."""
+    """Compute every family here and without a GPU."""
+    return compare(__spec__.name, argument, list(SPECIAL), _compute_all)
+
+
+def compare(
+    module: str,
+    argument: str,
+    names: Sequence[str],
+    compute_all: Callable[[], Iterator[tuple[str, dict[str, Any]]]],
+) -> dict[str, Any]:
+    """Compute everything here and, at the same time, in a process that sees no GPU; compare model by model.
+
+    Args:
+        module: The check's, which is run there with an argument.
+        argument: Where that process, which this may be, puts what it computes; empty in the check's own.
+        names: Of the models.
+        compute_all: Yields each, and by kind and name what is to be equal; nothing of one that fails.
+    """
     if argument:
-        for family, found in _compute_all():
-            _save(found, Path(argument, family))
+        for name, found in compute_all():
+            _save(found, Path(argument, name))
         return {}
     Path("cpu").mkdir()
-    command = [sys.executable, "-m", "gpu_checks.families", "cpu"]
+    command = [sys.executable, "-m", module, "cpu"]
     apart: dict[str, dict[str, float]] = {}
     with subprocess.Popen(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, stdout=sys.stderr) as reference:
-        for family, found in _compute_all():
-            apart[family] = _differences(found, _load(Path("cpu", family), reference))
+        for name, found in compute_all():
+            apart[name] = _differences(found, _load(Path("cpu", name), reference))
             # What is known if time runs out.
-            tell(_result(apart))
-    return _result(apart)
+            tell(_result(apart, names))
+    return _result(apart, names)
 
 
-def _result(apart: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """Return the result of some families, from their differences by kind; a family without any has failed."""
-    failed, left = [family for family in apart if not apart[family]], [each for each in SPECIAL if each not in apart]
+def _result(apart: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> dict[str, Any]:
+    """Return the result of some models, from their differences by kind; a model without any has failed."""
+    failed, left = [name for name in apart if not apart[name]], [each for each in names if each not in apart]
     bounds = {
-        f"{family}: difference of {kind}": (found[kind], "<=", bound)
-        for family, found in apart.items()
+        f"{name}: difference of {kind}": (found[kind], "<=", bound)
+        for name, found in apart.items()
         for kind, bound in _BOUNDS.items()
         if found
     }
-    bounds["families that failed"] = (len(failed), "<=", 0)
-    bounds["families"] = (len(apart), ">=", len(SPECIAL))
+    bounds["models that failed"] = (len(failed), "<=", 0)
+    bounds["models"] = (len(apart), ">=", len(names))
     worst = {kind: max((found[kind] for found in apart.values() if found), default=math.inf) for kind in _BOUNDS}
     text = ", ".join(f"{kind} {value:.2g}" for kind, value in worst.items())
-    text = f"largest differences over {len(apart) - len(failed)} families: {text}"
-    reasons = [f"{family} failed: see the log" for family in failed]
+    text = f"largest differences over {len(apart) - len(failed)} models: {text}"
+    reasons = [f"{name} failed: see the log" for name in failed]
     reasons += [f"not reached: {', '.join(left)}"] * bool(left)
     return result("; ".join([text, *reasons]), bounds, apart)
 
@@ -185,28 +202,48 @@ def model_of(family: str) -> Any:
 
 
 def _compute_all() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each family, and by kind and name what is to be equal; nothing of one that fails."""
+    """Yield each family and what is to be equal."""
     import torch
 
     from hybridflow.families.tables import FAMILIES
 
     if SPECIAL.keys() != FAMILIES.keys():
         raise CheckError(f"families without settings here: {sorted(FAMILIES.keys() ^ SPECIAL.keys())}")
-    torch.set_num_threads(1)
     world = make_world()
+    generator = torch.Generator().manual_seed(0)
+    # Of unequal lengths, beyond a block of the cache.
+    prompts = [
+        torch.randint(0, _SHAPE["vocab_size"], (1 + number * 7 % 29,), generator=generator) for number in range(16)
+    ]
     for family in SPECIAL:
-        print(f"{family} on {world.device}", file=sys.stderr, flush=True)
-        found: dict[str, Any] = {}
-        try:
-            values = _compute(world, model_of(family))
-            found = {name: value.detach().cpu().contiguous() for name, value in values.items()}
-        except Exception:  # the other families tell more
-            traceback.print_exc()
-        yield family, found
+        yield family, tried(family, world, lambda family=family: model_of(family), prompts)
 
 
-def _compute(world: Any, model: Any) -> dict[str, Any]:
-    """Return, by kind and name, what is to be equal."""
+def tried(
+    name: str, world: Any, read: Callable[[], Any], prompts: Sequence[Any], images: Callable[[], Any] = lambda: None
+) -> dict[str, Any]:
+    """Return, by kind and name, what is to be equal of a model; nothing if it fails.
+
+    Args:
+        name: The model's.
+        world: The job of this process alone.
+        read: Returns its settings.
+        prompts: Of samples to generate, ``[tokens]`` each; some are learned from, too.
+        images: Returns what knows the images in these; None: there are none.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    print(f"{name} on {world.device}", file=sys.stderr, flush=True)
+    try:
+        values = _compute(world, read(), prompts, images())
+    except Exception:  # the other models tell more
+        traceback.print_exc()
+        return {}
+    return {key: value.detach().cpu().contiguous() for key, value in values.items()}
+
+
+def _compute(world: Any, model: Any, prompts: Sequence[Any], images: Any) -> dict[str, Any]:
     import torch
 
     from hybridflow.config.roles import OptimizerConfig
@@ -221,17 +258,20 @@ def _compute(world: Any, model: Any) -> dict[str, Any]:
     vocab = model.vocab_size
     built, mesh, groups = build(world, model)
     initialize(built, whole_spec(model), mesh, 0, seed=3, std=0.1)
+    if images is not None:
+        built.read_images(images)
     engine = MegatronEngine(built, groups, vocab_size=vocab, seed=7, max_concurrent=8)
     found = {}
-    for index, response in enumerate(engine.generate(_requests(vocab))):
+    for index, response in enumerate(engine.generate(_requests(prompts, vocab))):
         found[f"texts|{index}"] = response.tokens
         found[f"text log-probabilities|{index}"] = response.log_probs
     # Large enough that a step is smooth in the gradient: without it Adam's first one is its sign.
     trainable = Trainable(built, groups, OptimizerConfig(lr=1e-2, eps=1e-2))
     generator = torch.Generator().manual_seed(0)
-    lengths = (12, 19, 3, 40)
-    sequences = [torch.randint(0, vocab, (length,), generator=generator) for length in lengths]
-    batch = pack(list(range(len(lengths))), sequences, [length // 3 for length in lengths], world.device)
+    answers = [torch.randint(0, vocab, (length,), generator=generator) for length in (8, 13, 2, 27)]
+    learned = prompts[-len(answers) :]
+    sequences = [torch.cat(pair) for pair in zip(learned, answers, strict=True)]
+    batch = pack(list(range(len(answers))), sequences, list(map(len, learned)), world.device, groups.cp, images)
     kept = []
 
     def loss(output: Any, micro_batch: Any) -> tuple[Any, None]:
@@ -246,10 +286,8 @@ def _compute(world: Any, model: Any) -> dict[str, Any]:
     return found | {f"weights|{name}": value.data for name, value in logical_parameters(built).items()}
 
 
-def _requests(vocab: int) -> list[Any]:
-    """Of unequal lengths, beyond a block of the cache, sampled in several ways."""
-    import torch
-
+def _requests(prompts: Sequence[Any], vocab: int) -> list[Any]:
+    """Sample in several ways."""
     from hybridflow.rollout.request import Request, SamplingParams
 
     kinds: list[dict[str, Any]] = [
@@ -258,14 +296,11 @@ def _requests(vocab: int) -> list[Any]:
         {"temperature": 1.4},
         {"temperature": 1.4, "top_k": 5, "repetition_penalty": 1.2},
     ]
-    generator = torch.Generator().manual_seed(1)
     return [
         Request(
-            prompt=torch.randint(0, vocab, (1 + number * 7 % 29,), generator=generator),
-            params=SamplingParams(max_new_tokens=20, **kinds[number % len(kinds)]),
-            prompt_index=number,
+            prompt=prompt, params=SamplingParams(max_new_tokens=20, **kinds[number % len(kinds)]), prompt_index=number
         )
-        for number in range(16)
+        for number, prompt in enumerate(prompts)
     ]
 
 

@@ -29,7 +29,7 @@ def main(argument: str, is_dry: bool) -> dict[str, Any]:
     apart: dict[str, tuple[float, float]] = {}
     checks = (
         *(_check_layer, _check_between_products, _check_weights, _check_experts, _check_grouped),
-        *(_check_attention, _check_latent_attention, _check_linear_attention, _check_log_probs),
+        *(_check_attention, _check_latent_attention, _check_linear_attention, _check_recurrence, _check_log_probs),
     )
     for check in checks:
         try:
@@ -410,6 +410,38 @@ def _check_linear_attention(sizes: Any) -> dict[str, tuple[float, float]]:
         "its states": (relative_gap(matrix[slots], after.matrix), _BF16),
         "its last inputs": (relative_gap(inputs[slots], after.inputs), 0.0),
     }
+
+
+def _check_recurrence(sizes: Any) -> dict[str, tuple[float, float]]:
+    """Linear attention of prompts and training beside a CPU's in fp32, with gradients; without a state and from one."""
+    import torch
+
+    from hybridflow.models.delta_rule import Recurrence, State, recur
+
+    heads, size, tokens = sizes.groups, sizes.head, sizes.context + 3
+    channels = heads * 4 * size
+    mixed, conv = _random(sizes, 2, tokens, channels), _random(sizes, channels, 4) / 2
+    decay = -0.1 * _random(sizes, 2, tokens, 2 * heads).float().abs()
+    beta = _random(sizes, 2, tokens, 2 * heads).sigmoid()
+    before = State(_random(sizes, 2, 3, channels).float(), _random(sizes, 2, 2 * heads, size, size).float())
+    weights = _random(sizes, 2, tokens, 2 * heads, size)
+    found: dict[str, tuple[float, float]] = {}
+    for name, state in {"": None, " behind a state": before}.items():
+        results = []
+        for place, dtype in ((mixed.device, sizes.dtype), (torch.device("cpu"), torch.float32)):
+            given = [each.to(place, dtype).detach().requires_grad_() for each in (mixed, conv, decay, beta)]
+            given[2] = decay.to(place).detach().requires_grad_()
+            start = None if state is None else State(*(each.to(place) for each in state))
+            output, after = recur(
+                given[0], given[2], given[3], Recurrence(given[1], heads, 2 * heads, size, size), start
+            )
+            gradients = torch.autograd.grad(output, given, weights.to(place, dtype))
+            results.append([each.cpu() for each in (output, after.matrix, after.inputs, *gradients)])
+        gaps = [relative_gap(ours, theirs) for ours, theirs in zip(*results, strict=True)]
+        found[f"recurrence{name}"] = gaps[0], 2 * _BF16
+        found[f"its states{name}"], found[f"its last inputs{name}"] = (gaps[1], 2 * _BF16), (gaps[2], 0.0)
+        found[f"its gradients{name}"] = max(gaps[3:]), 5 * _BF16
+    return found
 
 
 def _check_log_probs(sizes: Any) -> dict[str, tuple[float, float]]:

@@ -10,7 +10,7 @@ Paper: arXiv 2412.06464; the chunks are those of arXiv 2406.06484.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -130,15 +130,41 @@ def _convolved(whole: Tensor, recurrence: Recurrence, dtype: torch.dtype) -> tup
         recurrence: Weights and sizes.
         dtype: Format that the convolution is rounded to.
     """
-    conv = recurrence.conv.float()
-    tokens = whole.shape[1] - conv.shape[1] + 1
-    summed = whole[:, :tokens] * conv[:, 0]
-    for shift in range(1, conv.shape[1]):
-        summed = summed + whole[:, shift : shift + tokens] * conv[:, shift]
+    summed: Tensor = _Convolution.apply(whole, recurrence.conv.float())
     keys = recurrence.key_heads * recurrence.key_size
     query, key, value = silu(summed).to(dtype).float().split([keys, keys, summed.shape[2] - 2 * keys], dim=-1)
     query, key = (_unit(each.unflatten(-1, (-1, recurrence.key_size))) for each in (query, key))
     return query * recurrence.key_size**-0.5, key, value.unflatten(-1, (-1, recurrence.value_size))
+
+
+class _Convolution(torch.autograd.Function):
+    """Sums of each channel's inputs times its weights, those of a token and of the tokens before it.
+
+    By torch's own gradients, each slice of the inputs would be given back as large as all of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, conv: Tensor) -> Tensor:
+        """Return ``[samples, tokens, channels]`` of ``[samples, kernel - 1 + tokens, channels]``."""
+        ctx.save_for_backward(whole, conv)
+        tokens = whole.shape[1] - conv.shape[1] + 1
+        summed = whole[:, :tokens] * conv[:, 0]
+        for shift in range(1, conv.shape[1]):
+            summed.addcmul_(whole[:, shift : shift + tokens], conv[:, shift])
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of both."""
+        whole, conv = ctx.saved_tensors
+        (grad,) = grads
+        tokens = grad.shape[1]
+        of_whole, of_conv = torch.zeros_like(whole), []
+        for shift in range(conv.shape[1]):
+            part = slice(shift, shift + tokens)
+            of_whole[:, part].addcmul_(grad, conv[:, shift])
+            of_conv.append((grad * whole[:, part]).sum((0, 1)))
+        return of_whole, torch.stack(of_conv, dim=1)
 
 
 def _unit(heads: Tensor) -> Tensor:
@@ -168,8 +194,10 @@ def _through_chunks(
     query, to_end = query * since.exp()[..., None], (since[..., -1:] - since).exp()
     key, whole = (key * to_end[..., None]).transpose(-1, -2), since[..., -1].exp()[..., None, None]
     found = []
-    for index in range(query.shape[3]):
-        written = new[:, :, :, index] - old[:, :, :, index] @ matrix
-        found.append(query[:, :, :, index] @ matrix + scores[:, :, :, index] @ written)
-        matrix = whole[:, :, :, index] * matrix + key[:, :, :, index] @ written
+    # Taken apart at once: the gradient of a chunk that is indexed is as large as all chunks, and zeros but for its own.
+    for each in zip(*(part.unbind(3) for part in (new, old, query, scores, whole, key)), strict=True):
+        new, old, query, scores, whole, key = each
+        written = new - old @ matrix
+        found.append(query @ matrix + scores @ written)
+        matrix = whole * matrix + key @ written
     return torch.stack(found, dim=3).flatten(3, 4)[:, :, :, :tokens], matrix

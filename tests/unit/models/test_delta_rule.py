@@ -67,6 +67,18 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square():
     assert made[1] <= 2.01 * made[0]
 
 
+def test_gradients_take_work_that_grows_with_the_tokens():
+    made = []
+    for tokens in (1024, 2048):
+        recurrence, *given = inputs(1, tokens)
+        leaves = [each.requires_grad_() for each in (recurrence.conv, *given)]
+        output = recur(*leaves[1:], recurrence)[0]
+        with Launches() as launches:
+            torch.autograd.grad(output.sum(), leaves)
+        made.append(launches.made_bytes)
+    assert made[1] <= 2.01 * made[0]
+
+
 def test_a_state_goes_on_where_it_was_left():
     recurrence, *given = inputs(2, 150)
     whole, end = recur(*given, recurrence)

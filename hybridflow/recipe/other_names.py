@@ -593,13 +593,26 @@ def refuse_other_names(values: Mapping[Any, Any], overrides: Sequence[str], sour
         source: What messages call the mapping.
 
     Raises:
-        ConfigError: One is there; names our key.
+        ConfigError: Some are there; names our key for each.
     """
     given = [(where, key) for each in overrides for where, key in _keys_of_override(each)]
+    found = {}
     for where, key in (*((source, key) for key in _dotted(values, "")), *given):
-        found = find_other_name(key)
-        if found is not None:
-            raise ConfigError(f"{where}: {key}: not a key of a recipe; {found}")
+        name = find_other_name(key)
+        if name is not None:
+            found[key] = where, name
+    # Of a section that is told of, and a key in it, the key says more.
+    told = [
+        (where, key, name)
+        for key, (where, name) in found.items()
+        if not any(each.startswith(f"{key}.") for each in found)
+    ]
+    if len(told) == 1:
+        ((where, key, name),) = told
+        raise ConfigError(f"{where}: {key}: not a key of a recipe; {name}")
+    if told:
+        lines = (f"\n  {where}: {key}: {name}" for where, key, name in told)
+        raise ConfigError(f"{len(told)} keys are not those of a recipe:{''.join(lines)}")
 
 
 def _keys_of_override(override: str) -> Iterator[tuple[str, str]]:

@@ -203,20 +203,21 @@ def model_of(family: str) -> Any:
 
 def _compute_all() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each family and what is to be equal."""
-    import torch
-
     from hybridflow.families.tables import FAMILIES
 
     if SPECIAL.keys() != FAMILIES.keys():
         raise CheckError(f"families without settings here: {sorted(FAMILIES.keys() ^ SPECIAL.keys())}")
     world = make_world()
-    generator = torch.Generator().manual_seed(0)
-    # Of unequal lengths, beyond a block of the cache.
-    prompts = [
-        torch.randint(0, _SHAPE["vocab_size"], (1 + number * 7 % 29,), generator=generator) for number in range(16)
-    ]
     for family in SPECIAL:
-        yield family, tried(family, world, lambda family=family: model_of(family), prompts)
+        yield family, tried(family, world, lambda family=family: model_of(family), text_prompts())
+
+
+def text_prompts() -> list[Any]:
+    """Return prompts of unequal lengths, some beyond a block of the cache, ``[tokens]`` each."""
+    import torch
+
+    generator, vocab = torch.Generator().manual_seed(0), _SHAPE["vocab_size"]
+    return [torch.randint(0, vocab, (1 + number * 7 % 29,), generator=generator) for number in range(16)]
 
 
 def tried(

@@ -31,10 +31,12 @@ def world():
 def test_the_kernels_train_and_generate_as_a_cpu_does(world, monkeypatch, name):
     """All that is chosen by the device of a tensor is chosen as on an H100."""
     model, make_runner = families.model_of(name), replica.make_runner
+    prompts = families.text_prompts()
     requests = [
-        replace(each, params=replace(each.params, max_new_tokens=6)) for each in families._requests(model.vocab_size)
-    ][:2]
-    monkeypatch.setattr(families, "_requests", lambda vocab: requests)
+        replace(each, params=replace(each.params, max_new_tokens=6))
+        for each in families._requests(prompts[:2], model.vocab_size)
+    ]
+    monkeypatch.setattr(families, "_requests", lambda prompts, vocab: requests)
 
     def make(built, groups, vocab_size, *, max_rows, max_steps, keeps_choices=False):
         sizes = {"max_rows": max_rows, "max_steps": max_steps}
@@ -42,10 +44,10 @@ def test_the_kernels_train_and_generate_as_a_cpu_does(world, monkeypatch, name):
             return GpuRunner(built, groups, vocab_size, **sizes)
         return make_runner(built, groups, vocab_size, keeps_choices=keeps_choices, **sizes)
 
-    expected = {each: value.detach().clone() for each, value in families._compute(world, model).items()}
+    expected = {each: value.detach().clone() for each, value in families._compute(world, model, prompts, None).items()}
     monkeypatch.setattr(replica, "make_runner", make)
     monkeypatch.setattr(cuda_attention, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda tensor: True))
-    found = {each: value.detach() for each, value in families._compute(world, model).items()}
+    found = {each: value.detach() for each, value in families._compute(world, model, prompts, None).items()}
     apart = families._differences(found, expected)
     assert apart and not {kind: gap for kind, gap in apart.items() if gap > CLOSE[kind]}

@@ -131,6 +131,22 @@ def test_their_names_in_a_file_are_answered_too(recipe_file):
             load_recipe(recipe_file)
 
 
+def test_all_of_their_names_are_answered_at_once(recipe_file):
+    recipe_file.write_text(SMALLEST + yaml.safe_dump({"actor_rollout_ref": {"model": {"path": "x"}}}))
+    with pytest.raises(ConfigError) as error:
+        load_recipe(recipe_file, ["data.train_batch_size=4", "trainer.steps=3", "learning_rate=1e-6"])
+    head, *lines = str(error.value).splitlines()
+    assert head == "3 keys are not those of a recipe:"
+    assert (
+        lines[0]
+        == f"  {recipe_file}: actor_rollout_ref.model.path: verl's actor_rollout_ref.model.path is model.path here"
+    )
+    assert [line.split(": ")[0] for line in lines[1:]] == [
+        "  override 'data.train_batch_size=4'",
+        "  override 'learning_rate=1e-6'",
+    ]
+
+
 def test_a_name_that_others_chose_is_let_alone():
     assert find_other_name("data.kafka.options.max_length") is None
     assert find_other_name("trainer.steps") is None and find_other_name("preference.beta") is None

@@ -173,13 +173,12 @@ class _Rectangles:
         """Attend as ``PackedAttention.attend`` does."""
         if not self._is_rectangle:
             query, key, value = (_rows(each, self._taken) for each in (query, key, value))
-        found, start = [], 0
-        for samples, width in self._shapes:
-            part = slice(start, start + samples * width)
-            start = part.stop
-            queries, keys, values = (
-                each[part].unflatten(0, (samples, width)).transpose(1, 2) for each in (query, key, value)
-            )
+        found = []
+        # Taken apart at once: the gradient of a slice is as large as the whole, and zeros but for its own.
+        sizes = [samples * width for samples, width in self._shapes]
+        parts = zip(*(each.split(sizes) for each in (query, key, value)), strict=True)
+        for (samples, width), part in zip(self._shapes, parts, strict=True):
+            queries, keys, values = (each.unflatten(0, (samples, width)).transpose(1, 2) for each in part)
             # Padding stands behind the tokens, where a causal query never looks.
             is_plain = scoring.softcap is None and scoring.sinks is None
             is_plain = is_plain and (scoring.window is None or scoring.window >= width)

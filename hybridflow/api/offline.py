@@ -14,7 +14,7 @@ from hybridflow.api.device_mesh import DeviceMesh, settings_of_mesh
 from hybridflow.api.feed import GivenProblems
 from hybridflow.api.roles import Actor
 from hybridflow.api.session import MakeProblems, Session
-from hybridflow.api.settings import check_count, merge, recipe_values
+from hybridflow.api.settings import check_count, check_eval_steps, merge, recipe_values
 from hybridflow.api.world import find_world
 from hybridflow.checkpoint.formats.in_memory import in_memory_info
 from hybridflow.checkpoint.formats.registry import open_model
@@ -165,12 +165,7 @@ class OfflineTrainer:
         here = f"{type(self).__name__}.train"
         check_count(per_device_train_batch_size, f"{here}: per_device_train_batch_size")
         check_count(gradient_accumulation_steps, f"{here}: gradient_accumulation_steps")
-        if eval_steps is not None:
-            check_count(eval_steps, f"{here}: eval_steps")
-            if self._eval_dataset is None:
-                raise ConfigError(
-                    f"{here}: eval_steps={eval_steps}: nothing to validate on; give the class an eval_dataset, too"
-                )
+        check_eval_steps(eval_steps, self._eval_dataset, here)
         if max_steps is not None:
             check_count(max_steps, f"{here}: max_steps")
         elif not isinstance(num_train_epochs, int | float) or not 0 < num_train_epochs < math.inf:
@@ -205,20 +200,10 @@ class OfflineTrainer:
             resume=resume,
         ) as session:
             self._run_dir = session.recipe.run_dir
-            metrics = self._run(session, eval_steps)
+            metrics = session.run(max(0, session.recipe.trainer.steps - session.step), eval_steps=eval_steps)
             if output_dir is not None:
                 export_actor(session.save(), Path(output_dir), find_world())
         return [{**step, "loss": step["actor/loss"]} for step in metrics]
-
-    def _run(self, session: Session, eval_steps: int | None) -> list[dict[str, float]]:
-        """Run the steps that are left, with validations. Returns the metrics of each."""
-        last, metrics = session.recipe.trainer.steps, []
-        while session.step < last:
-            metrics += session.run(1)
-            is_due = session.step == last or (eval_steps is not None and session.step % eval_steps == 0)
-            if self._eval_dataset is not None and is_due:
-                metrics[-1] |= session.validate()
-        return metrics
 
     def _check_settings(self, values: Mapping[str, Any]) -> None:
         """Refuse settings of what the arguments of ``train`` say."""

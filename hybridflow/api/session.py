@@ -98,7 +98,7 @@ class Session:
         objects: Role -> model or function, as ``placement.job.Job`` takes them.
         step: Stages of a training step, in the place of the algorithm's.
         make_problems: Where prompts come from; None: they are given to ``rollout``.
-        make_held_out: Where the rows of ``validate`` come from, of an algorithm that learns from given responses.
+        make_held_out: Where the rows of ``validate`` come from; None: there is no validation.
         num_prompts: Prompts of a step, where ``values`` has no size of its batch.
         steps_of: From the number of problems to the steps of the job; None: ``values`` has them, or it has no end.
         reads_data: Whether ``make_problems`` reads the recipe's section ``data``.
@@ -215,27 +215,42 @@ class Session:
         self._next_prompt_index = max(self._next_prompt_index, self.trainer.progress.next_prompt_index)
         return metrics
 
-    def run(self, steps: int | None = None, *, epochs: int | None = None) -> list[dict[str, float]]:
+    def run(
+        self, steps: int | None = None, *, epochs: int | None = None, eval_steps: int | None = None
+    ) -> list[dict[str, float]]:
         """Train on the session's own prompts.
 
         Args:
             steps: How many more; None: until the prompts have been gone through ``epochs`` times. The last step is
                 filled up with prompts of the next turn.
             epochs: In all, with those before a resume; None: once more than whole turns have been.
+            eval_steps: Steps between validations. Where there are held-out rows, there is one at the end in any case.
+
+        Returns:
+            The metrics of each step; of one with a validation ``validation/*`` too.
 
         Raises:
             ConfigError: ``steps`` is None, and nobody knows how many prompts there are.
         """
-        if steps is not None:
-            return [self.learn(self.rollout()) for _ in range(steps)]
+        end = self._end_of(epochs) if steps is None else 0
+        found: list[dict[str, float]] = []
+
+        def is_done() -> bool:
+            return self._next_prompt_index >= end if steps is None else len(found) >= steps
+
+        while not is_done():
+            found.append(self.learn(self.rollout()))
+            is_due = eval_steps is not None and self.step % eval_steps == 0
+            if self._make_held_out is not None and (is_due or is_done()):
+                found[-1] |= self.validate()
+        return found
+
+    def _end_of(self, epochs: int | None) -> int:
+        """Return the prompt index behind some epochs, as ``run`` counts them."""
         rows = self.trainer.job.train.num_rows
         if rows is None:
             raise ConfigError("train: no prompts; make the trainer with data_provider=…, or call step(batch)")
-        end = rows * (self._next_prompt_index // rows + 1 if epochs is None else epochs)
-        found = []
-        while self._next_prompt_index < end:
-            found.append(self.learn(self.rollout()))
-        return found
+        return rows * (self._next_prompt_index // rows + 1 if epochs is None else epochs)
 
     def validate(self) -> dict[str, float]:
         """Measure ``validation/*`` with the weights of this step. Collective: all ranks."""
@@ -313,7 +328,6 @@ class Session:
             meshes=plan.meshes,
             tokenizer=tokenizer,
             train=problems,
-            held_out=(),
             objects=self._objects,
             **self._held_out(recipe, tokenizer),
         )
@@ -323,12 +337,15 @@ class Session:
     def _held_out(self, recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return what the job is judged by. Collective: all ranks."""
         if self._make_held_out is None:
-            return {}
+            return {"held_out": ()}
         problems = self._make_held_out(tokenizer, recipe, self._world.everyone(), self._needs_answer())
         rows = range(problems.num_rows or 0)
         if recipe.traits.imitates:
-            return {"held_out_solutions": tuple(problems.solution(row) for row in rows)}
-        return {"held_out_pairs": pairs_of([problems.responses(row) for row in rows], "eval_dataset")}
+            return {"held_out": (), "held_out_solutions": tuple(problems.solution(row) for row in rows)}
+        if recipe.traits.has_preferences:
+            pairs = pairs_of([problems.responses(row) for row in rows], "eval_dataset")
+            return {"held_out": (), "held_out_pairs": pairs}
+        return {"held_out": tuple((problems.example(row), tuple(problems.prompt(row))) for row in rows)}
 
 
 def _check_batches(recipe: Recipe) -> None:
@@ -370,16 +387,17 @@ def prompts_per_step(values: Mapping[str, Any], prompts: Any) -> int | None:
     return MOST_PROMPTS if hasattr(prompts, "problems") else min(MOST_PROMPTS, len(prompts_of(prompts)))
 
 
-def problems_of(prompts: Any) -> MakeProblems:
+def problems_of(prompts: Any, place: str = "prompts") -> MakeProblems:
     """Return the function that makes problems of prompts that a program passes all at once.
 
     Args:
         prompts: As ``feed.prompts_of`` takes them; or an object with ``problems``, such as a ``DataProvider``.
+        place: Name of the prompts in messages.
     """
     if hasattr(prompts, "problems"):
         made: MakeProblems = prompts.problems
         return made
-    given = prompts_of(prompts)
+    given = prompts_of(prompts, place)
 
     def make(tokenizer: Tokenizer, recipe: Recipe, everyone: Coordinator, needs_answer: bool) -> Problems:
         check_same(given, everyone)

@@ -313,6 +313,17 @@ def check_count(value: Any, what: str, *, least: int = 1, more: str = "") -> Non
         raise ConfigError(f"{what}={value!r}, expected an integer of at least {least}{more}")
 
 
+def check_eval_steps(eval_steps: Any, eval_dataset: Any, here: str) -> None:
+    """Refuse steps between validations that are no number, or have nothing to validate on. Raises ConfigError."""
+    if eval_steps is None:
+        return
+    check_count(eval_steps, f"{here}: eval_steps")
+    if eval_dataset is None:
+        raise ConfigError(
+            f"{here}: eval_steps={eval_steps}: nothing to validate on; give the class an eval_dataset, too"
+        )
+
+
 def sizes_of(config: dict[str, Any]) -> dict[str, Any]:
     """Take the sizes of one model out of settings in which they stand without its section.
 

@@ -16,7 +16,7 @@ from hybridflow.api.flow import RoleFlow
 from hybridflow.api.parts import Part, objects_of, tokenizer_of
 from hybridflow.api.roles import Actor, Critic, Reward
 from hybridflow.api.session import Rollout, Session, problems_of, prompts_per_step
-from hybridflow.api.settings import check_count, merge, read_config, recipe_values
+from hybridflow.api.settings import check_count, check_eval_steps, merge, read_config, recipe_values
 from hybridflow.api.world import find_world
 from hybridflow.checkpoint.store import latest_step
 from hybridflow.errors import ConfigError, DataError
@@ -66,6 +66,8 @@ class OnlineTrainer:
         tokenizer: Path, or fast tokenizer of transformers; None: the one that lies beside the model.
         data_provider: Where prompts come from: a ``DataProvider``, or prompts as ``rollout`` takes them; None: they
             are given to ``rollout`` and ``step``.
+        eval_dataset: Prompts to measure ``validation/*`` on, in the forms of ``data_provider``; None: there is no
+            validation.
         device_mesh: Where the roles lie.
         namespace: Namespace of a project's runs.
         algorithm: Its name, or a ``BaseAlgorithm``.
@@ -87,6 +89,7 @@ class OnlineTrainer:
         reward: Any = None,
         tokenizer: Any = None,
         data_provider: Any = None,
+        eval_dataset: Any = None,
         device_mesh: DeviceMesh | None = None,
         namespace: str | None = None,
         algorithm: str | BaseAlgorithm | None = None,
@@ -124,7 +127,7 @@ class OnlineTrainer:
         self._values = recipe_values(merged, algorithm=self.algorithm, num_ranks=find_world().size)
         self._objects = objects_of(parts)
         self._tokenizer = tokenizer_of(parts) if tokenizer is None else tokenizer
-        self._data = data_provider
+        self._data, self._eval_dataset = data_provider, eval_dataset
         self._resume = resume
         self._exporters: list[tuple[str, Exporter]] = []
         self._session: Session | None = None
@@ -177,22 +180,39 @@ class OnlineTrainer:
         """Run a rollout and the update on it; see ``rollout``, also for ``batch``, and ``update``."""
         return self.update(self.rollout(batch))
 
-    def train(self, steps: int | None = None) -> list[dict[str, float]]:
+    def train(self, steps: int | None = None, *, eval_steps: int | None = None) -> list[dict[str, float]]:
         """Train for some steps on the prompts of ``data_provider``.
 
         Args:
             steps: How many; None: as many as use each prompt once more. The last of these is filled up with prompts
                 of the next turn.
+            eval_steps: Steps between validations on ``eval_dataset``; there is one at the end in any case.
 
         Returns:
-            The metrics of each step.
+            The metrics of each step; of one with a validation ``validation/*`` too.
 
         Raises:
             ConfigError: It is no number of steps.
         """
         if steps is not None:
             check_count(steps, "train: steps", least=0)
-        return self.session().run(steps)
+        check_eval_steps(eval_steps, self._eval_dataset, "train")
+        return self.session().run(steps, eval_steps=eval_steps)
+
+    def validate(self) -> dict[str, float]:
+        """Answer the prompts of ``eval_dataset`` greedily, and score the responses.
+
+        Collective: all ranks.
+
+        Returns:
+            ``validation/*`` (docs/metrics.md). Empty if these weights have been validated before.
+
+        Raises:
+            ConfigError: There is no ``eval_dataset``.
+        """
+        if self._eval_dataset is None:
+            raise ConfigError("validate: nothing to validate on; make the trainer with eval_dataset=…")
+        return self.session().validate()
 
     def add_metrics_exporter(self, exporter: Exporter | Callable[[int, Mapping[str, float]], None]) -> None:
         """Send the metrics of the steps to come there too, from rank 0 and a thread of its own.
@@ -306,6 +326,7 @@ class OnlineTrainer:
                 objects=self._objects,
                 step=None if self._flow is None else self._flow.step,
                 make_problems=None if self._data is None else problems_of(self._data),
+                make_held_out=None if self._eval_dataset is None else problems_of(self._eval_dataset, "eval_dataset"),
                 num_prompts=num_prompts,
                 resume=self._resume,
             )

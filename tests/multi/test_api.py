@@ -227,6 +227,39 @@ def test_the_last_step_of_a_turn_is_filled_up(folder: Path) -> None:
     assert run(turns, 1, folder) == [[3, 2, 3]]
 
 
+def a_validation(folder: Path):
+    told: list[tuple[str, float]] = []
+
+    def scored(prompt: str, response: str, answer: str) -> float:
+        told.append((prompt, digits(prompt, response, answer)))
+        return told[-1][1]
+
+    given = settings(folder, rollout_batch_size=8, group_size=4, actor={"data_parallel_size": find_world().size})
+    rows = {"data_provider": PROMPTS[:8], "eval_dataset": PROMPTS[8:]}
+    with GRPOTrainer(given, actor_model=actor(folder), reward=scored, **rows) as trainer:
+        first, again = trainer.validate(), trainer.validate()
+        before = told.copy()
+        told.clear()
+        steps = trainer.train(steps=3, eval_steps=2)
+    return first, again, before, steps, told
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_held_out_prompts_are_scored_as_often_as_a_program_asks(folder: Path, size: int) -> None:
+    found = run(a_validation, size, folder)
+    held_out = {row["prompt"]: row for row in PROMPTS[8:]}
+    before = dict(pair for each in found for pair in each[2])
+    assert before.keys() == held_out.keys()
+    after = [pair for each in found for pair in each[4] if pair[0] in held_out]
+    # After steps 2 and 3.
+    assert len(after) == 2 * len(held_out)
+    for first, again, _, steps, _ in found:
+        assert first["validation/score"] == pytest.approx(sum(before.values()) / len(before)) and again == {}
+        assert ["validation/score" in step for step in steps] == [False, True, True]
+        scores = sum(step["validation/score"] for step in steps[1:])
+        assert scores * len(held_out) == pytest.approx(sum(score for _, score in after))
+
+
 def a_flow_gone_on_with(folder: Path):
     def flow():
         grpo = GRPO(lr=1e-3, rollout_batch_size=8, seed=3)
@@ -661,6 +694,8 @@ def wrong_arguments(folder: Path):
         lambda: trainer.train("3"),
         lambda: trainer.train(-1),
         lambda: trainer.train(2.5),
+        lambda: trainer.train(3, eval_steps=1),
+        lambda: trainer.validate(),
         lambda: trainer.add_metrics_exporter("http://localhost"),
         lambda: trainer.save_checkpoint(None),
         lambda: without_answers(folder, ["1+1="] * 4),
@@ -688,6 +723,8 @@ def test_wrong_arguments(folder: Path) -> None:
     assert [each.split(";")[0] for each in found] == [
         "update: found list",
         *(f"train: steps={steps!r}, expected an integer of at least 0" for steps in ("3", -1, 2.5)),
+        "train: eval_steps=1: nothing to validate on",
+        "validate: nothing to validate on",
         "add_metrics_exporter: found str",
         "save_checkpoint: found NoneType, expected the path of a new directory",
         "prompts[0]: has no answer, with which the reward compares a response",

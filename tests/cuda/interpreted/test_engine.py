@@ -149,19 +149,23 @@ def test_an_update_too_small_for_a_weight_in_bf16_counts(world):
         pytest.param(BEHIND, KINDS, marks=pytest.mark.long, id="caps, windows, norms behind, 12 dims a head"),
         pytest.param(TURNED, KINDS, marks=pytest.mark.long, id="other rotations"),
         pytest.param(replace(MIXTURE, num_layers=2), KINDS, marks=pytest.mark.long, id="mixture of experts"),
-        # tests/cuda/interpreted/test_ranks.py always runs these two, with tp2.
+        # tests/cuda/interpreted/test_ranks.py always runs these, but for wide queries, with tp2 or tp4.
         pytest.param(WIDE, KINDS, marks=pytest.mark.long, id="norms over all heads, none before a block"),
         pytest.param(GLOBAL, KINDS, marks=pytest.mark.long, id="other heads in some layers, norms around experts"),
-        pytest.param(BOUNDED, KINDS, id="sinks, experts with biases and bounds"),
+        pytest.param(BOUNDED, KINDS, marks=pytest.mark.long, id="sinks, experts with biases and bounds"),
         pytest.param(
             BESIDE, KINDS, marks=pytest.mark.long, id="a shared expert with a gate, experts by sigmoids and a bias"
         ),
         # Norms of compressed vectors have an epsilon of their own.
-        pytest.param(replace(SHARED, norm_eps=1e-3), KINDS, id="latent attention, groups of experts"),
+        pytest.param(
+            replace(SHARED, norm_eps=1e-3), KINDS, marks=pytest.mark.long, id="latent attention, groups of experts"
+        ),
         pytest.param(
             replace(SHARED, q_lora_rank=None), KINDS, marks=pytest.mark.long, id="latent attention, wide queries"
         ),
-        pytest.param(replace(LINEAR, num_layers=3, linear_layers=(0, 2)), KINDS, id="linear attention"),
+        pytest.param(
+            replace(LINEAR, num_layers=3, linear_layers=(0, 2)), KINDS, marks=pytest.mark.long, id="linear attention"
+        ),
     ],
 )
 def test_texts_are_those_of_the_cpu_engine(world, shape, kinds):
@@ -253,7 +257,7 @@ def test_edits_need_no_step_through_the_host(world, monkeypatch):
     assert sum(rows) == 3
 
 
-@pytest.mark.parametrize("stop", [("e",), (" t", "ab", "k")])
+@pytest.mark.parametrize("stop", [pytest.param(("e",), marks=pytest.mark.long), (" t", "ab", "k")])
 def test_stop_texts_need_no_step_through_the_host(world, monkeypatch, stop):
     model, _, groups, _ = make_model(world, ParallelLayout(), model=SMALL)
     kinds = [{"stop": stop}, *KINDS, {"stop": ("d",), "top_k": 9, "min_new_tokens": 3}]

@@ -37,7 +37,7 @@ def world():
     "name",
     [
         "Qwen3VL",
-        "Qwen2_5_VL",
+        pytest.param("Qwen2_5_VL", marks=pytest.mark.long),
         pytest.param("Qwen3_5", marks=pytest.mark.long),
         pytest.param("Qwen3VLMoe", marks=pytest.mark.long),
     ],

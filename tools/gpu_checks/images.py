@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,8 @@ def _compute_all() -> Iterator[tuple[str, dict[str, Any]]]:
 
     world = make_world()
     for name in MODELS:
-        folder = Path(f"{name}-{world.device.type}")
+        # The process without a GPU writes its own.
+        folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir="."))
         _write(name, folder)
         pixels = _Drawn(folder)
         reader = ImageReader(image_settings(folder), pixels, VisionTower(folder, torch.float32, world.device))

@@ -156,7 +156,6 @@ class HybridActor:
             meshes=plan.meshes,
             tokenizer=known,  # type: ignore[arg-type]  # only stop texts need one, which the engine then refuses
             train=Feed(known, self.recipe.model.max_context),  # type: ignore[arg-type]
-            held_out=(),
             objects=objects,
         )
         self._job = with_library_models(self._job)

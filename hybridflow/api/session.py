@@ -337,15 +337,14 @@ class Session:
     def _held_out(self, recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return what the job is judged by. Collective: all ranks."""
         if self._make_held_out is None:
-            return {"held_out": ()}
+            return {}
         problems = self._make_held_out(tokenizer, recipe, self._world.everyone(), self._needs_answer())
         rows = range(problems.num_rows or 0)
         if recipe.traits.imitates:
-            return {"held_out": (), "held_out_solutions": tuple(problems.solution(row) for row in rows)}
+            return {"held_out_solutions": tuple(problems.solution(row) for row in rows)}
         if recipe.traits.has_preferences:
-            pairs = pairs_of([problems.responses(row) for row in rows], "eval_dataset")
-            return {"held_out": (), "held_out_pairs": pairs}
-        return {"held_out": tuple((problems.example(row), tuple(problems.prompt(row))) for row in rows)}
+            return {"held_out_pairs": pairs_of([problems.responses(row) for row in rows], "eval_dataset")}
+        return {"held_out": tuple((problems.example(row), problems.prompt(row)) for row in rows)}
 
 
 def _check_batches(recipe: Recipe) -> None:

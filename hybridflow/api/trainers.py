@@ -192,7 +192,7 @@ class OnlineTrainer:
             The metrics of each step; of one with a validation ``validation/*`` too.
 
         Raises:
-            ConfigError: It is no number of steps.
+            ConfigError: It is no number of steps, or there is nothing to validate on.
         """
         if steps is not None:
             check_count(steps, "train: steps", least=0)

@@ -72,7 +72,7 @@ class Job:
     meshes: Mapping[str, DeviceMesh]
     tokenizer: Tokenizer
     train: Problems
-    held_out: tuple[tuple[Example, tuple[int, ...]], ...]
+    held_out: tuple[tuple[Example, tuple[int, ...]], ...] = ()
     held_out_solutions: tuple[Solution, ...] = ()
     held_out_pairs: tuple[tuple[JudgedResponse, JudgedResponse], ...] = ()
     is_resumed: bool = False

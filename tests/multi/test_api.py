@@ -247,9 +247,9 @@ def a_validation(folder: Path):
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_held_out_prompts_are_scored_as_often_as_a_program_asks(folder: Path, size: int) -> None:
     found = run(a_validation, size, folder)
-    held_out = {row["prompt"]: row for row in PROMPTS[8:]}
+    held_out = {row["prompt"] for row in PROMPTS[8:]}
     before = dict(pair for each in found for pair in each[2])
-    assert before.keys() == held_out.keys()
+    assert before.keys() == held_out
     after = [pair for each in found for pair in each[4] if pair[0] in held_out]
     # After steps 2 and 3.
     assert len(after) == 2 * len(held_out)

@@ -131,7 +131,7 @@ def test_a_program_that_is_quicker_than_the_true_peer_gets_nothing():
             ranks[-1].start()
             receivers.append(receiver)
         take_connections([rank.pid for rank in ranks], held, time.monotonic() + 6.0)
-        said = [receiver.recv() if receiver.poll(100) else "nothing" for receiver in receivers]
+        said = [receiver.recv() if receiver.poll(30) else "nothing" for receiver in receivers]
         for each in (*held, *ranks):
             each.close() if isinstance(each, socket.socket) else each.join(30)
         if said != ["[0, 1]"] * 2:

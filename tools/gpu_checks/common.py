@@ -45,7 +45,18 @@ RECIPE: dict[str, Any] = {
 """GRPO with a reference, in a model of a moment."""
 
 _KEYS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size")
-_MIXTURES: dict[str, dict[str, Any]] = {
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.5b": dict(zip(_KEYS, (24, 896, 4864, 14, 2, 151936), strict=True), qkv_bias=True, tied_embeddings=True),
+    "1.5b": dict(zip(_KEYS, (28, 1536, 8960, 12, 2, 151936), strict=True), qkv_bias=True, tied_embeddings=True),
+    "7b": dict(zip(_KEYS, (28, 3584, 18944, 28, 4, 152064), strict=True), qkv_bias=True),
+    # Qwen3.5-9B
+    "linear": dict(
+        zip(_KEYS, (4, 4096, 12288, 16, 4, 248320), strict=True),
+        **{"head_dim": 256, "rotary_dim": 64, "qk_norm": True, "zero_centered_norms": True},
+        **{"attention_output_gate": True, "linear_layers": (0, 1, 2), "linear_conv_kernel": 4},
+        **{"linear_key_heads": 16, "linear_value_heads": 32},
+        **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    ),
     # Qwen3-30B-A3B
     "moe": dict(
         zip(_KEYS, (4, 2048, 768, 32, 4, 151936), strict=True),
@@ -66,20 +77,6 @@ _MIXTURES: dict[str, dict[str, Any]] = {
         **{"num_dense_layers": 1, "dense_ffn_hidden_size": 10240, "router_score": "sigmoid", "router_bias": True},
         **{"routed_scaling": 1.8},
     ),
-}
-SHAPES: dict[str, dict[str, Any]] = {
-    "0.5b": dict(zip(_KEYS, (24, 896, 4864, 14, 2, 151936), strict=True), qkv_bias=True, tied_embeddings=True),
-    "1.5b": dict(zip(_KEYS, (28, 1536, 8960, 12, 2, 151936), strict=True), qkv_bias=True, tied_embeddings=True),
-    "7b": dict(zip(_KEYS, (28, 3584, 18944, 28, 4, 152064), strict=True), qkv_bias=True),
-    # Qwen3.5-9B
-    "linear": dict(
-        zip(_KEYS, (4, 4096, 12288, 16, 4, 248320), strict=True),
-        **{"head_dim": 256, "rotary_dim": 64, "qk_norm": True, "zero_centered_norms": True},
-        **{"attention_output_gate": True, "linear_layers": (0, 1, 2), "linear_conv_kernel": 4},
-        **{"linear_key_heads": 16, "linear_value_heads": 32},
-        **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
-    ),
-    **_MIXTURES,
 }
 """Qwen2's, and 4 layers of larger models."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from gpu_checks.common import CheckError, build, make_world, result, run, tell
 
-_SHAPE = {
+SHAPE = {
     "vocab_size": 61,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -24,7 +24,7 @@ _SHAPE = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
-_LINEAR = {
+LINEAR = {
     **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
     # Norms of outputs that are nearly 0 magnify what is rounded, the more the smaller the number that they add.
@@ -37,7 +37,7 @@ _GATED_EXPERTS = {
 _LONGROPE = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
 SPECIAL: dict[str, dict[str, Any]] = {
     "llama": {},
-    "qwen3_5_text": _LINEAR,
+    "qwen3_5_text": LINEAR,
     "gemma4_text": {
         **{"head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
         **{"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0},
@@ -59,8 +59,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "ernie4_5": {"head_dim": 32, "tie_word_embeddings": True},
-    "qwen3_next": {**_LINEAR, **_GATED_EXPERTS},
-    "qwen3_5_moe_text": {**_LINEAR, **_GATED_EXPERTS},
+    "qwen3_next": {**LINEAR, **_GATED_EXPERTS},
+    "qwen3_5_moe_text": {**LINEAR, **_GATED_EXPERTS},
     "qwen2": {"tie_word_embeddings": True},
     "gemma2": {
         "head_dim": 32,
@@ -197,7 +197,7 @@ def model_of(family: str) -> Any:
     from hybridflow.families.config_json import read_config
     from hybridflow.families.tables import FAMILIES
 
-    values = {"model_type": family, "architectures": [FAMILIES[family].causal], **_SHAPE, **SPECIAL[family]}
+    values = {"model_type": family, "architectures": [FAMILIES[family].causal], **SHAPE, **SPECIAL[family]}
     return read_config(values, where=family).model
 
 
@@ -216,13 +216,11 @@ def text_prompts() -> list[Any]:
     """Return prompts of unequal lengths, some beyond a block of the cache, ``[tokens]`` each."""
     import torch
 
-    generator, vocab = torch.Generator().manual_seed(0), _SHAPE["vocab_size"]
+    generator, vocab = torch.Generator().manual_seed(0), SHAPE["vocab_size"]
     return [torch.randint(0, vocab, (1 + number * 7 % 29,), generator=generator) for number in range(16)]
 
 
-def tried(
-    name: str, world: Any, read: Callable[[], Any], prompts: Sequence[Any], images: Callable[[], Any] = lambda: None
-) -> dict[str, Any]:
+def tried(name: str, world: Any, read: Callable[[], Any], prompts: Sequence[Any], images: Any = None) -> dict[str, Any]:
     """Return, by kind and name, what is to be equal of a model; nothing if it fails.
 
     Args:
@@ -230,14 +228,14 @@ def tried(
         world: The job of this process alone.
         read: Returns its settings.
         prompts: Of samples to generate, ``[tokens]`` each; some are learned from, too.
-        images: Returns what knows the images in these; None: there are none.
+        images: What knows the images in these; None: there are none.
     """
     import torch
 
     torch.set_num_threads(1)
     print(f"{name} on {world.device}", file=sys.stderr, flush=True)
     try:
-        values = _compute(world, read(), prompts, images())
+        values = _compute(world, read(), prompts, images)
     except Exception:  # the other models tell more
         traceback.print_exc()
         return {}

@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from gpu_checks.common import make_world, run
-from gpu_checks.families import compare, tried
+from gpu_checks.families import LINEAR, SHAPE, compare, tried
 
-_VOCAB = 61
-_TEXT = {
-    **{"vocab_size": _VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
-    **{
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": False,
-    },
-}
 _VISION = {
     **{"depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64, "patch_size": 8},
-}
-_LINEAR = {
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
-    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
-    # Norms of outputs that are nearly 0 magnify what is rounded, the more the smaller the number that they add.
-    **{"layer_types": ["linear_attention", "full_attention"], "rms_norm_eps": 1e-3},
 }
 
 
@@ -43,10 +28,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "Qwen2_5_VL": ({"rope_parameters": _turns(2, 3, 3)}, {"fullatt_block_indexes": [1]}),
     "Qwen3_5": (
-        {
-            **{"head_dim": 32, **_LINEAR},
-            "rope_parameters": _turns(4, 2, 2, mrope_interleaved=True, partial_rotary_factor=0.5),
-        },
+        {**LINEAR, "rope_parameters": _turns(4, 2, 2, mrope_interleaved=True, partial_rotary_factor=0.5)},
         {"num_position_embeddings": 16},
     ),
 }
@@ -85,13 +67,11 @@ class _Drawn:
         from hybridflow.data.images import image_ids
 
         written: list[list[Any]] = [[5, 6, 7], ["0", 8], [9, "1", 4, "2", 3], [*range(12), "1"]]
-        rows, prompts = [self.grid(number) for number in range(len(_SIZES))], []
+        prompts = []
         for each in written * 2:
             tokens: list[int] = []
             for part in each:
-                tokens += (
-                    [part] if isinstance(part, int) else image_ids(int(part), rows[int(part)][0] * rows[int(part)][1])
-                )
+                tokens += [part] if isinstance(part, int) else image_ids(int(part), math.prod(self.grid(int(part))))
             prompts.append(torch.tensor(tokens))
         return prompts
 
@@ -116,16 +96,7 @@ def _compute_all() -> Iterator[tuple[str, dict[str, Any]]]:
         _write(name, folder)
         pixels = _Drawn(folder)
         reader = ImageReader(image_settings(folder), pixels, VisionTower(folder, torch.float32, world.device))
-        yield (
-            name,
-            tried(
-                name,
-                world,
-                lambda folder=folder: open_model(folder).model,
-                pixels.prompts(),
-                lambda reader=reader: reader,
-            ),
-        )
+        yield name, tried(name, world, lambda folder=folder: open_model(folder).model, pixels.prompts(), reader)
 
 
 def _write(name: str, folder: Path) -> None:
@@ -135,8 +106,8 @@ def _write(name: str, folder: Path) -> None:
 
     text, vision = MODELS[name]
     config = getattr(transformers, f"{name}Config")(
-        **{"text_config": {**_TEXT, **text}, "vision_config": {**_VISION, **vision}},
-        **{"image_token_id": _VOCAB - 1, "video_token_id": _VOCAB - 2},
+        **{"text_config": {**SHAPE, "max_position_embeddings": 128, **text}, "vision_config": {**_VISION, **vision}},
+        **{"image_token_id": SHAPE["vocab_size"] - 1, "video_token_id": SHAPE["vocab_size"] - 2},
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config)

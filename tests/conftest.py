@@ -33,11 +33,16 @@ LONG_S = 60.0
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Give each file to one process, for its fixtures, and all of tests/slurm to one, for its cluster."""
+    """Give each file to one process, for its fixtures, and all of tests/slurm to one, for its cluster.
+
+    Tests of the GPU path are processes of minutes of their own, which may run beside each other.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
+            if nodeid.startswith("tests/e2e/test_cuda_build.py"):
+                return nodeid
             return "tests/slurm" if nodeid.startswith("tests/slurm/") else super()._split_scope(nodeid)
 
     return Scheduling(config, log)

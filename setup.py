@@ -47,7 +47,7 @@ setup(
             optional=True,
         )
     ],
-    entry_points={"console_scripts": ["hybridflow = hybridflow.cli:main"]},
+    entry_points={"console_scripts": ["hybridflow = hybridflow.__main__:main"]},
     install_requires=[
         # Process groups in the order of a mesh, not of rank numbers: new_group(sort_ranks=) came with 2.12.
         "torch>=2.12",

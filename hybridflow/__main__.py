@@ -1,7 +1,19 @@
-"""``python -m hybridflow``: the same as the ``hybridflow`` command."""
+"""The command ``hybridflow``, also as ``python -m hybridflow``."""
 
+import signal
 import sys
 
-from hybridflow.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Run a command and return the exit status."""
+    try:
+        # It imports for half a second, in which somebody who sees a mistake in the command presses Ctrl-C.
+        from hybridflow.cli import main as run
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 128 + signal.SIGINT
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

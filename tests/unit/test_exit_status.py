@@ -3,9 +3,11 @@
 import errno
 import json
 import os
+import sys
 
 import pytest
 
+import hybridflow.__main__
 from hybridflow import cli
 from hybridflow.errors import ConfigError, DeadlineError, RewardError, StopError, WriteError
 from hybridflow.exit_status import FAILURE, REQUEST, REQUEUE, SOURCE, TARGET, exit_status, pack_error, unpack_error
@@ -103,3 +105,16 @@ def test_only_a_reader_that_has_left_ends_a_command_in_silence(number, status, m
     monkeypatch.setattr(cli, "load_recipe", fail)
     assert cli.main(["plan", "job", "quickstart"]) == status
     assert ("recipe.yaml" in capsys.readouterr().err) == (status == FAILURE)
+
+
+def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_traceback(capsys, monkeypatch):
+    class Interrupted:
+        def find_spec(self, name, path, target=None):
+            if name == "hybridflow.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "hybridflow.cli", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert hybridflow.__main__.main() == 130
+    # Behind the ^C that the terminal shows.
+    assert capsys.readouterr() == ("", "\n")

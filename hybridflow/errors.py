@@ -11,7 +11,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a question for the middle of a message, such as ``"did you mean grpo? "``; empty if no word is near."""
     # Comparing long words takes long.
     names = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(word[:200].lower(), names, n=1)
+    asked = word[:200].lower()
+    near = difflib.get_close_matches(asked, names)
+    # Of names as near as each other, the one of the same letters: gpro is grpo, not gspo.
+    near.sort(key=lambda name: sorted(name) != sorted(asked))
     return f"did you mean {names[near[0]]}? " if near else ""
 
 

@@ -199,6 +199,8 @@ def _fork(argv: Sequence[str], environment: Mapping[str, str], meeting: int, pre
         os.environ.clear()
         os.environ.update(environment)
         sys.argv = ["hybridflow", *argv]
+        # runpy warns of a module that is there already, as the command's own is.
+        sys.modules.pop("hybridflow.__main__", None)
         runpy.run_module("hybridflow", run_name="__main__")
     except SystemExit as done:
         status = done.code if isinstance(done.code, int) else FAILURE

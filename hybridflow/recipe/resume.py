@@ -29,8 +29,15 @@ def check_resume(recipe: Recipe, saved: Mapping[str, Any], checkpoint: Path) -> 
         checkpoint: The directory of the checkpoint.
 
     Raises:
-        CheckpointError: A key that must match differs; names it and both values.
+        CheckpointError: A key that must match differs; names it and both values. Or no step is asked for, so that a
+            model is evaluated, and the checkpoint is of another one.
     """
+    path = path_before(saved)
+    if recipe.trainer.steps == 0 and path != recipe.model.path:
+        raise CheckpointError(
+            f"{recipe.run_dir}: evaluates model.path={path}, and a resumed run reads no other weights than those of "
+            f"{checkpoint}; set another run_dir to evaluate {recipe.model.path}"
+        )
     before, now = fixed_settings(saved), fixed_settings(to_dict(recipe))
     for key in now:
         if key in before and before[key] != now[key]:
@@ -43,6 +50,12 @@ def check_resume(recipe: Recipe, saved: Mapping[str, Any], checkpoint: Path) -> 
                 f"{value}; resume with the same, or set another run_dir, and model={checkpoint / 'actor'} to begin "
                 "there with the trained weights"
             )
+
+
+def path_before(saved: Mapping[str, Any]) -> str | None:
+    """Return ``model.path`` of the recipe that a checkpoint was written with, as ``to_dict`` gave it."""
+    path: str | None = saved["model"].get("path")
+    return path
 
 
 def fixed_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:

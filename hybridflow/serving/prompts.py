@@ -136,7 +136,7 @@ def encode_prompt(
     elif tokenizer is None:
         raise DataError("the model's directory has no tokenizer; give prompt_ids, or --tokenizer")
     elif "messages" in fields or not isinstance(fields["prompt"], str):
-        messages = fields["messages"] if "messages" in fields else fields["prompt"]
+        messages = _asked(fields["messages"]) if "messages" in fields else fields["prompt"]
         kwargs = {**kwargs, **read_kwargs(fields.get(KWARGS, {}), KWARGS)}
         ids, sources = encode_chat(messages, tokenizer, max_context, fields.get("tools"), kwargs, sources)
     else:
@@ -148,6 +148,12 @@ def encode_prompt(
         raise DataError("messages: have images; --images-field images gives them to a model that reads images")
     images = images_of(sources, "images", settings) if sources and settings is not None else ()
     return Encoded(with_images(ids, images, prompt.prompt_index, "the prompt") if images else ids, images)
+
+
+def _asked(messages: Any) -> Any:
+    """Return a conversation without the assistant's last message: of a row of data it is the answer."""
+    is_answered = are_messages(messages) and len(messages) > 1 and messages[-1]["role"] == "assistant"
+    return messages[:-1] if is_answered else messages
 
 
 def encode_text(text: str, tokenizer: Tokenizer, max_context: int) -> list[int]:

@@ -96,7 +96,10 @@ def farewell(recipe: Recipe, summary: Mapping[str, Any], *, saved_step: int | No
         if best:
             exported = checkpoint.with_name(f"step_{summary['best_step']:06d}")
             lines.append(f"  best        {exported}")
-        words = ["hybridflow", "convert", str(exported / "actor"), str(Path("out") / run_dir.name), "--to", "hf"]
+        out = Path("out") / run_dir.name
+        if out.absolute() == run_dir.absolute():
+            out = out.with_name(f"{out.name}-hf")
+        words = ["hybridflow", "convert", str(exported / "actor"), str(out), "--to", "hf"]
         lines.append(f"  export      {shlex.join(words)}")
     if summary["steps"]:
         lines.append(f"  look        {run_dir / REPORT_FILE}")

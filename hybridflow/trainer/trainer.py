@@ -34,6 +34,7 @@ from hybridflow.parallel.megatron import rank_sets
 from hybridflow.parallel.world import World
 from hybridflow.placement.job import Job
 from hybridflow.placement.library_models import with_library_models
+from hybridflow.recipe.resume import path_before
 from hybridflow.recipe.run_dir import check_new
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
@@ -413,7 +414,11 @@ class Trainer(Role):
         self.roles.actor.num_updates = progress.step
         self.roles.actor.mark_changed()
         if self.job.world.rank == 0:
-            say(f"resumed from {checkpoint.path}")
+            path, before = self.job.recipe.model.path, path_before(state["recipe"])
+            moved = (
+                "" if path == before else f"; its weights go on from {before or 'a new model'}, and {path} is not read"
+            )
+            say(f"resumed from {checkpoint.path}{moved}")
             steps = self.job.recipe.trainer.steps
             if 0 < steps <= progress.step:
                 say(f"{progress.step} steps are done, and trainer.steps={steps}: nothing is left to train")

@@ -57,6 +57,7 @@ def test_overrides_win_and_later_ones_over_earlier(recipe_file):
 @pytest.mark.parametrize(
     ("override", "says"),
     [
+        ("algorithm=gpro", ["did you mean grpo?"]),
         ("trainer.step=3", ["override 'trainer.step=3'", "trainer.step:", "did you mean trainer.steps?", "save_every"]),
         ("gamma=0.9", ["gamma: unknown key; did you mean advantage.gamma?"]),
         ("trainer.zzz=1", ["trainer.zzz: unknown key; keys of trainer: steps"]),

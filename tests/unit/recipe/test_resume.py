@@ -7,6 +7,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -343,6 +344,14 @@ def test_the_number_of_leaf_keys_is_frozen():
 def test_files_whose_content_is_held_against_the_checkpoint_may_lie_elsewhere(changes, folder):
     saved = to_dict(load(("algorithm=grpo",), folder))
     check_resume(load(("algorithm=grpo", *changes), folder), saved, STEP)
+
+
+def test_a_model_is_not_evaluated_by_the_checkpoint_of_another(folder):
+    recipe = load(("algorithm=grpo", "trainer.steps=0"), folder)
+    one, other = (replace(recipe, model=replace(recipe.model, path=name)) for name in ("one", "other"))
+    check_resume(one, to_dict(one), STEP)
+    with pytest.raises(CheckpointError, match=r"evaluates model.path=one, .* set another run_dir to evaluate other$"):
+        check_resume(other, to_dict(one), STEP)
 
 
 @pytest.mark.parametrize(

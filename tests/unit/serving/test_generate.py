@@ -188,6 +188,19 @@ def test_files_of_prompts_are_read_as_those_of_training(tmp_path):
         assert prompts[1].place.endswith(f"{name}: row 1" if name == "table.parquet" else f"{name}:2")
 
 
+def test_the_answer_of_a_row_of_data_is_not_part_of_its_prompt(tmp_path):
+    tokenizer, asks = chatting(tmp_path).tokenizer, [{"role": "user", "content": "a"}]
+    answers = {"role": "assistant", "content": "b"}
+
+    def ids(field, messages):
+        return encode_prompt(Prompt(prompt_index=0, place="p:1", fields={field: messages}), tokenizer, 257, 64, {}).ids
+
+    assert ids("messages", [*asks, answers]) == ids("messages", asks) == [97]
+    assert ids("messages", [*asks, answers, *asks]) == [97, 98, 97]
+    # What somebody gives as a prompt is one, and so is what nobody asked.
+    assert ids("prompt", [*asks, answers]) == [97, 98] and ids("messages", [answers]) == [98]
+
+
 @given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 7))
 def test_all_work_is_dealt_once_and_evenly(lengths, num_replicas):
     dealt = deal(lengths, num_replicas)

@@ -40,3 +40,8 @@ def test_the_command_at_the_end_can_be_copied_from_a_run_directory_with_spaces()
     (line,) = [line for line in told.splitlines() if line.startswith("  export")]
     words = ["hybridflow", "convert", "runs/it's a/x y/checkpoints/step_000001/actor", "out/x y", "--to", "hf"]
     assert shlex.split(line)[1:] == words
+
+
+def test_an_export_does_not_go_into_the_run_directory():
+    told = farewell(load_recipe("quickstart", ["run_dir=out/x"]), {"steps": 1}, saved_step=1, seconds=2.0)
+    assert "hybridflow convert out/x/checkpoints/step_000001/actor out/x-hf --to hf" in told

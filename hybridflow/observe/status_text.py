@@ -31,7 +31,7 @@ def as_text(status: RunStatus, planned: Plan | None = None) -> str:
     lines = [f"{status.run}: {_headline(status)}"]
     for name, value in (
         ("step", _step_line(status)),
-        ("reward", _reward_line(status)),
+        ("result" if status.reward is None else "reward", _reward_line(status)),
         ("speed", _speed_line(status)),
         ("planned", None if planned is None else _planned_line(status, planned)),
         ("left", _left_line(status)),
@@ -54,6 +54,8 @@ def as_table(statuses: Sequence[RunStatus]) -> str:
 
 def _headline(status: RunStatus) -> str:
     told = _STATES.get(status.state, status.state)
+    if status.state == "requeue" and status.saved_step is None:
+        told = "stopped before anything was saved, to be begun again"
     activity = None if status.activity is None else _printable(status.activity)
     if status.state == "silent":
         told += "" if status.sign_age_s is None else f" for {duration(status.sign_age_s)}"
@@ -69,7 +71,8 @@ def _headline(status: RunStatus) -> str:
 def _step_line(status: RunStatus) -> str | None:
     if status.step is None:
         return None
-    return f"{status.step}" + ("" if status.steps is None else f" of {status.steps}")
+    # A finished run may be begun again with fewer steps than it has done.
+    return f"{status.step}" + ("" if status.steps is None or status.step > status.steps else f" of {status.steps}")
 
 
 def _reward_line(status: RunStatus) -> str | None:

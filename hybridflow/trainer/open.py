@@ -94,7 +94,10 @@ def note_of_prompts(job: Job) -> str | None:
         return None
     example = job.train.example(0)
     if is_plain(example.prompt, example.begins, job.tokenizer):
-        return "plain text; for a chat model set data.prompt_as_message=true, which applies its chat template"
+        return (
+            "plain text; for a chat model set data.prompt_as_message=true (in Python DataProvider(…, "
+            "prompt_as_message=True)), which applies its chat template"
+        )
     if job.images is None and example.row.get(IMAGES) and reads_images(job.model_of("actor").path):
         return f"text alone; data.images_field={IMAGES} gives the model the images of its rows, too"
     return None

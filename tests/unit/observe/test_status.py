@@ -6,7 +6,7 @@ import functools
 import json
 import os
 import socket
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -126,6 +126,18 @@ def test_one_that_has_ended(run_dir: Path, outcome: str, detail: str, told: str)
     add_start(run_dir, StartRecord(number=3, began_s=BEGAN_S + 100, step=2, ranks=4))
     status = read_status(run_dir, BEGAN_S + 110)
     assert status.state == "starting" and status.last_end == (f"{outcome}: {detail}" if detail else outcome)
+
+
+def test_one_that_was_stopped_before_it_saved_does_not_claim_to_have(tmp_path: Path):
+    add_start(tmp_path, StartRecord(number=1, began_s=BEGAN_S, step=None, ranks=1))
+    add_end(tmp_path, 1, "requeue", "received SIGINT")
+    told = as_text(read_status(tmp_path))
+    assert "stopped before anything was saved, to be begun again" in told and "saved   nothing yet" in told
+
+
+def test_a_loss_is_no_reward_and_steps_are_not_of_fewer(run_dir: Path):
+    status = replace(read_status(run_dir), reward=None, score=1.5, result="loss", step=12)
+    assert as_text(status).splitlines()[1:3] == ["  step    12", "  result  held-out loss 1.5000"]
 
 
 def test_one_that_is_done_shows_the_last_accuracy(run_dir: Path):

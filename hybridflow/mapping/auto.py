@@ -164,7 +164,7 @@ def _remedy(what: str, request: SearchRequest) -> str:
 
 def _nothing(what: str, request: SearchRequest) -> str:
     """Return that nothing fits."""
-    most = f"{request.memory_bytes / 1e9:.0f} GB"
+    most = f"{request.memory_bytes / 1e9:.3g} GB"
     return f"{what}: nothing fits {request.num_ranks} GPUs, of which each may need {most}"
 
 

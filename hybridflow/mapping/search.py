@@ -428,19 +428,19 @@ class _Search:
 
     def _learn(self, fullest: RankMemory, problem: _Problem, chosen: Mapping[str, Choice]) -> None:
         """Remember the fewest choices that together need more than a rank has, by the exact count of one rank."""
-        parts = list(fullest.meshes)
-        for part in fullest.meshes:
+        # A vision tower, and a rollout that only validates, are there whatever is chosen.
+        fixed = [part for part in fullest.meshes if part.mesh not in chosen]
+        parts = [part for part in fullest.meshes if part.mesh in chosen]
+        one = _set_of(problem.placement, parts[0].mesh)
+        for part in tuple(parts):
             rest = [each for each in parts if each is not part]
             away = {each.mesh for each in rest if chosen[each.mesh].work.is_offloaded} - {"actor.update"}
             is_offloaded = any(each.mesh == "actor.update" and chosen[each.mesh].work.is_offloaded for each in rest)
+            left = (*rest, *fixed)
             # A rollout's own weights are those that the update beside it has not.
-            is_whole = part.mesh != "actor.update" or all(each.mesh != "actor.rollout" for each in rest)
-            if (
-                is_whole
-                and rank_memory(tuple(rest), away, 0, is_offloaded=is_offloaded).peak > self._request.memory_bytes
-            ):
+            is_whole = part.mesh != "actor.update" or all(each.mesh != "actor.rollout" for each in left)
+            if is_whole and rank_memory(left, away, 0, is_offloaded=is_offloaded).peak > self._request.memory_bytes:
                 parts = rest
-        one = _set_of(problem.placement, parts[0].mesh)
         conflict = frozenset((part.mesh, chosen[part.mesh].work) for part in parts)
         self._conflicts.setdefault(one, []).append(conflict)
 

@@ -79,8 +79,8 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
             raise ReshardError(f"{self.name}: dtype {self.dtype!r}: expected one of {', '.join(ITEM_BYTES)}")
-        if any(size < 1 for size in self.shape):
-            raise ReshardError(f"{self.name}: shape {list(self.shape)}: expected sizes of at least 1")
+        if not self.shape or any(size < 1 for size in self.shape):
+            raise ReshardError(f"{self.name}: shape {list(self.shape)}: expected a dim or more, of at least 1 each")
         if self.tp_dim is not None and not 0 <= self.tp_dim < len(self.shape):
             raise ReshardError(f"{self.name}: tp_dim={self.tp_dim} is not a dim of shape {list(self.shape)}")
         if self.padded_to is not None and (self.tp_dim is None or self.padded_to < 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from hybridflow.config.roles import OptimizerConfig
 from hybridflow.dataflow.batch import Batch, Ragged
+from hybridflow.errors import ConfigError
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models import distillation
 from hybridflow.models.distillation import top_log_probs, vocab_parallel_reverse_kl
@@ -20,6 +22,7 @@ from hybridflow.models.weights import local_shards
 from hybridflow.parallel.world import World
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.advantage import KLCoefficient
+from hybridflow.roles.teacher import Teacher
 from tests.multi import models
 from tests.multi.jobs import add_noise, inner_of, make_batch, make_job, outer_of, tiny_recipe, watch
 from tests.multi.models import place
@@ -195,3 +198,10 @@ def test_an_actor_learns_the_mean_over_the_tokens_that_count(layout, top_k):
                 whole = plain[name]
                 error = np.linalg.norm(values - whole[outer_of(part)])
                 assert error < 1e-5 * np.linalg.norm(whole), name
+
+
+@pytest.mark.parametrize("top_k", [45, 46])
+def test_a_teacher_leaves_a_token_beside_the_likeliest(top_k):
+    job = SimpleNamespace(recipe=SimpleNamespace(teacher=SimpleNamespace(top_k=top_k)), vocab_size=45)
+    with pytest.raises(ConfigError, match=rf"teacher\.top_k={top_k}: the vocabulary has 45 tokens; choose less, or 0"):
+        Teacher(job)

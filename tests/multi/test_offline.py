@@ -32,6 +32,7 @@ from hybridflow.dataflow.move import Mover, balance
 from hybridflow.dataflow.run import Executor
 from hybridflow.families.model import ModelConfig
 from hybridflow.flows.registry import ALGORITHMS
+from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.models.weights import local_shards
 from hybridflow.observe.timeline import Timeline
@@ -40,7 +41,7 @@ from hybridflow.recipe.checks import check_recipe
 from hybridflow.recipe.meshes import role_meshes
 from hybridflow.roles.advantage import KLCoefficient
 from hybridflow.roles.offline_actor import OfflineActor
-from hybridflow.roles.offline_samples import OfflineSamples
+from hybridflow.roles.offline_samples import OfflineSamples, row_stats
 from hybridflow.trainer.roles import make_roles
 from tests.multi.jobs import add_noise, inner_of, make_job, outer_of, watch
 from tests.multi.models import VOCAB
@@ -505,3 +506,28 @@ def test_mismatched_responses_rotate_within_the_mini_batch_and_are_cut_at_the_co
     found = cut.columns["mismatched_tokens"].to_list()
     assert [row.tolist() for row in found] == [row[:12].tolist() for row in whole]
     assert max(map(len, whole)) > 12
+
+
+def test_no_more_held_out_rows_are_judged_than_asked_for():
+    recipe = recipe_of(Case(name="dpo", layout=ParallelLayout(), micro_batch_tokens=4096))
+    job = SimpleNamespace(
+        recipe=replace(recipe, trainer=replace(recipe.trainer, num_validation=2)),
+        world=SimpleNamespace(rank=0),
+        meshes=role_meshes(recipe),
+        held_out_pairs=held_out(),
+        held_out_solutions=held_out_solutions(),
+    )
+    given = OfflineSamples(job)
+    assert given.held_out_pairs(Batch.empty(), {}).ids.tolist() == [0, 1, 2, 3]
+    assert given.held_out_solutions(Batch.empty(), {}).ids.tolist() == [0, 1]
+
+
+def told_of_rows(world: World) -> list[Any]:
+    """What a mesh whose ranks are not in order tells of five rows."""
+    mesh = DeviceMesh(name="actor.update", layout=ParallelLayout(dp=2), ranks=(1, 0), ranks_per_node=2)
+    world.make_groups([(0, 1)])
+    return row_stats(SimpleNamespace(meshes={"actor.update": mesh}, world=world), range(3, 8), lambda row: row)
+
+
+def test_rows_come_in_their_order_whatever_that_of_the_ranks():
+    assert run_ranks(told_of_rows, 2) == [[3, 4, 5, 6, 7]] * 2

@@ -121,6 +121,31 @@ def test_losses_and_biases_are_those_of_the_formulas(config, recompute):
     assert found == pytest.approx(wanted, rel=1e-5)
 
 
+def told_in_layout(world, text):
+    """What routers of a mixture tell of three samples in a layout, and their biases after it."""
+    layout, config = ParallelLayout.parse(text), replace(SHARED, **FREE, num_layers=2)
+    model, mesh, groups, _ = make_model(world, layout, model=config)
+    routers = [layer.mlp.router for layer in model.decoder.layers]
+    for router in routers:
+        router.expert_bias.copy_(torch.linspace(-0.2, 0.2, config.num_experts))
+    mine = [*range(3)][mesh.coordinate(world.rank).dp :: layout.dp]
+    context = groups.cp if layout.cp > 1 else None
+    part = pack(mine, [torch.tensor(each) for each in SEQUENCES], PROMPT_LENGTHS, world.device, context)
+    watch = RouterWatch(model, groups, MOE, [part])
+    model(part.tokens, part.attention, part.rows)
+    metrics, loads = watch.finish()
+    return metrics, loads, [router.expert_bias.tolist() for router in routers]
+
+
+def test_what_routers_tell_and_learn_is_the_same_in_every_layout():
+    ((metrics, loads, biases),) = run_ranks(told_in_layout, 1, "tp1")
+    for text in ("dp2", "cp2", "tp2.ep2.etp1"):
+        for found in run_ranks(told_in_layout, 2, text):
+            assert found[0] == pytest.approx(metrics, rel=1e-5), text
+            assert found[1] == {layer: pytest.approx(shares) for layer, shares in loads.items()}, text
+            assert found[2] == [pytest.approx(each) for each in biases], text
+
+
 def choices_in_bf16(world, config):
     """How many choices for hidden states in bf16 differ from those of transformers, and how far weights differ."""
     model, *_ = make_model(world, ParallelLayout(), model=config)

@@ -95,6 +95,15 @@ def test_its_process_ends_with_the_one_that_asked():
         time.sleep(0.05)
 
 
+def test_an_answer_without_an_end_is_not_kept():
+    one = Chat("{{ messages[0].content }}", {})
+    one._max_answer_bytes = 1 << 17
+    with pytest.raises(DataError, match="its process wrote more than 131072 bytes"):
+        one.render([{"role": "user", "content": "x" * 300_000}])
+    assert one.render(MESSAGES) == "1+1="
+    one.close()
+
+
 def _is_running(pid):
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8") as file:

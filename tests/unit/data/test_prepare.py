@@ -20,11 +20,12 @@ from hybridflow.config.data import DataConfig, DataSourceConfig
 from hybridflow.data import prepare as prepare_module
 from hybridflow.data import readers
 from hybridflow.data.order import permuted
-from hybridflow.data.part import Given
+from hybridflow.data.part import Given, ReadRows, make_part
 from hybridflow.data.pieces import train_tokenizer
 from hybridflow.data.prepare import prepare
 from hybridflow.data.problems import StoredProblems, Stores, example_in, open_problems
 from hybridflow.data.prompts import encode_prompt, encode_solution
+from hybridflow.data.rows import HERE
 from hybridflow.data.shaping import Shape
 from hybridflow.errors import DataError, WriteError
 from hybridflow.exit_status import FAILURE, exit_status
@@ -172,6 +173,22 @@ def test_bad_rows_are_skipped_and_told_of(tmp_path, monkeypatch):
 
 def _examples(path, shape):
     return examples_of_file(path, shape.data)
+
+
+def test_of_many_bad_rows_a_part_keeps_few_messages_and_few_reasons(tmp_path):
+    """Reasons that differ in their numbers alone are one; the 21st and those after it are counted together."""
+    reasons = [f"of kind {chr(97 + number)}" for number in range(24)]
+    errors = [DataError(f"{HERE}: {reason}; mend it") for reason in reasons]
+    errors += [DataError(f"{HERE}: found {number} of {7 * number}; mend it") for number in (3, 45)]
+    shape = replace(SHAPE, data=replace(DATA, on_bad_row="skip"))
+    told = make_part(tmp_path, 0, shape, [ReadRows(errors[-2:] + errors, lambda row: f"given: row {row}")])
+    assert told["shown"] == [
+        "given: row 0: found 3 of 21; mend it",
+        "given: row 1: found 45 of 315; mend it",
+        *(f"given: row {row}: {reasons[row - 2]}; mend it" for row in (2, 3, 4)),
+    ]
+    assert told["bad"] == {"found N of N": 4, **dict.fromkeys(reasons[:19], 1), "other reasons": 5}
+    assert told["num_rows"] == 0 and told["pieces"][0]["num_read"] == 28
 
 
 def test_where_no_row_is_left_there_is_an_error(tmp_path):

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,7 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.auto import recipe_text
 from hybridflow.mapping.choices import _rollout_layouts, _update_layouts
 from hybridflow.mapping.hardware import hardware
-from hybridflow.mapping.memory import held_texts, job_memory
+from hybridflow.mapping.memory import MeshMemory, held_texts, job_memory, rank_memory
 from hybridflow.mapping.rl_step import (
     Call,
     Texts,
@@ -28,7 +29,20 @@ from hybridflow.mapping.rl_step import (
     timed,
     total_seconds,
 )
-from hybridflow.mapping.search import Found, ModelSet, SearchRequest, _Search, needed_memory, placements, search
+from hybridflow.mapping.search import (
+    Found,
+    ModelSet,
+    SearchRequest,
+    _axes,
+    _host_of,
+    _reshard_key,
+    _Search,
+    needed_memory,
+    placements,
+    search,
+    settings_of,
+    with_choices,
+)
 from hybridflow.mapping.sizes import model_size
 from hybridflow.mapping.step_command import texts_of
 from hybridflow.recipe.load import load_recipe
@@ -457,3 +471,89 @@ def test_layouts_of_experts_that_cannot_be_made_are_not_tried():
     model = load_recipe("grpo", [*heads, "model.ffn_hidden_size=384", "model.num_experts=8"]).model
     for found in (_update_layouts(model, 6, 6), _rollout_layouts(model, 6, 6)):
         assert {3, 6} < {each.tp for each in found}
+
+
+@pytest.mark.parametrize(
+    ("layout", "experts"),
+    [
+        (ParallelLayout(tp=2, dp=4, ep=4, etp=1), {"num_experts": 8}),
+        (ParallelLayout(tp=2, dp=4, ep=2, etp=2), {"num_experts": 8}),
+        (ParallelLayout(pp=2, dp=2, cp=2, vpp=2), {}),
+        (ParallelLayout(pp=2, dp=4, layers=(5, 3)), {}),
+    ],
+    ids=str,
+)
+def test_a_layout_that_is_found_is_read_as_it_was(recipe, layout, experts):
+    path = recipe(model={**MODEL, **experts}, cluster={"ranks": 8})
+    overrides = [f"actor.update={json.dumps(_axes(layout))}", "actor.rollout={dp: 8}"]
+    found = load_recipe(path, overrides)
+    assert found.actor.update == layout
+    assert f"actor.update={json.dumps(_axes(layout))}" in settings_of(found, ["actor.update"])
+
+
+def test_no_reshard_is_faster_than_its_bound(recipe):
+    path = recipe()
+    every_fourth = ("actor.reshard_every=4", "correction.kind=truncate")
+    request = SearchRequest(
+        load=lambda overrides: load_recipe(path, [*every_fourth, *overrides]),
+        flow=lambda recipe: training_step(recipe).flow,
+        hardware=MACHINE,
+        texts=Texts(prompt=500, responses=(700,) * 64),
+        **{"num_ranks": 8, "ranks_per_node": 8, "memory_bytes": 72e9},
+    )
+    made, names = _Search(request), ("actor.update", "actor.rollout")
+    apart = tuple(ModelSet(meshes=(name,), ranks=range(4 * at, 4 * at + 4)) for at, name in enumerate(names))
+    for update, rollout in itertools.product(*(made._choices.of(name, 4, 4096)[:3] for name in names)):
+        chosen = {"actor.update": update, "actor.rollout": rollout}
+        found = with_choices(made._base, apart, chosen, 4096, 0, 8)
+        least = made._least_reshard(chosen, apart)
+        assert 0 < least <= made._reshard_seconds(_reshard_key(chosen, apart), found, role_meshes(found)) * (1 + 1e-9)
+
+
+def test_functions_of_rewards_are_where_responses_are():
+    apart = {"actor.update": 0, "actor.rollout": 1}
+    assert _host_of("reward", apart) == "actor.rollout" and _host_of("advantage", apart) == "actor.update"
+    assert _host_of("reward", {"actor.update": 0}) == "actor.update"
+
+
+def learned(recipe, *parts):
+    """What is learned of an update and a rollout of a rank that needs more than 90 bytes."""
+    path = recipe()
+    request = SearchRequest(
+        load=lambda overrides: load_recipe(path, overrides),
+        flow=lambda recipe: training_step(recipe).flow,
+        hardware=MACHINE,
+        texts=Texts(prompt=500, responses=(700,) * 64),
+        **{"num_ranks": 4, "ranks_per_node": 8, "memory_bytes": 90},
+    )
+    made, names = _Search(request), ("actor.update", "actor.rollout")
+    works = {name: SimpleNamespace(work=Work(layout=ParallelLayout(dp=4), micro_batch_tokens=0)) for name in names}
+    one = ModelSet(meshes=names, ranks=range(4))
+    made._learn(rank_memory(parts, (), 0, is_offloaded=False), SimpleNamespace(placement=(one,)), works)
+    assert list(made._conflicts) == [one]
+    (conflict,) = made._conflicts[one]
+    assert conflict <= {(name, works[name].work) for name in names}
+    return {name for name, _ in conflict}
+
+
+def test_a_rollout_is_not_found_too_large_without_the_update_beside_it(recipe):
+    """Of its weights those count that the update has not; with another update it has others."""
+    update, rollout = (
+        MeshMemory(mesh="actor.update", weights=10),
+        MeshMemory(mesh="actor.rollout", weights=5, cache=100),
+    )
+    assert learned(recipe, update, rollout) == {"actor.update", "actor.rollout"}
+
+
+@pytest.mark.parametrize("tower", [50, 95])
+def test_what_does_not_fit_beside_a_vision_tower_is_learned(recipe, tower):
+    """The tower is there whatever is chosen: too large beside the update, or alone."""
+    update, rollout = MeshMemory(mesh="actor.update", weights=45), MeshMemory(mesh="actor.rollout", weights=5)
+    assert learned(recipe, MeshMemory(mesh="images", weights=tower), update, rollout) == {"actor.update"}
+
+
+@pytest.mark.parametrize("gpus", ["1", "4"])
+def test_what_does_not_fit_is_said_of_a_recipe_whose_rollout_only_validates(capsys, gpus):
+    words = ("sft", "model.dtype=bf16", "cluster.memory_budget_gb=0.0005", "--gpus", gpus)
+    assert cli.main(["plan", "auto", *words]) == 2
+    assert f"nothing fits {gpus} GPUs, of which each may need 0.0005 GB" in capsys.readouterr().err

@@ -327,6 +327,16 @@ def test_buckets_are_a_64th_of_the_destination() -> None:
         assert held_bytes(model, target, 3) == int(gigabytes * (1 << 29))
 
 
+def test_buckets_are_a_64th_of_the_least_loaded_stage() -> None:
+    """3 GB in the first stage of two ranks, 1 GB in the second."""
+    spec = [
+        TensorSpec(name=f"{layer}", shape=(size << 20, 256), dtype="fp32", tp_dim=0, place=layer)
+        for layer, size in enumerate((3, 1))
+    ]
+    model = ModelSpec(tensors=tuple(spec), num_layers=2)
+    assert bucket_bytes(model, WeightHoldings(model, make_mesh("tp2.pp2"))) == 8 << 20
+
+
 def test_large_streams_are_cut_between_tensors_or_rows() -> None:
     """Three needers of what two ranks hold: 1.5 models each, so one model is cut in half."""
     tensors = [
@@ -427,7 +437,15 @@ def test_indescribable_layouts_are_refused(layout: str, message: str) -> None:
         Flows(model, *holdings(model, make_mesh(layout), make_mesh("tp1")))
 
 
+def test_meshes_that_disagree_about_the_nodes_are_refused() -> None:
+    source, target = make_mesh("dp2", ranks_per_node=2), make_mesh("tp2", ranks_per_node=4)
+    with pytest.raises(ReshardError, match="dp2 has ranks_per_node=2, tp2 4; make both meshes with the job's own"):
+        plan(make_model(), *holdings(make_model(), source, target), 0)
+
+
 def test_contradictory_descriptions_are_refused() -> None:
+    with pytest.raises(ReshardError, match=r"w: shape \[\]: expected a dim or more, of at least 1 each"):
+        TensorSpec(name="w", shape=(), dtype="fp32", tp_dim=None, place=1)
     spec = TensorSpec(name="w", shape=(4,), dtype="fp32", tp_dim=None, place=1)
     with pytest.raises(ReshardError, match="w: described twice"):
         ModelSpec(tensors=(spec, spec), num_layers=2)

@@ -11,6 +11,7 @@ import torch
 from hybridflow.families.config_json import describe
 from hybridflow.families.model import ModelConfig, RotaryScaling
 from hybridflow.rollout.request import Request, SamplingParams
+from hybridflow.sampling import engines
 
 MODEL = ModelConfig(num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=2, max_context=8, vocab_size=16)
 
@@ -134,3 +135,64 @@ def test_where_it_cannot_sleep_it_only_takes_weights(make, device, can_sleep):
     engine.wake(iter([("a", torch.zeros(1))]))
     engine.wake(None)
     assert llm.log == [("reload_weights", "a"), ("forget",)]
+
+
+def job_of(device, **changes):
+    """Of the recipe what the engine is made from."""
+    settings = {"temperature": 1.0, "reshard_every": 1, "max_concurrent": 2, **changes}
+    rollout = types.SimpleNamespace(
+        **{"temperature": settings["temperature"], "max_concurrent": settings["max_concurrent"], "cache_memory": 0.5},
+        engine=types.SimpleNamespace(memory_share=0.5),
+    )
+    actor = types.SimpleNamespace(reshard_every=settings["reshard_every"])
+    return types.SimpleNamespace(
+        recipe=types.SimpleNamespace(rollout=rollout, actor=actor, seed=1),
+        world=types.SimpleNamespace(device=torch.device(device), ranks_per_node=8, size=2),
+        model_of=lambda name: MODEL,
+        vocab_size=16,
+    )
+
+
+@pytest.fixture
+def push(make, monkeypatch):
+    """A function that makes what pushes an actor's weights to vLLM."""
+    monkeypatch.setattr(engines, "runs_in_transformers", lambda job, name: False)
+    monkeypatch.setattr(engines, "described", lambda job: describe(MODEL, family="llama", has_value_head=False))
+    monkeypatch.setattr(engines.PushedEngine, "_weights", lambda pushed, model: [(model, torch.zeros(1))])
+    return lambda device="cuda:0", **changes: engines.PushedEngine(job_of(device, **changes))
+
+
+def test_weights_are_pushed_when_they_are_new_or_gone(push):
+    pushed = push()
+    # Nothing outlives the update: the engine needs weights even where the actor's are the same.
+    pushed.wake("a", is_current=True)
+    pushed.sleep()
+    pushed.wake("b", is_current=False)
+    loads = [each for each in pushed.engine._llm.log if each[0] in ("sleep", "reload_weights")]
+    assert loads == [("sleep", 2), ("reload_weights", "a"), ("sleep", 2), ("reload_weights", "b")]
+
+
+def test_weights_that_outlive_an_update_are_pushed_once(push):
+    pushed = push(reshard_every=2)
+    pushed.wake("a", is_current=False)
+    pushed.sleep()
+    pushed.wake("a", is_current=True)
+    loads = [each for each in pushed.engine._llm.log if each[0] in ("sleep", "reload_weights")]
+    assert loads == [("sleep", 1), ("reload_weights", "a"), ("sleep", 1)]
+
+
+@pytest.mark.parametrize(("temperature", "mode"), [(1.0, "raw_logprobs"), (0.5, "processed_logprobs")])
+def test_log_probs_are_those_that_are_exact(push, temperature, mode):
+    assert push(temperature=temperature).engine._llm.options["logprobs_mode"] == mode
+
+
+def test_a_cpu_has_a_cache_for_the_samples_together_within_the_budget(push, monkeypatch):
+    asked = []
+    monkeypatch.setattr(engines, "cache_bytes", lambda *given: asked.append(given) or 1 << 40)
+    # A block of 128 tokens for each of two samples of up to 8, and vLLM's own; keys and values of 8 numbers in fp32.
+    whole = 3 * 128 * 2 * 8 * 4
+    assert push("cpu").engine._llm.options["kv_cache_memory_bytes"] == whole
+    assert asked == [(0.5, torch.device("cpu"), 2)], "of two ranks none has a node's eighth"
+    monkeypatch.setattr(engines, "cache_bytes", lambda *given: whole - 1)
+    assert push("cpu").engine._llm.options["kv_cache_memory_bytes"] == whole - 1
+    assert push("cuda:0").engine._llm.options["kv_cache_memory_bytes"] is None

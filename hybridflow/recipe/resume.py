@@ -33,7 +33,7 @@ def check_resume(recipe: Recipe, saved: Mapping[str, Any], checkpoint: Path) -> 
             model is evaluated, and the checkpoint is of another one.
     """
     path = path_before(saved)
-    if recipe.trainer.steps == 0 and path != recipe.model.path:
+    if recipe.trainer.steps == 0 and recipe.model.path not in (None, path):
         raise CheckpointError(
             f"{recipe.run_dir}: evaluates model.path={path}, and a resumed run reads no other weights than those of "
             f"{checkpoint}; set another run_dir to evaluate {recipe.model.path}"

@@ -414,11 +414,10 @@ class Trainer(Role):
         self.roles.actor.num_updates = progress.step
         self.roles.actor.mark_changed()
         if self.job.world.rank == 0:
+            say(f"resumed from {checkpoint.path}")
             path, before = self.job.recipe.model.path, path_before(state["recipe"])
-            moved = (
-                "" if path == before else f"; its weights go on from {before or 'a new model'}, and {path} is not read"
-            )
-            say(f"resumed from {checkpoint.path}{moved}")
+            if path not in (None, before):
+                say(f"its weights go on from {before or 'a new model'}; model.path={path} is not read")
             steps = self.job.recipe.trainer.steps
             if 0 < steps <= progress.step:
                 say(f"{progress.step} steps are done, and trainer.steps={steps}: nothing is left to train")

@@ -32,13 +32,13 @@ def check_resume(recipe: Recipe, saved: Mapping[str, Any], checkpoint: Path) -> 
         CheckpointError: A key that must match differs; names it and both values. Or no step is asked for, so that a
             model is evaluated, and the checkpoint is of another one.
     """
+    before, now = fixed_settings(saved), fixed_settings(to_dict(recipe))
     path = path_before(saved)
     if recipe.trainer.steps == 0 and recipe.model.path not in (None, path):
         raise CheckpointError(
             f"{recipe.run_dir}: evaluates model.path={path}, and a resumed run reads no other weights than those of "
             f"{checkpoint}; set another run_dir to evaluate {recipe.model.path}"
         )
-    before, now = fixed_settings(saved), fixed_settings(to_dict(recipe))
     for key in now:
         if key in before and before[key] != now[key]:
             # As a recipe writes them: null, true.

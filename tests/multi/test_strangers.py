@@ -26,6 +26,8 @@ from tests.support.ranks import run_ranks
 from tests.support.waiting import wait_until
 
 FORK = multiprocessing.get_context("fork")
+# Of what earlier tests have left in this process, such as owners of closed files, nothing comes along.
+SPAWN = multiprocessing.get_context("spawn")
 
 
 def check(world, secrets):
@@ -145,7 +147,7 @@ def two_networks():
     """Two machines with one cable, as far as the network goes: processes that hold them."""
     if os.geteuid() != 0 or not all(shutil.which(name) for name in ("ip", "nsenter", "unshare")):
         pytest.skip("needs root, and ip, nsenter and unshare of Linux")
-    holders = [subprocess.Popen(["unshare", "--net", "sleep", "120"]) for _ in range(2)]
+    holders = [subprocess.Popen(["unshare", "--net", "sleep", "900"]) for _ in range(2)]
     try:
         pids = [str(holder.pid) for holder in holders]
         own = os.readlink("/proc/self/ns/net")
@@ -218,14 +220,14 @@ def attack(start, sender):
 def test_another_user_of_the_network_changes_nothing(two_networks):
     start = Start(launcher="slurm", size=2, ranks_per_node=1, hosts=("a", "b"), address="10.213.0.1", port=23456)
     start = replace(start, name="job 1", secret=b"of a test")
-    come, pipes, children = FORK.Event(), [FORK.Pipe(duplex=False) for _ in range(3)], []
+    come, pipes, children = SPAWN.Event(), [SPAWN.Pipe(duplex=False) for _ in range(3)], []
     for rank, (_, sender) in enumerate(pipes[:2]):
         args = (two_networks[rank], join_and_wait, replace(start, rank=rank), come, sender)
-        children.append(FORK.Process(target=in_network, args=args, daemon=True))
+        children.append(SPAWN.Process(target=in_network, args=args, daemon=True))
         children[-1].start()
     listens, here = (receiver.recv() if receiver.poll(100) else None for receiver, _ in pipes[:2])
     assert listens == ["0100D50A"] and here == "here"  # 10.213.0.1 alone
-    children.append(FORK.Process(target=in_network, args=(two_networks[1], attack, start, pipes[2][1]), daemon=True))
+    children.append(SPAWN.Process(target=in_network, args=(two_networks[1], attack, start, pipes[2][1]), daemon=True))
     children[-1].start()
     said = pipes[2][0].recv() if pipes[2][0].poll(100) else None
     assert said is not None and len(said) == 2 and "is not rank 0 of this job" in said[0], said

@@ -13,7 +13,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     names = {name.lower(): name for name in known}
     asked = word[:200].lower()
     near = difflib.get_close_matches(asked, names)
-    # Of names as near as each other, the one of the same letters: gpro is grpo, not gspo.
+    # A name of the same letters goes first: gpro is grpo, not gspo.
     near.sort(key=lambda name: sorted(name) != sorted(asked))
     return f"did you mean {names[near[0]]}? " if near else ""
 

@@ -148,12 +148,10 @@ def margin_of(row: Row, name: str, place: str) -> float:
 
 
 def _preference(row: Row, place: str, data: DataConfig, *, is_paired: bool) -> Example:
-    if value_of(row, data.prompt_field) is None and isinstance(value_of(row, data.chosen_field), str):
-        raise DataError(
-            f"{place}: no field {data.prompt_field!r}; found {sorted(row)}; add it, or set data.prompt_field to its "
-            f"name here; only messages may begin with the prompt in {data.chosen_field!r} and {data.rejected_field!r}"
-        )
-    prompt, solution = prompt_of(row, place, data), solution_of(row, place, data)
+    hint = ""
+    if isinstance(value_of(row, data.chosen_field), str):
+        hint = f"; only messages may begin with the prompt in {data.chosen_field!r} and {data.rejected_field!r}"
+    prompt, solution = prompt_of(row, place, data, hint), solution_of(row, place, data)
     completion = response_field(row, data) if value_of(row, data.chosen_field) is None else data.completion_field
     if not is_paired and value_of(row, completion) is not None:
         strangers = [name for name in (data.chosen_field, data.rejected_field) if value_of(row, name) is not None]

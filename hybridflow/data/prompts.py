@@ -269,9 +269,9 @@ def tokens_at(place: str, text: str, tokenizer: Tokenizer) -> list[int]:
         raise DataError(f"{place}: {error}") from error
 
 
-def prompt_of(row: Row, place: str, data: DataConfig) -> str:
-    """Return a row's prompt. Raises DataError: it is missing, empty, or no text."""
-    prompt = text_of(row, data.prompt_field, place, "prompt_field")
+def prompt_of(row: Row, place: str, data: DataConfig, hint: str = "") -> str:
+    """Return a row's prompt. Raises DataError: it is missing, with the hint; empty, or no text."""
+    prompt = text_of(row, data.prompt_field, place, "prompt_field", hint)
     if prompt == "":
         raise DataError(f"{place}: field {data.prompt_field!r} is empty; a prompt needs at least one character")
     return prompt
@@ -320,7 +320,7 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def text_of(row: Row, name: str, place: str, key: str = "*_field") -> str:
+def text_of(row: Row, name: str, place: str, key: str = "*_field", hint: str = "") -> str:
     """Return a row's field of text, whose name stands in a key of ``data``.
 
     Raises:
@@ -328,7 +328,8 @@ def text_of(row: Row, name: str, place: str, key: str = "*_field") -> str:
     """
     value = value_of(row, name, _MISSING)
     if value is _MISSING:
-        raise DataError(f"{place}: no field {name!r}; found {sorted(row)}; add it, or set data.{key} to its name here")
+        remedy = f"add it, or set data.{key} to its name here{hint}"
+        raise DataError(f"{place}: no field {name!r}; found {sorted(row)}; {remedy}")
     if not isinstance(value, str):
         raise DataError(f"{place}: field {name!r}: expected text, found {value!r:.60}; put it in quotes")
     check_unicode(value, name, place)

@@ -85,7 +85,12 @@ def test_a_row_is_one_response_or_gives_two(tmp_path):
     ("row", "is_paired", "says"),
     [
         ({"prompt": "1", "chosen": "2"}, True, "rows.jsonl:2: no field 'rejected'; found ['chosen', 'prompt']"),
-        ({"chosen": "2", "rejected": "3"}, True, "only messages may begin with the prompt in 'chosen' and 'rejected'"),
+        (
+            {"chosen": "2", "rejected": "3"},
+            True,
+            "rows.jsonl:2: no field 'prompt'; found ['chosen', 'rejected']; add it, or set data.prompt_field to its "
+            "name here; only messages may begin with the prompt in 'chosen' and 'rejected'",
+        ),
         ({**PAIR, "prompt": ""}, True, "rows.jsonl:2: field 'prompt' is empty"),
         ({**PAIR, "chosen": 2}, True, "rows.jsonl:2: field 'chosen': expected text, found 2"),
         ({**PAIR, "chosen": "12"}, True, "rows.jsonl:2: fields 'chosen' and 'rejected' are the same text"),

@@ -369,16 +369,22 @@ def test_a_way_to_share_ranks_that_is_always_refused_is_given_up(recipe):
     assert len(tried) < 3 * 51 + 100
 
 
-@pytest.mark.parametrize(("start", "sizes"), [(0, {1, 2, 4}), (3, {1}), (6, {1, 2}), (12, {1, 2, 4})])
-def test_tensor_parallel_groups_begin_where_none_of_them_spans_nodes(recipe, start, sizes):
-    path = recipe()
-    request = SearchRequest(
-        load=lambda overrides: load_recipe(path, overrides),
+def request_of(path, num_ranks, memory_bytes, *always):
+    """A request for a recipe with overrides that are always there, in nodes of 8 ranks."""
+    return SearchRequest(
+        load=lambda overrides: load_recipe(path, [*always, *overrides]),
         flow=lambda recipe: training_step(recipe).flow,
         hardware=MACHINE,
         texts=Texts(prompt=500, responses=(700,) * 64),
-        **{"num_ranks": 16, "ranks_per_node": 8, "memory_bytes": 72e9},
+        num_ranks=num_ranks,
+        ranks_per_node=8,
+        memory_bytes=memory_bytes,
     )
+
+
+@pytest.mark.parametrize(("start", "sizes"), [(0, {1, 2, 4}), (3, {1}), (6, {1, 2}), (12, {1, 2, 4})])
+def test_tensor_parallel_groups_begin_where_none_of_them_spans_nodes(recipe, start, sizes):
+    request = request_of(recipe(), 16, 72e9)
     four = ModelSet(meshes=("actor.rollout",), ranks=range(start, start + 4))
     assert {each.work.layout.tp for each in _Search(request)._offered("actor.rollout", four, 4096)} == sizes
 
@@ -492,15 +498,7 @@ def test_a_layout_that_is_found_is_read_as_it_was(recipe, layout, experts):
 
 
 def test_no_reshard_is_faster_than_its_bound(recipe):
-    path = recipe()
-    every_fourth = ("actor.reshard_every=4", "correction.kind=truncate")
-    request = SearchRequest(
-        load=lambda overrides: load_recipe(path, [*every_fourth, *overrides]),
-        flow=lambda recipe: training_step(recipe).flow,
-        hardware=MACHINE,
-        texts=Texts(prompt=500, responses=(700,) * 64),
-        **{"num_ranks": 8, "ranks_per_node": 8, "memory_bytes": 72e9},
-    )
+    request = request_of(recipe(), 8, 72e9, "actor.reshard_every=4", "correction.kind=truncate")
     made, names = _Search(request), ("actor.update", "actor.rollout")
     apart = tuple(ModelSet(meshes=(name,), ranks=range(4 * at, 4 * at + 4)) for at, name in enumerate(names))
     for update, rollout in itertools.product(*(made._choices.of(name, 4, 4096)[:3] for name in names)):
@@ -518,14 +516,7 @@ def test_functions_of_rewards_are_where_responses_are():
 
 def learned(recipe, *parts):
     """What is learned of an update and a rollout of a rank that needs more than 90 bytes."""
-    path = recipe()
-    request = SearchRequest(
-        load=lambda overrides: load_recipe(path, overrides),
-        flow=lambda recipe: training_step(recipe).flow,
-        hardware=MACHINE,
-        texts=Texts(prompt=500, responses=(700,) * 64),
-        **{"num_ranks": 4, "ranks_per_node": 8, "memory_bytes": 90},
-    )
+    request = request_of(recipe(), 4, 90)
     made, names = _Search(request), ("actor.update", "actor.rollout")
     works = {name: SimpleNamespace(work=Work(layout=ParallelLayout(dp=4), micro_batch_tokens=0)) for name in names}
     one = ModelSet(meshes=names, ranks=range(4))

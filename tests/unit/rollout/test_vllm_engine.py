@@ -137,14 +137,11 @@ def test_where_it_cannot_sleep_it_only_takes_weights(make, device, can_sleep):
     assert llm.log == [("reload_weights", "a"), ("forget",)]
 
 
-def job_of(device, **changes):
+def job_of(device, *, temperature=1.0, reshard_every=1):
     """Of the recipe what the engine is made from."""
-    settings = {"temperature": 1.0, "reshard_every": 1, "max_concurrent": 2, **changes}
-    rollout = types.SimpleNamespace(
-        **{"temperature": settings["temperature"], "max_concurrent": settings["max_concurrent"], "cache_memory": 0.5},
-        engine=types.SimpleNamespace(memory_share=0.5),
-    )
-    actor = types.SimpleNamespace(reshard_every=settings["reshard_every"])
+    engine = types.SimpleNamespace(memory_share=0.5)
+    rollout = types.SimpleNamespace(temperature=temperature, max_concurrent=2, cache_memory=0.5, engine=engine)
+    actor = types.SimpleNamespace(reshard_every=reshard_every)
     return types.SimpleNamespace(
         recipe=types.SimpleNamespace(rollout=rollout, actor=actor, seed=1),
         world=types.SimpleNamespace(device=torch.device(device), ranks_per_node=8, size=2),

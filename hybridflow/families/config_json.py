@@ -115,7 +115,7 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
     model |= _rotary(family, given, where)
     model |= _window(family, given, where)
     model |= _global_heads(family, given, where)
-    model |= _no_rope(family, given)
+    model |= _no_rope(family, given, where)
     model |= _linear(family, given, where)
     if "query_pre_attn_scalar" in family.defaults and given.get("query_pre_attn_scalar") is not None:
         model["attention_scale"] = float(given["query_pre_attn_scalar"]) ** -0.5
@@ -362,8 +362,15 @@ def _global_heads(family: Family, given: Mapping[str, Any], where: str) -> dict[
     return {name: None if size == each else size for name, size, each in zip(settings, found, same, strict=True)}
 
 
-def _no_rope(family: Family, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the layers without rotary embedding: those with a 0 in a list, else each at the end of an interval."""
+def _no_rope(family: Family, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the layers without rotary embedding: those with a 0 in a list, else each at the end of an interval.
+
+    Without ``global_rope`` they are those without the window, if the model has one.
+    """
+    if not family.global_rope and given["sliding_window"] is not None:
+        layers, found = range(given["num_hidden_layers"]), _window(family, given, where)
+        windowed = found.get("window_layers", layers if found else ())
+        return {"no_rope_layers": [layer for layer in layers if layer not in windowed]}
     if "no_rope_layer_interval" not in family.defaults:
         return {}
     rotated = given.get("no_rope_layers")
@@ -402,17 +409,24 @@ def _window(family: Family, given: Mapping[str, Any], where: str) -> dict[str, A
     is_off = family.window in ("switched", "upper_layers") and not given.get("use_sliding_window")
     if family.window == "none" or is_off:
         width = None
+    kinds = given.get("layer_types")
+    is_listed = kinds is not None and width is not None and family.window in _LISTED
+    pattern: Any = given.get("sliding_window_pattern")
+    if isinstance(pattern, str) and width is not None and not is_listed:
+        raise ConfigError(
+            f"{where}: sliding_window_pattern={pattern!r} without layer_types: expected an integer, or a list of the "
+            "kinds of all layers; add layer_types to the file"
+        )
     layers: Iterable[int] = range(num_layers)
     if family.window == "even_layers":
         layers = range(0, num_layers, 2)
     elif family.window == "upper_layers":
         layers = range(given.get("max_window_layers", 28), num_layers)
     elif family.window == "most_layers":
-        layers = [layer for layer in layers if (layer + 1) % given["sliding_window_pattern"]]
+        layers = (layer for layer in layers if (layer + 1) % pattern)
     elif family.window == "most_but_last":
-        layers = [layer for layer in layers if (layer + 1) % given["sliding_window_pattern"] and layer < num_layers - 1]
-    windowed = [] if width is None else list(layers)
-    kinds = given.get("layer_types")
+        layers = (layer for layer in layers if (layer + 1) % pattern and layer < num_layers - 1)
+    windowed = [] if width is None or is_listed else list(layers)
     if kinds is not None and (
         width is not None or family.window not in ("even_layers", "most_layers", "most_but_last")
     ):
@@ -420,13 +434,12 @@ def _window(family: Family, given: Mapping[str, Any], where: str) -> dict[str, A
         if family.window == "most_but_last" and num_layers - 1 in told:
             # As ``transformers`` has it.
             told.remove(num_layers - 1)
-        is_free = width is not None and family.window in _LISTED
         if len(kinds) != num_layers or {*kinds} - {"full_attention", "sliding_attention"}:
             raise ConfigError(
                 f"{where}: layer_types={kinds}: expected {num_layers} of 'full_attention' or 'sliding_attention'; "
                 "others are not computed"
             )
-        if told != windowed and not is_free:
+        if told != windowed and not is_listed:
             raise NotComputedError(
                 f"{where}: layer_types={kinds} is not computed for {family.name} with "
                 f"sliding_window={given.get('sliding_window')!r}; remove it"
@@ -703,8 +716,9 @@ def _written_window(family: Family, model: ModelConfig) -> dict[str, Any]:
     if family.window == "upper_layers":
         config |= {"use_sliding_window": bool(windowed), "max_window_layers": min(windowed, default=model.num_layers)}
     elif not windowed:
-        # A model of this family always has a width, which no layer need use.
-        config["sliding_window"] = family.defaults["sliding_window"]
+        # A model with rotary embedding in layers without the window always has a width, which no layer need use.
+        has_width = family.global_rope or model.no_rope_layers
+        config["sliding_window"] = family.defaults["sliding_window"] if has_width else None
     return config
 
 

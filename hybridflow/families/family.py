@@ -92,6 +92,8 @@ class Family:
             the same where ``use_sliding_window`` switches it on, that for layers from ``max_window_layers`` on,
             every second layer from the first, all but each ``sliding_window_pattern``-th, or of these not the last
             either; a ``layer_types`` in ``config.json`` goes before the last four, but for the last layer of the last.
+        global_rope: Whether layers without the window have rotary position embedding in a model with a
+            ``sliding_window``.
         scalings: Kinds of rotary scaling that its files may ask for.
         rules: Every tensor of the language model.
         further_layers: End of a name by which a layer behind the last is told that predicts further tokens (multi-token
@@ -110,6 +112,7 @@ class Family:
     always: Mapping[str, object] = field(default_factory=dict)
     computed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     window: Literal["none", "all", "switched", "upper_layers", "even_layers", "most_layers", "most_but_last"] = "none"
+    global_rope: bool = True
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
     rules: tuple[Rule, ...]
     further_layers: tuple[str, str] | None = None

@@ -266,6 +266,22 @@ CASES = {
     ),
     "seed oss": Case(config="SeedOss", given={"head_dim": 32, **rope("default")}),
     "ernie 4.5": Case(config="Ernie4_5", given={"head_dim": 32, **rope("default")}, is_fast=False),
+    "exaone4": Case(
+        config="Exaone4",
+        given={
+            **{"head_dim": 32, "sliding_window": 4},
+            **rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, beta_slow=0.5),
+        },
+        is_fast=False,
+    ),
+    "exaone4, no window": Case(
+        config="Exaone4",
+        given={
+            **{"tie_word_embeddings": True, "sliding_window": None, "layer_types": ["full_attention"] * 4},
+            **rope("default"),
+        },
+        is_fast=False,
+    ),
     "qwen3.5": Case(config="Qwen3_5Text", given=QWEN3_5, is_fast=False),
     "qwen3.5, yarn, one group": Case(
         config="Qwen3_5Text",
@@ -343,7 +359,7 @@ CASES = {
 ALIKE = {
     *("llama, yarn", "mistral, no window", "qwen3, yarn", "phi3, longrope, short", "phi3, longrope, shortened"),
     *("gemma3, yarn", "gemma3, no window", "glm4, yarn", "mixtral, window", "qwen3 moe, shares of all"),
-    *("qwen3 moe, window", "qwen2 moe, no biases", "glm4 moe, normalized"),
+    *("exaone4, no window", "qwen3 moe, window", "qwen2 moe, no biases", "glm4 moe, normalized"),
 }
 """Differ from another case of their family in what every rank computes alike, such as the frequencies of positions."""
 ALONE = "tp1.pp1.dp1"

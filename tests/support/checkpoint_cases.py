@@ -29,6 +29,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 12},
     "gemma2": {"head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": 5},
     "ernie4_5": {"head_dim": 12},
+    "exaone4": {"head_dim": 12, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
     "glm4_moe_lite": {
         **dict(kv_lora_rank=12, q_lora_rank=20, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8),
         **dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, num_key_value_heads=4),

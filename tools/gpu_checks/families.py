@@ -37,6 +37,7 @@ _GATED_EXPERTS = {
 _LONGROPE = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
 SPECIAL: dict[str, dict[str, Any]] = {
     "llama": {},
+    "exaone4": {"head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 2},
     "qwen3_5_text": LINEAR,
     "gemma4_text": {
         **{"head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True},

@@ -68,6 +68,7 @@ _CONFIGS = {
     "seed_oss": _config(5120, 27648, 80, 8, head_dim=128),
     "olmoe": _config(2048, 1024, 16, 16, num_experts=64),
     "ernie4_5": _config(1024, 3072, 16, 2),
+    "exaone4": _config(5120, 27392, 40, 8, head_dim=128, sliding_window=1024, sliding_window_pattern=2),
     "minimax_m2": _config(3072, 1536, 48, 8, head_dim=128, rotary_dim=64, num_local_experts=256, num_experts_per_tok=8),
     "gpt_oss": _config(2880, 2880, 64, 8, num_local_experts=32),
     "qwen3_moe": _config(

@@ -94,6 +94,7 @@ SIZES = {
     "Olmo-3-7B": (32, 4096, 11008, 32, 32, 65536, 100278),
     "Mixtral-8x7B": (32, 4096, 14336, 32, 8, 32768, 32000),
     "ERNIE-4.5-0.3B": (18, 1024, 3072, 16, 2, 131072, 103424),
+    "EXAONE-4.0-32B": (64, 5120, 27392, 40, 8, 131072, 102400),
     "GLM-4.7-Flash": (47, 2048, 10240, 20, 20, 202752, 154880),
     "OLMoE-1B-7B": (16, 2048, 1024, 16, 16, 4096, 50304),
     "gpt-oss-20b": (24, 2880, 2880, 64, 8, 131072, 201088),
@@ -166,6 +167,7 @@ GLM_MODEL = {"head_dim": 128, "rotary_dim": 64, "rotary_interleaved": True}
 YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 YARN |= {"original_max_position_embeddings": 4096}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+EXAONE4_ROPE = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MOE = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.001}
 MSCALE = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"}
 MSCALE["original_max_position_embeddings"] = 4096
@@ -380,6 +382,20 @@ REAL = {
             **{"rope_theta": 500000.0, "rope_scaling": None, "tie_word_embeddings": True},
         },
         {"rotary_base": 5e5, "head_dim": 128, "rotary_interleaved": True, "tied_embeddings": True},
+    ),
+    "EXAONE-4.0-32B": (
+        {
+            **{**LLAMA, "model_type": "exaone4", "head_dim": 128, "attention_dropout": 0.0, "rms_norm_eps": 1e-5},
+            **{"rope_theta": 1000000, "rope_scaling": {**EXAONE4_ROPE, "original_max_position_embeddings": 8192}},
+            **{"sliding_window": 4096, "sliding_window_pattern": "LLLG"},
+            "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 16,
+        },
+        {
+            **{"rotary_base": 1e6, "head_dim": 128, "pre_norms": False, "post_norms": True, "qk_norm": True},
+            **{"window": 4096, "window_layers": tuple(layer for layer in range(64) if layer % 4 != 3)},
+            "no_rope_layers": tuple(range(3, 64, 4)),
+            "rotary_scaling": RotaryScaling(kind="llama3", factor=16.0, original_context=8192),
+        },
     ),
     "GLM-4.7-Flash": (
         {
@@ -705,6 +721,10 @@ def models(draw, family):
         values["local_rotary_base"] = draw(FLOATS)
     if "no_rope_layer_interval" in family.defaults:
         values["no_rope_layers"] = draw(st.sets(st.integers(0, layers - 1)).map(tuple))
+    if not family.global_rope:
+        windowed = values.get("window_layers")
+        windowed = range(layers) if windowed is None else windowed
+        values["no_rope_layers"] = tuple(layer for layer in range(layers) if layer not in windowed)
     if "query_pre_attn_scalar" in family.defaults:
         values["attention_scale"] = draw(st.none() | st.integers(1, 999).map(lambda scalar: scalar**-0.5))
     return ModelConfig(**values)
@@ -746,6 +766,7 @@ PLAIN = ModelConfig(
         ({"rotary_interleaved": True, "post_norms": True, "qkv_bias": True}, "glm4"),
         ({"pre_norms": False, "post_norms": True, "qk_norm": True, "qk_norm_over": "projection"}, "olmo2"),
         ({"no_rope_layers": (1,)}, "smollm3"),
+        ({"pre_norms": False, "post_norms": True, "qk_norm": True}, "exaone4"),
     ],
 )
 def test_the_plainest_family_that_has_the_model(changes, family):
@@ -867,6 +888,22 @@ NO_PLE = {"hidden_size_per_layer_input": 0, "attention_bias": False, "rope_theta
 
 
 @pytest.mark.parametrize(
+    ("keys", "layers"),
+    [
+        ({}, (3, 7)),
+        ({"layer_types": ["full_attention", *["sliding_attention"] * 7], "sliding_window_pattern": "GLLL"}, (0,)),
+        ({"layer_types": ["full_attention"] * 8}, tuple(range(8))),
+        ({"sliding_window": None}, ()),
+    ],
+)
+def test_layers_of_exaone_without_a_window_have_no_rotation_where_there_is_a_window(keys, layers):
+    values = {**sizes(8, 64, 96, 4, 2, 64, 37), "model_type": "exaone4", **keys}
+    found = read_config(values, where="config.json")
+    assert found.model.no_rope_layers == layers
+    assert read_config(written_config(found), where="config.json").model.no_rope_layers == layers
+
+
+@pytest.mark.parametrize(
     ("name", "keys", "layers"),
     [
         ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 30}, (30, 31)),
@@ -885,6 +922,8 @@ NO_PLE = {"hidden_size_per_layer_input": 0, "attention_bias": False, "rope_theta
             {"sliding_window": 9, **NO_PLE, "layer_types": ["full_attention"] * 30 + ["sliding_attention"] * 2},
             (30,),
         ),
+        ("exaone4", {"sliding_window": 9}, tuple(layer for layer in range(32) if layer % 4 != 3)),
+        ("exaone4", {"sliding_window": None, "sliding_window_pattern": None}, None),
         ("llama", {"sliding_window": 9}, None),
     ],
 )
@@ -965,6 +1004,10 @@ REFUSED = {
     "no vocabulary": ({"vocab_size": None}, "vocab_size: missing"),
     "heads": ({"num_attention_heads": 24, "num_key_value_heads": 7, "head_dim": 128}, "does not divide"),
     "window by layer": ({"layer_types": ["chunked_attention"] * 32}, "layer_types="),
+    "pattern of windows in letters": (
+        {"model_type": "exaone4", "sliding_window": 5, "sliding_window_pattern": "LLLG"},
+        "sliding_window_pattern='LLLG' without layer_types",
+    ),
     "window": ({"layer_types": ["sliding_attention"] * 32, "sliding_window": 5}, "is not computed for llama"),
     "rope": ({"rope_scaling": "far"}, "is malformed"),
     "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not computed"),

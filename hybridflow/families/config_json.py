@@ -25,7 +25,7 @@ _OLDER = (
     "original_max_position_embeddings",
 )
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_LISTED = ("upper_layers", "even_layers", "most_layers", "most_but_last")
+_LISTED = ("upper_layers", "last_layers", "even_layers", "most_layers", "most_but_last")
 """Kinds of windows whose layers a list may tell."""
 _YARN_NUMBERS = ("mscale", "mscale_all_dim")
 _ROTARY_NUMBERS = (
@@ -420,7 +420,7 @@ def _window(family: Family, given: Mapping[str, Any], where: str) -> dict[str, A
     layers: Iterable[int] = range(num_layers)
     if family.window == "even_layers":
         layers = range(0, num_layers, 2)
-    elif family.window == "upper_layers":
+    elif family.window in ("upper_layers", "last_layers"):
         layers = range(given.get("max_window_layers", 28), num_layers)
     elif family.window == "most_layers":
         layers = (layer for layer in layers if (layer + 1) % pattern)
@@ -713,8 +713,10 @@ def _written_window(family: Family, model: ModelConfig) -> dict[str, Any]:
     windowed = spelled_out(model).window_layers or ()
     kinds = ["sliding_attention" if layer in windowed else "full_attention" for layer in range(model.num_layers)]
     config: dict[str, Any] = {"layer_types": kinds, "sliding_window": model.window}
-    if family.window == "upper_layers":
-        config |= {"use_sliding_window": bool(windowed), "max_window_layers": min(windowed, default=model.num_layers)}
+    if family.window in ("upper_layers", "last_layers"):
+        config["max_window_layers"] = min(windowed, default=model.num_layers)
+        if family.window == "upper_layers":
+            config["use_sliding_window"] = bool(windowed)
     elif not windowed:
         # A model with rotary embedding in layers without the window always has a width, which no layer need use.
         has_width = family.global_rope or model.no_rope_layers

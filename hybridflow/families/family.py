@@ -88,10 +88,11 @@ class Family:
         defaults: Values of keys that a ``config.json`` may leave out, as ``transformers`` has them.
         always: ``Model`` settings that every model of the family has.
         computed: Keys of ``config.json`` and the values that are computed here; any other is refused by name.
-        window: What decides which layers have the sliding window: nothing, ``sliding_window`` alone for all layers,
-            the same where ``use_sliding_window`` switches it on, that for layers from ``max_window_layers`` on,
-            every second layer from the first, all but each ``sliding_window_pattern``-th, or of these not the last
-            either; a ``layer_types`` in ``config.json`` goes before the last four, but for the last layer of the last.
+        window: What decides which layers have the sliding window: nothing, ``sliding_window`` alone for all layers, the
+            same where ``use_sliding_window`` switches it on, that for layers from ``max_window_layers`` on, these
+            without a switch, every second layer from the first, all but each ``sliding_window_pattern``-th, or of these
+            not the last either; a ``layer_types`` in ``config.json`` goes before the last five, but for the last layer
+            of the last.
         global_rope: Whether layers without the window have rotary position embedding in a model with a
             ``sliding_window``.
         scalings: Kinds of rotary scaling that its files may ask for.
@@ -111,7 +112,9 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)
     always: Mapping[str, object] = field(default_factory=dict)
     computed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    window: Literal["none", "all", "switched", "upper_layers", "even_layers", "most_layers", "most_but_last"] = "none"
+    window: Literal[
+        "none", "all", "switched", "upper_layers", "last_layers", "even_layers", "most_layers", "most_but_last"
+    ] = "none"
     global_rope: bool = True
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn", "longrope")
     rules: tuple[Rule, ...]

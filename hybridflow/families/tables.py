@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hybridflow.families.deepseek import DEEPSEEK_V3
+from hybridflow.families.dots import DOTS1
 from hybridflow.families.ernie import ERNIE4_5
 from hybridflow.families.exaone import EXAONE4
 from hybridflow.families.family import Family
@@ -29,7 +30,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA4_TEXT, OLMO2, OLMO3, GLM, GLM4),
         *(SMOLLM3, SEED_OSS, ERNIE4_5, EXAONE4, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, QWEN3_NEXT),
-        *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, GPT_OSS, GLM4_MOE, MINIMAX_M2, DEEPSEEK_V3, GLM4_MOE_LITE),
+        *(MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, GPT_OSS, GLM4_MOE, MINIMAX_M2, DEEPSEEK_V3, GLM4_MOE_LITE, DOTS1),
     )
 }
 

@@ -74,7 +74,7 @@ class Case:
 
     @property
     def is_mixture(self) -> bool:
-        words = ("Mixtral", "Moe", "Next", "GptOss", "Deepseek", "MiniMax", "Olmoe")
+        words = ("Mixtral", "Moe", "Next", "GptOss", "Deepseek", "MiniMax", "Olmoe", "Dots1")
         return any(word in self.config for word in words) or "enable_moe_block" in self.given
 
 
@@ -328,6 +328,16 @@ CASES = {
     "glm4 moe, normalized": Case(
         config="Glm4Moe",
         given={**GLM4_MOE, "use_qk_norm": True, "attention_bias": False, "n_group": 2, "norm_topk_prob": False},
+        is_fast=False,
+    ),
+    "dots1": Case(
+        config="Dots1",
+        given={
+            **dict(n_routed_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, head_dim=24, n_group=2),
+            **dict(n_shared_experts=2, first_k_dense_replace=1, routed_scaling_factor=1.7, norm_topk_prob=True),
+            **dict(topk_group=1, sliding_window=4, max_window_layers=2),
+            **rope("default"),
+        },
         is_fast=False,
     ),
     "minimax m2": Case(

@@ -28,6 +28,10 @@ OTHER: dict[str, dict[str, Any]] = {
     },
     "gemma": {"head_dim": 12},
     "gemma2": {"head_dim": 12, "query_pre_attn_scalar": 24, "sliding_window": 5},
+    "dots1": {
+        **dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, first_k_dense_replace=1),
+        **dict(n_shared_experts=1, head_dim=12),
+    },
     "ernie4_5": {"head_dim": 12},
     "exaone4": {"head_dim": 12, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
     "glm4_moe_lite": {

@@ -37,6 +37,10 @@ _GATED_EXPERTS = {
 _LONGROPE = {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
 SPECIAL: dict[str, dict[str, Any]] = {
     "llama": {},
+    "dots1": {
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32},
+        **{"n_shared_experts": 1, "first_k_dense_replace": 1, "sliding_window": 8, "max_window_layers": 1},
+    },
     "exaone4": {"head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 2},
     "qwen3_5_text": LINEAR,
     "gemma4_text": {

@@ -94,6 +94,7 @@ SIZES = {
     "Olmo-3-7B": (32, 4096, 11008, 32, 32, 65536, 100278),
     "Mixtral-8x7B": (32, 4096, 14336, 32, 8, 32768, 32000),
     "ERNIE-4.5-0.3B": (18, 1024, 3072, 16, 2, 131072, 103424),
+    "dots.llm1": (62, 4096, 10944, 32, 32, 32768, 152064),
     "EXAONE-4.0-32B": (64, 5120, 27392, 40, 8, 131072, 102400),
     "GLM-4.7-Flash": (47, 2048, 10240, 20, 20, 202752, 154880),
     "OLMoE-1B-7B": (16, 2048, 1024, 16, 16, 4096, 50304),
@@ -383,6 +384,20 @@ REAL = {
         },
         {"rotary_base": 5e5, "head_dim": 128, "rotary_interleaved": True, "tied_embeddings": True},
     ),
+    "dots.llm1": (
+        {
+            **{"model_type": "dots1", "hidden_act": "silu", "torch_dtype": "bfloat16", "attention_bias": False},
+            **{"attention_dropout": 0.0, "rms_norm_eps": 1e-5, "rope_theta": 10000000, "rope_scaling": None},
+            **{"moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+            **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+            **{"routed_scaling_factor": 2.5, "tie_word_embeddings": False, "sliding_window": None},
+        },
+        {
+            **{"rotary_base": 1e7, "qk_norm": True, "ffn_hidden_size": 1408, "routed_scaling": 2.5},
+            **{"num_experts": 128, "experts_per_token": 6, "num_dense_layers": 1, "dense_ffn_hidden_size": 10944},
+            **{"shared_ffn_hidden_size": 2816, "router_score": "sigmoid", "router_bias": True},
+        },
+    ),
     "EXAONE-4.0-32B": (
         {
             **{**LLAMA, "model_type": "exaone4", "head_dim": 128, "attention_dropout": 0.0, "rms_norm_eps": 1e-5},
@@ -671,7 +686,7 @@ def models(draw, family):
     )
     if family.window != "none" and draw(st.booleans()):
         values["window"] = draw(st.integers(1, 99))
-        if family.window in ("upper_layers", "even_layers", "most_layers"):
+        if family.window in ("upper_layers", "last_layers", "even_layers", "most_layers"):
             values["window_layers"] = draw(st.none() | st.sets(st.integers(0, layers - 1)).map(sorted).map(tuple))
         if family.window == "most_but_last":
             values["window_layers"] = draw(st.sets(st.integers(0, max(0, layers - 2))).map(sorted).map(tuple))
@@ -884,6 +899,8 @@ def test_what_is_added_for_older_readers_changes_no_position(name, keys):
     assert written["rope_parameters"] == values["rope_parameters"]
 
 
+UNSET = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+"""Keys that dots.llm1 needs, and for which transformers has no number."""
 NO_PLE = {"hidden_size_per_layer_input": 0, "attention_bias": False, "rope_theta": None, "rope_scaling": None}
 
 
@@ -922,6 +939,7 @@ def test_layers_of_exaone_without_a_window_have_no_rotation_where_there_is_a_win
             {"sliding_window": 9, **NO_PLE, "layer_types": ["full_attention"] * 30 + ["sliding_attention"] * 2},
             (30,),
         ),
+        ("dots1", {"sliding_window": 9, "max_window_layers": 30, **UNSET}, (30, 31)),
         ("exaone4", {"sliding_window": 9}, tuple(layer for layer in range(32) if layer % 4 != 3)),
         ("exaone4", {"sliding_window": None, "sliding_window_pattern": None}, None),
         ("llama", {"sliding_window": 9}, None),
@@ -1056,6 +1074,8 @@ def full(name):
     if name == "gemma4_text":
         # Of its defaults embeddings for each layer are not computed.
         return {**values, "hidden_size_per_layer_input": 0}
+    if name == "dots1":
+        return {**values, **UNSET}
     return {**values, "num_attention_heads": 32} if name == "glm4_moe" else values
 
 
@@ -1096,7 +1116,8 @@ def test_a_kimi_k2_that_leaves_a_key_to_its_own_code_is_not_taken_for_another():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_left_out_has_the_default_of_transformers(name):
     values = full(name)
-    least = {"model_type": name, **{key: values[key] for key in LEAST if key in values}}
+    told = [*LEAST, *(UNSET if name == "dots1" else ())]
+    least = {"model_type": name, **{key: values[key] for key in told if key in values}}
     written, left_out = (read_config(each, where="config.json").model for each in (values, least))
     assert replace(written, head_dim=written.head_size) == replace(left_out, head_dim=left_out.head_size)
 

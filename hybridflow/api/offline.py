@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,11 +15,10 @@ from hybridflow.api.device_mesh import DeviceMesh, settings_of_mesh
 from hybridflow.api.feed import GivenProblems
 from hybridflow.api.roles import Actor
 from hybridflow.api.session import MakeProblems, Session
-from hybridflow.api.settings import check_count, check_eval_steps, merge, recipe_values
+from hybridflow.api.settings import check_count, check_eval_steps, context_of, merge, put, put_under, recipe_values
 from hybridflow.api.world import find_world
 from hybridflow.checkpoint.formats.in_memory import in_memory_info
 from hybridflow.checkpoint.formats.registry import open_model
-from hybridflow.checkpoint.model_info import read_model_info
 from hybridflow.config.recipe import Recipe
 from hybridflow.config.roles import LoRAConfig
 from hybridflow.data.preferences import encode_responses
@@ -115,7 +115,9 @@ class OfflineTrainer:
         self._dataset, self._eval_dataset = dataset, eval_dataset
         self._max_length, self._drops = max_length, too_long == "drop"
         self._settings = merge([settings, settings_of_mesh(device_mesh)])
-        self._run_dir: str | None = None
+        self._trained: tuple[dict[str, Any], int] | None = None
+        """Recipe and steps of the last ``train``."""
+        self._recipe_values({})
 
     def train(
         self,
@@ -173,15 +175,9 @@ class OfflineTrainer:
         if output_dir is not None:
             check_free(Path(output_dir), find_world())
         rate = {} if learning_rate is None else {"lr": learning_rate}
-        given = merge([self._actor.settings, self._settings, settings, rate])
-        values = recipe_values(given, algorithm=self.algorithm, num_ranks=find_world().size)
-        self._check_settings(values)
+        values = self._recipe_values(merge([settings, rate]))
         rows = per_device_train_batch_size * gradient_accumulation_steps * self._replicas(values)
-        values.setdefault("model", {}).setdefault("max_context", self._context(values))
-        # Nothing is sampled, and the last token is room enough for it.
-        values.setdefault("rollout", {})["max_new_tokens"] = 1
-        per_row = 2 if ALGORITHMS[self.algorithm].traits.is_paired else 1
-        values["trainer"] = {**values.get("trainer", {}), "global_batch_size": rows * per_row}
+        self._put_batch(values, rows)
 
         def steps_of(num_rows: int) -> int:
             return math.ceil(num_train_epochs * num_rows / rows) if max_steps is None else max_steps
@@ -189,7 +185,57 @@ class OfflineTrainer:
         if output_dir is not None:
             values.setdefault("run_dir", f"{output_dir}-run")
         self._check_again(values.get("run_dir") if resume else None)
-        with Session(
+        with self._session(values, steps_of, resume=resume) as session:
+            self._trained = values, session.recipe.trainer.steps
+            metrics = session.run(max(0, session.recipe.trainer.steps - session.step), eval_steps=eval_steps)
+            if output_dir is not None:
+                export_actor(session.save(), Path(output_dir), find_world())
+        return [{**step, "loss": step["actor/loss"]} for step in metrics]
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure the policy on ``eval_dataset``: as it begins, or as the last ``train`` left it.
+
+        Collective: all ranks.
+
+        Returns:
+            ``validation/*`` (docs/metrics.md), equal on all ranks.
+
+        Raises:
+            ConfigError: There is no ``eval_dataset``.
+            DataError: As for ``train``.
+        """
+        if self._eval_dataset is None:
+            raise ConfigError(
+                f"{type(self).__name__}.evaluate: nothing to validate on; give the class an eval_dataset, too"
+            )
+        if self._trained is not None:
+            values, steps = self._trained
+        else:
+            values, steps = self._recipe_values({}), 1
+            # Training begins a run of its own there.
+            values.pop("run_dir", None)
+            self._put_batch(values, self._replicas(values))
+        with self._session(copy.deepcopy(values), lambda _: steps, resume=self._trained is not None) as session:
+            return session.validate()
+
+    def _recipe_values(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a recipe's nested mapping from the settings of the class and these."""
+        given = merge([self._actor.settings, self._settings, settings])
+        values = recipe_values(given, algorithm=self.algorithm, num_ranks=find_world().size)
+        self._check_settings(values)
+        return values
+
+    def _put_batch(self, values: dict[str, Any], rows: int) -> None:
+        """Set how many rows a step learns from, and how long they are."""
+        own = context_of(values, in_memory_info(self._objects))
+        put_under(values, "model.max_context", self._max_length if own is None else min(self._max_length, own))
+        # Nothing is sampled, and the last token is room enough for it.
+        put(values, "rollout.max_new_tokens", 1)
+        per_row = 2 if ALGORITHMS[self.algorithm].traits.is_paired else 1
+        put(values, "trainer.global_batch_size", rows * per_row)
+
+    def _session(self, values: dict[str, Any], steps_of: Callable[[int], int], *, resume: bool) -> Session:
+        return Session(
             values,
             tokenizer=self._tokenizer,
             objects=self._objects,
@@ -198,27 +244,22 @@ class OfflineTrainer:
             steps_of=steps_of,
             reads_data=not hasattr(self._dataset, "problems"),
             resume=resume,
-        ) as session:
-            self._run_dir = session.recipe.run_dir
-            metrics = session.run(max(0, session.recipe.trainer.steps - session.step), eval_steps=eval_steps)
-            if output_dir is not None:
-                export_actor(session.save(), Path(output_dir), find_world())
-        return [{**step, "loss": step["actor/loss"]} for step in metrics]
+        )
 
     def _check_settings(self, values: Mapping[str, Any]) -> None:
         """Refuse settings of what the arguments of ``train`` say."""
         for section, key, remedy in _SAID_BY_TRAIN:
-            if key in values.get(section, {}):
-                raise ConfigError(
-                    f"{type(self).__name__}: {section}.{key}={values[section][key]!r} is not read here; {remedy}"
-                )
+            given = values.get(section)
+            if isinstance(given, Mapping) and key in given:
+                raise ConfigError(f"{type(self).__name__}: {section}.{key}={given[key]!r} is not read here; {remedy}")
 
     def _check_again(self, resumed: Any) -> None:
         """Refuse a second training that would not go on with the first."""
-        if self._run_dir is not None and str(resumed) != self._run_dir:
+        run_dir = None if self._trained is None else self._trained[0]["run_dir"]
+        if run_dir is not None and (resumed is None or Path(resumed).resolve() != Path(run_dir).resolve()):
             raise ConfigError(
                 f"{type(self).__name__}.train: was called before, and would begin with the initial model again; go on "
-                f"with resume=True, run_dir={self._run_dir!r} and more epochs or steps, or make another trainer"
+                f"with resume=True, run_dir={str(run_dir)!r} and more epochs or steps, or make another trainer"
             )
 
     @classmethod
@@ -282,16 +323,13 @@ class OfflineTrainer:
             shaper.close()
 
     def _replicas(self, values: Mapping[str, Any]) -> int:
-        update = values.get("actor", {}).get("update")
-        return values["cluster"]["ranks"] if update is None else ParallelLayout(**update).dp
-
-    def _context(self, values: Mapping[str, Any]) -> int:
-        """Return ``max_length``, or the model's own maximum if that is smaller."""
-        path = values["model"].get("path")
-        in_memory = in_memory_info(self._objects)
-        if path is not None:
-            return min(self._max_length, read_model_info(Path(path)).model.max_context)
-        return min(self._max_length, in_memory["model"].model.max_context) if "model" in in_memory else self._max_length
+        actor = values.get("actor")
+        update = actor.get("update") if isinstance(actor, Mapping) else None
+        sizes = ParallelLayout.in_our_words(update) if isinstance(update, Mapping) else None
+        if sizes is None or sizes.keys() - {each.name for each in fields(ParallelLayout)}:
+            # One that is no layout is refused with the recipe.
+            return int(values["cluster"]["ranks"])
+        return ParallelLayout(**sizes).dp
 
 
 class DPOTrainer(OfflineTrainer):

@@ -170,16 +170,20 @@ class RolloutWorker(FlowNode):
             EngineError: A response failed.
         """
         ends = () if self.tokenizer is None else self.tokenizer.stop_ids
-        asked = SamplingParams(
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            stop_ids=ends if stop_ids is None else tuple(stop_ids),
-            greedy=not do_sample,
-            seed=seed,
-        )
+        try:
+            asked = SamplingParams(
+                max_new_tokens=max_new_tokens,
+                # The likeliest token is the same at any temperature.
+                temperature=temperature if do_sample else 1.0,
+                top_k=top_k,
+                top_p=top_p,
+                stop=(stop,) if isinstance(stop, str) else tuple(stop),
+                stop_ids=ends if stop_ids is None else tuple(stop_ids),
+                greedy=not do_sample,
+                seed=seed,
+            )
+        except DataError as error:
+            raise DataError(str(error).replace("set greedy instead", "give do_sample=False instead")) from None
         params = with_stop_tokens(asked, self.tokenizer)
         encoded = self._encoded(prompts)
         first_prompt_index = self._next_prompt_index if seed is None else 0

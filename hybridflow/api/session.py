@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,13 @@ class Rollout:
         about: Number of the step, and which prompts it samples.
         scope: What this rank holds, by place.
         tokenizer: For ``texts``.
+        source: Token of the job that sampled it.
     """
 
     about: Mapping[str, Any]
     scope: Scope
     tokenizer: Tokenizer
+    source: object = field(repr=False)
 
     @property
     def batch(self) -> Batch:
@@ -127,6 +129,7 @@ class Session:
         resume: bool = False,
     ) -> None:
         self._world = find_world()
+        self._token = object()
         self._objects = {} if objects is None else dict(objects)
         self._make_problems, self._make_held_out = make_problems, make_held_out
         self._num_prompts = num_prompts
@@ -200,13 +203,20 @@ class Session:
             leave(self.trainer.ask_stop)
             # The program can be begun again and goes on, with resume=True: the status says so to who started it.
             raise SystemExit(REQUEUE)
-        return Rollout(about=about, scope=scope, tokenizer=self.trainer.job.tokenizer)
+        return Rollout(about=about, scope=scope, tokenizer=self.trainer.job.tokenizer, source=self._token)
 
     def learn(self, rollout: Rollout) -> dict[str, float]:
         """Update on a rollout, and return the step's metrics. Collective: all ranks.
 
         ``rollout/staleness_max`` counts the updates since the rollout.
+
+        Raises:
+            DataError: Another job has sampled it.
         """
+        if rollout.source is not self._token:
+            raise DataError(
+                "update: the rollout was sampled by another trainer; give what rollout() of this one returned"
+            )
         behind = self.trainer.progress.step - rollout.about["version"]
         if behind > 0:
             self._tell_stale(behind)
@@ -254,7 +264,7 @@ class Session:
 
     def validate(self) -> dict[str, float]:
         """Measure ``validation/*`` with the weights of this step. Collective: all ranks."""
-        return self.trainer.validate()
+        return self.trainer.validate(again=True)
 
     def save(self) -> Path:
         """Save a checkpoint that ``resume`` goes on from. Collective: all ranks. Returns its run directory."""

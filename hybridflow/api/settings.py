@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,9 @@ def read_config(config: Any) -> dict[str, Any]:
         config = read_yaml(Path(config))
     if not isinstance(config, Mapping):
         raise ConfigError(f"config: found {type(config).__name__}; give a mapping, or a YAML file of one")
+    for key in config:
+        if not isinstance(key, str):
+            raise ConfigError(f"config: found the key {key!r}, expected the name of a setting")
     return copy.deepcopy(dict(config))
 
 
@@ -167,7 +170,7 @@ def finish_recipe(
     values.setdefault("name", "program")
     # A program ends when it likes, so steps are as good as unlimited.
     put_under(values, "trainer.steps", OPEN_END)
-    context = _context(values, {} if in_memory is None else in_memory)
+    context = context_of(values, {} if in_memory is None else in_memory)
     # What the program has not asked for is not to fill a small model's context.
     put_under(values, "rollout.max_new_tokens", _NEW_TOKENS if context is None else min(_NEW_TOKENS, context // 2))
     num_ranks = values["cluster"]["ranks"]
@@ -212,11 +215,14 @@ def _check_program(recipe: Recipe) -> None:
             )
 
 
-def _context(values: Mapping[str, Any], in_memory: Mapping[str, ModelInfo]) -> int | None:
+def context_of(values: Mapping[str, Any], in_memory: Mapping[str, ModelInfo]) -> int | None:
     """Return the longest sequence of the actor, or None if it cannot be told."""
-    model = values.get("model", {})
+    model = values.get("model")
+    if not isinstance(model, Mapping):
+        model = {}
     if "max_context" in model:
-        return int(model["max_context"])
+        said = model["max_context"]
+        return said if isinstance(said, int) else None
     if "model" in in_memory:
         return in_memory["model"].model.max_context
     path = model.get("path")
@@ -240,6 +246,8 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
         place.setdefault(last, {})
         for name, inner in value.items():
             put(values, f"{key}.{name}", inner)
+    elif value is None and isinstance(place.get(last), dict):
+        raise ConfigError(f"{key}: found nothing, expected a section; leave it out, or give keys and values")
     elif last in place and place[last] != value:
         raise ConfigError(f"{key}: given twice, as {place[last]!r} and as {value!r}; remove one of the two")
     else:
@@ -268,13 +276,18 @@ def _place(values: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
     for section in sections:
         place = place.setdefault(section, {})
         if not isinstance(place, dict):
-            raise ConfigError(f"{key}: {section} is {place!r:.60}, not a section; remove one of the two")
+            raise ConfigError(f"{key}: {section} is {place!r:.60}, not a section; remove {section}, or {key}")
     return place, last
 
 
 def _layout(given: dict[str, Any], num_ranks: int, prefix: str = "") -> dict[str, Any]:
     """Take the sizes of a layout out of a section, with replicas that fill the ranks; empty: it has none."""
-    sizes = {axis: given.pop(f"{prefix}{key}") for key, axis in _SIZES.items() if f"{prefix}{key}" in given}
+    sizes = {}
+    for key, axis in _SIZES.items():
+        if f"{prefix}{key}" in given:
+            sizes[axis] = given.pop(f"{prefix}{key}")
+            if axis in ("tp", "pp", "cp"):
+                check_count(sizes[axis], f"{prefix}{key}")
     others = math.prod(sizes.get(axis, 1) for axis in ("tp", "pp", "cp"))
     return {"dp": max(1, num_ranks // others), **sizes} if sizes else {}
 
@@ -348,7 +361,9 @@ def ranks_of(devices: Any, num_ranks: int | None, *, key: str) -> list[int]:
     Raises:
         ConfigError: One is none of these, or is not there.
     """
-    listed = [devices] if isinstance(devices, str | int) else list(devices)
+    listed = [devices] if isinstance(devices, str | int) else devices
+    if not isinstance(listed, Collection) or len(listed) == 0:
+        raise ConfigError(f"{key}: found {devices!r:.60}, expected ranks, such as [0, 1], or devices, such as 'cuda:0'")
     ranks = []
     for device in listed:
         text = str(device)

@@ -205,7 +205,7 @@ class OnlineTrainer:
         Collective: all ranks.
 
         Returns:
-            ``validation/*`` (docs/metrics.md). Empty if these weights have been validated before.
+            ``validation/*`` (docs/metrics.md).
 
         Raises:
             ConfigError: There is no ``eval_dataset``.

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridflow.errors import WriteError
+from hybridflow.errors import ConfigError, WriteError
 from hybridflow.exit_status import passing_number
 
 _NO_ROOM = (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -48,6 +48,22 @@ def write_remedy(error: OSError, otherwise: str = "set another run_dir") -> str:
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "raise ulimit -n"
     return f"make room there, or {otherwise}" if error.errno in _NO_ROOM else otherwise
+
+
+def named_file(path: Path, key: str) -> Path:
+    """Return the file that a user names as an output: of a link, the one that it leads to.
+
+    Args:
+        path: As it was given.
+        key: Its name in the message.
+
+    Raises:
+        ConfigError: A directory, device or pipe is there. To be replaced by a file is not its use.
+    """
+    if path.exists() and not path.is_file():
+        found = "a directory" if path.is_dir() else "a device or a pipe"
+        raise ConfigError(f"{key}: found {found} at {path}, expected a file or a new name; give another")
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -47,11 +47,12 @@ def run(arguments: argparse.Namespace, planned_of: Callable[[Path], Any]) -> int
         WriteError: The file cannot be written.
     """
     from hybridflow.observe.console import print_out
+    from hybridflow.observe.files import named_file
     from hybridflow.observe.summary import REPORT_FILE
     from hybridflow.report.page import write_report
 
     folder = arguments.runs[0] if len(arguments.runs) == 1 else Path()
-    out = folder / REPORT_FILE if arguments.out is None else arguments.out
+    out = folder / REPORT_FILE if arguments.out is None else named_file(arguments.out, "--out")
     path = write_report(arguments.runs, out, planned_of)
     print_out(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser")
     return 0

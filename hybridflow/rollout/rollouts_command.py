@@ -150,14 +150,15 @@ def _export(
     tokenizer: Tokenizer,
 ) -> int:
     """Write rows, all of them or none."""
-    from hybridflow.observe.files import replace_by_pieces, writing
+    from hybridflow.observe.files import named_file, replace_by_pieces, writing
 
+    out = named_file(arguments.export, "--export")
     rollout = _rollout_section(arguments.run_dir)
     stop, has_environment = list(rollout.get("stop", ())), rollout.get("environment") is not None
     export = Export(arguments.kind, tokenizer, arguments.min_score, stop, has_environment=has_environment)
     rows = export.rows(_matching(folder, steps, pattern, tokenizer))
     with writing(arguments.export, "give --export another file"):
-        replace_by_pieces(arguments.export, as_lines(rows))
+        replace_by_pieces(out, as_lines(rows))
     left_out = f"; left out: {export.told()}" if export.left_out else ""
     print(f"hybridflow: wrote {len(rows)} rows to {arguments.export}{left_out}", file=sys.stderr, flush=True)
     if stop and any("solution" in row for row in rows):

@@ -27,7 +27,7 @@ Key = tuple[int, int]
 
 FORMAT = "hybridflow-generated-1"
 _RUN = "run.json"
-_REMEDY = "make room, or choose another --out"
+_REMEDY = "choose another --out"
 _LOGS = "*-rank-*.log"
 
 

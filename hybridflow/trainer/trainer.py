@@ -267,7 +267,7 @@ class Trainer(Role):
         self.roles.actor.end_warm_start()
         self._set_learning_rates()
         spread_weights(self.job, self.roles)
-        if recipe.warm_start is not None or recipe.trainer.steps == 0 or recipe.trainer.keep_best:
+        if recipe.warm_start is not None or recipe.trainer.keep_best:
             self._save()
         return True
 
@@ -496,17 +496,18 @@ class Trainer(Role):
             if trainable is not None:
                 trainable.set_learning_rate(rate)
 
-    def validate(self, when: str | None = None) -> dict[str, float]:
+    def validate(self, when: str | None = None, *, again: bool = False) -> dict[str, float]:
         """Validate the current weights, unless this step has been, or the job is to stop. Collective: all ranks.
 
         Args:
             when: What the summary calls the score; None: it does not have it.
+            again: Whether to measure a step that has been validated, too.
 
         Returns:
             What was measured, ``validation/*``.
         """
         found, metrics = self.progress.validations, dict[str, float]()
-        if found.step != self.progress.step:
+        if again or found.step != self.progress.step:
             self.roles.actor.begin_validation(self.progress.step)
             self._execute(self._plan.validation)
             shares = self._everyone.gather([self._take_metrics(), self.roles.take_shown()], "validation")

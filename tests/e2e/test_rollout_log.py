@@ -391,6 +391,10 @@ def test_samples_are_trained_on(runs, tmp_path, capsys):
         place = [row[name] for name in ("step", "prompt_index", "index")]
         (found,) = (each for each in whole if [each[name] for name in ("step", "prompt_index", "index")] == place)
         assert (row["answer"], row["score"]) == (found["response"], found["score"])
+    linked = tmp_path / "linked.jsonl"
+    linked.symlink_to(tmp_path / "named-by-a-link.jsonl")
+    assert main(["rollouts", str(run), "--export", str(linked), "--as", "sft"]) == 0
+    assert linked.is_symlink() and linked.read_text() == best.read_text()
     learn = [
         *("train", "sft", f"data.train={best}", f"data.held_out={best}", "data.arithmetic=null"),
         *("cluster.ranks=1", "actor.update={}", "actor.rollout={}", "trainer.steps=1", "trainer.global_batch_size=4"),
@@ -409,6 +413,7 @@ def test_samples_are_trained_on(runs, tmp_path, capsys):
         (("--export", "a.jsonl", "--as", "sft", "--best"), "--best"),
         (("--export", "a.jsonl", "--as", "sft", "--min-score", "99"), "below --min-score"),
         (("--export", "nowhere/a.jsonl", "--as", "sft"), "cannot be written"),
+        (("--export", "/dev/null", "--as", "sft"), "--export: found a device or a pipe at /dev/null"),
         (("--min-score", "1"), "--export"),
     ],
 )

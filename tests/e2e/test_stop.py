@@ -209,6 +209,7 @@ def test_without_steps_there_is_the_warm_start_a_checkpoint_and_a_judgement(tmp_
     run_well([*RUN, *sizes, "trainer.steps=0", "run_dir=judged"], tmp_path)
     again = json.loads((tmp_path / "judged/summary.json").read_text())
     assert again["score_before_rl"] == summary["score_before_rl"]
+    assert latest_step(tmp_path / "judged") is None
 
 
 FALLBACK = """

@@ -254,7 +254,7 @@ def test_held_out_prompts_are_scored_as_often_as_a_program_asks(folder: Path, si
     # After steps 2 and 3.
     assert len(after) == 2 * len(held_out)
     for first, again, _, steps, _ in found:
-        assert first["validation/score"] == pytest.approx(sum(before.values()) / len(before)) and again == {}
+        assert first["validation/score"] == pytest.approx(sum(before.values()) / len(before)) and again == first
         assert ["validation/score" in step for step in steps] == [False, True, True]
         scores = sum(step["validation/score"] for step in steps[1:])
         assert scores * len(held_out) == pytest.approx(sum(score for _, score in after))
@@ -687,10 +687,18 @@ def test_strange_arguments() -> None:
             GRPOTrainer({"model": MODEL}, **{name: "models/actor"})
 
 
+def of_another(folder: Path) -> None:
+    given = settings(folder, batch_size=8, group_size=2)
+    mine = GRPOTrainer(given, actor_model=actor(folder), reward=digits)
+    other = GRPOTrainer({**given, "run_dir": str(folder / "of-another")}, actor_model=actor(folder), reward=digits)
+    mine.update(other.rollout(PROMPTS[:4]))
+
+
 def wrong_arguments(folder: Path):
     trainer = GRPOTrainer({"model": MODEL, "batch_size": 8})
     calls = (
         lambda: trainer.update(["1+1="]),
+        lambda: of_another(folder),
         lambda: trainer.train("3"),
         lambda: trainer.train(-1),
         lambda: trainer.train(2.5),
@@ -707,6 +715,12 @@ def wrong_arguments(folder: Path):
         lambda: GRPOTrainer(settings(folder), actor_model=actor(folder), data_provider=DataProvider(PROMPTS)).train(),
         lambda: GRPOTrainer({"batch_size": 8}).step(["1+1="]),
         lambda: GRPOTrainer({"model": MODEL}, device_mesh="cuda"),
+        lambda: GRPOTrainer({"model": MODEL, "actor": {"tensor_parallel_size": 0}}),
+        lambda: GRPOTrainer({"model": MODEL, "hybrid_engine": {"rollout_tp_size": "2"}}),
+        lambda: GRPOTrainer({"model": MODEL, "actor": {"devices": 1.5}}),
+        lambda: GRPOTrainer({"model": MODEL, "actor": {"devices": []}}),
+        lambda: GRPOTrainer({"actor": None}, actor_model=actor(folder)),
+        lambda: GRPOTrainer({3: 4, "model": MODEL}),
         lambda: GRPOTrainer({"model": MODEL, "max_completion_length": 64}),
     )
     return [complaint(call, (ConfigError, DataError)) for call in calls]
@@ -722,6 +736,7 @@ def test_wrong_arguments(folder: Path) -> None:
     (found,) = run(wrong_arguments, 1, folder)
     assert [each.split(";")[0] for each in found] == [
         "update: found list",
+        "update: the rollout was sampled by another trainer",
         *(f"train: steps={steps!r}, expected an integer of at least 0" for steps in ("3", -1, 2.5)),
         "train: eval_steps=1: nothing to validate on",
         "validate: nothing to validate on",
@@ -736,6 +751,14 @@ def test_wrong_arguments(folder: Path) -> None:
         "rollout_batch_size: missing: a step takes 64 prompts then, and the data_provider has 16 rows",
         "GRPOTrainer: no model",
         "device_mesh: found str",
+        "tensor_parallel_size=0, expected an integer of at least 1",
+        "rollout_tp_size='2', expected an integer of at least 1",
+        *(
+            f"actor.devices: found {given}, expected ranks, such as [0, 1], or devices, such as 'cuda:0'"
+            for given in ("1.5", "[]")
+        ),
+        "actor: found nothing, expected a section",
+        "config: found the key 3, expected the name of a setting",
         "config: max_completion_length: unknown key",
     ]
     assert "TRL's max_completion_length is rollout.max_new_tokens here" in found[-1]

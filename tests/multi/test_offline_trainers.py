@@ -104,6 +104,8 @@ def preferences(folder: Path, size: int):
         output_dir=out,
         eval_steps=1,
     )
+    after = trainer.evaluate()
+    assert after == {name: metrics[-1][name] for name in after} and "validation/margin" in after
     return metrics, complaint(lambda: trainer.train(output_dir=out), CheckpointError)
 
 
@@ -144,7 +146,9 @@ def solutions(folder: Path, size: int):
     trainer = SFTTrainer(
         folder / "policy", dataset=SOLUTIONS, eval_dataset=SOLUTIONS, actor={"tensor_parallel_size": size}
     )
-    return trainer.train(STEPS, 4, LR, eval_steps=2, run_dir=str(folder / f"sft-{size}"))
+    before = trainer.evaluate()
+    metrics = trainer.train(STEPS, 4, LR, eval_steps=2, run_dir=str(folder / f"sft-{size}"))
+    return metrics, before, trainer.evaluate()
 
 
 def sft_loss(model: Any, folder: Path) -> torch.Tensor:
@@ -159,7 +163,9 @@ def test_sft(folder: Path, size: int, capfd: pytest.CaptureFixture[str]) -> None
     expected = steps_of(model, lambda: sft_loss(model, folder))
     # It is validated behind step 2 and at the end, on the rows that each step learns.
     validated = {2: expected[2], 3: float(sft_loss(model, folder).detach())}
-    for metrics in ranks:
+    for metrics, before, after in ranks:
+        assert before["validation/loss"] == pytest.approx(expected[0], abs=1e-5)
+        assert after["validation/loss"] == pytest.approx(validated[3], abs=1e-5)
         assert [step["loss"] for step in metrics] == pytest.approx(expected, abs=1e-5)
         told = {at: step["validation/loss"] for at, step in enumerate(metrics, 1) if "validation/loss" in step}
         assert told == pytest.approx(validated, abs=1e-5)
@@ -341,12 +347,21 @@ ARGUMENTS: list[tuple[type[Exception], dict[str, Any], dict[str, Any], str]] = [
         {},
         "exceeds model.max_context=2; shorten it or raise max_context: it is max_length=2",
     ),
+    (ConfigError, {"actor": {"update": {"tpp": 1}}}, {}, "actor.update.tpp"),
+    (ConfigError, {"actor": {"update": "dp1"}}, {}, "actor.update"),
+    (ConfigError, {"rollout": None}, {}, "rollout is None, not a section"),
+    (ConfigError, {"max_context": "abc"}, {}, "model.max_context: expected an integer"),
     (ConfigError, {"max_length": "1024"}, {}, "DPOTrainer: max_length='1024', expected an integer of at least 1"),
     (ConfigError, {"lora": {"r": 8}}, {}, "lora: found dict; give LoraConfig(rank=8)"),
 ]
 
 
 def told(folder: Path, size: int):
+    complains(lambda: DPOTrainer(folder / "policy", dataset=PAIRS, critic_lr=1.0), ["critic_lr"], ConfigError)
+    evaluate = DPOTrainer(folder / "policy", dataset=PAIRS).evaluate
+    complains(evaluate, ["DPOTrainer.evaluate: nothing to validate on"], ConfigError)
+    misspelt = DPOTrainer(folder / "policies", dataset=PAIRS)
+    complains(misspelt.train, [f"model.path='{folder}/policies'"], ConfigError)
     for kind, settings, arguments, words in ARGUMENTS:
         make = partial(DPOTrainer, folder / "policy", **{"dataset": PAIRS, **settings})
         complains(lambda make=make, arguments=arguments: make().train(**arguments), [words], kind)
@@ -364,6 +379,7 @@ def again(folder: Path, size: int):
     for more in ({"run_dir": run_dir + "-other"}, {"run_dir": run_dir + "-other", "resume": True}, {}):
         again = partial(trainer.train, max_steps=STEPS, **{**how, **more})
         complains(again, ["SFTTrainer.train: was called before"], ConfigError)
+    how["run_dir"] = f"{folder}/./again-{size}"
     rest = trainer.train(max_steps=STEPS, resume=True, **how)
     return [step["loss"] for step in (*first, *rest)]
 

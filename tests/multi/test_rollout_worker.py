@@ -53,7 +53,9 @@ def worked(world: World, folder: Path, options: dict[str, Any], kind: str) -> An
     if options.get("device_mesh") == "second":
         options = {"device_mesh": DeviceMesh(devices=[1])}
     worker = RolloutWorker(first, tokenizer=str(folder / "model-1"), **options)
-    before = worker.generate(PROMPTS, max_new_tokens=6, do_sample=False)
+    before = worker.generate(PROMPTS, max_new_tokens=6, do_sample=False, temperature=0)
+    with pytest.raises(DataError, match="for 0 give do_sample=False instead"):
+        worker.generate(PROMPTS, temperature=0)
     sampled = worker.generate(PROMPTS, max_new_tokens=6, temperature=0.7, num_samples=3, seed=4)
     worker.update_weights(two)
     after = worker.generate(PROMPTS, max_new_tokens=6, do_sample=False)

@@ -24,6 +24,7 @@ from hybridflow.config.roles import LoRAConfig
 from hybridflow.data.preferences import encode_responses
 from hybridflow.data.problems import shape_of
 from hybridflow.data.prompts import Example, encode_solution, prompt_tokens
+from hybridflow.data.rows import with_roles
 from hybridflow.data.shaping import Shaper, ends_of, examples_of
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, DataError
@@ -316,7 +317,7 @@ class OfflineTrainer:
         try:
             for index, row in enumerate(_rows(dataset, name)):
                 place = f"{name}[{index}]"
-                shaped = shaper({field: value for field, value in row.items() if value is not None}, place)
+                shaped = shaper(with_roles(row), place)
                 if shaped is not None:
                     yield from examples_of(shaped.row, place, shaped.begins, shape)
         finally:

@@ -19,6 +19,12 @@ _LIST = re.compile(rb"\s*\[\s*(\{|$)")
 
 _REMEDY = "expected one object on each line, as `jq -c '.[]' FILE > rows.jsonl` writes them"
 
+CONVERSATIONS = "conversations"
+"""Field of messages in rows of ShareGPT."""
+
+_ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ("system", "user", "assistant")}}
+"""Who speaks in ShareGPT -> role."""
+
 HERE = "<here>"
 """Stands in messages for the place of a row, which is looked up when somebody is to read it."""
 
@@ -36,7 +42,7 @@ def object_of(line: bytes) -> Row | DataError:
     if not isinstance(row, dict):
         remedy = f"; {_REMEDY}" if _LIST.match(line) else ""
         return DataError(f"{HERE}: expected a JSON object, found {type(row).__name__} {row!r:.60}{remedy}")
-    return {name: value for name, value in row.items() if value is not None}
+    return with_roles(row)
 
 
 def plain_row(row: object) -> Row | DataError:
@@ -44,7 +50,7 @@ def plain_row(row: object) -> Row | DataError:
     if not isinstance(row, Mapping):
         return DataError(f"{HERE}: expected a row of named fields, found {type(row).__name__} {row!r:.60}")
     try:
-        return {str(name): _plain(value) for name, value in row.items() if value is not None}
+        return with_roles({str(name): _plain(value) for name, value in row.items()})
     except UnicodeDecodeError as error:
         return DataError(f"{HERE}: not UTF-8: {error.reason} at byte {error.start}; write the text as UTF-8")
     except (TypeError, ValueError, RecursionError) as error:
@@ -54,6 +60,18 @@ def plain_row(row: object) -> Row | DataError:
 def are_messages(value: Any) -> bool:
     """Return whether a value is a list of messages, at least one."""
     return isinstance(value, list) and bool(value) and all(isinstance(each, dict) and "role" in each for each in value)
+
+
+def with_roles(row: Mapping[str, Any]) -> Row:
+    """Return the fields of a row that are not null; turns of ``from`` and ``value``, as ShareGPT has, as messages."""
+    return {name: _with_roles(value) for name, value in row.items() if value is not None}
+
+
+def unknown_speaker(value: Any) -> str | None:
+    """Return the first speaker of a ShareGPT conversation that is no role here; None: there is none such."""
+    turns = value if isinstance(value, list) else []
+    names = [str(each["from"]) for each in turns if isinstance(each, dict) and "from" in each and "role" not in each]
+    return next((name for name in names if name not in _ROLES), None)
 
 
 def with_messages(row: Row) -> Row:
@@ -88,6 +106,23 @@ def num_bytes_of(value: Any) -> int:
     if isinstance(value, dict):
         return 8 + sum(len(name) + num_bytes_of(inner) for name, inner in value.items())
     return 8
+
+
+def _with_roles(value: Any) -> Any:
+    if not isinstance(value, list) or not value or not all(map(_is_turn, value)):
+        return value
+    return [
+        {
+            "role": _ROLES[turn["from"]],
+            "content": turn["value"],
+            **{name: more for name, more in turn.items() if name not in ("from", "value")},
+        }
+        for turn in value
+    ]
+
+
+def _is_turn(value: Any) -> bool:
+    return isinstance(value, dict) and "role" not in value and "value" in value and str(value.get("from")) in _ROLES
 
 
 def _messages_in(value: Any) -> Any:

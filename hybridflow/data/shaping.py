@@ -33,7 +33,7 @@ from hybridflow.data.prompts import (
     value_of,
 )
 from hybridflow.data.readers import cut, format_of, place_of, read
-from hybridflow.data.rows import HERE, Row, are_messages
+from hybridflow.data.rows import CONVERSATIONS, HERE, Row, are_messages, unknown_speaker
 from hybridflow.data.tokenizer import Tokenizer, open_tokenizer
 from hybridflow.data.turns import Conversation, Said, Turns
 from hybridflow.errors import DataError
@@ -408,10 +408,16 @@ def _conversation(row: Row, place: str, data: DataConfig, *, is_said: bool) -> t
     prompt = value_of(row, data.prompt_field)
     if isinstance(prompt, list):
         return prompt, f"{place}: field {data.prompt_field!r}"
-    messages = value_of(row, data.messages_field)
-    if prompt is None and messages is not None:
-        where = f"{place}: field {data.messages_field!r}"
-        return _parsed(messages, where), where
+    for name in (data.messages_field, CONVERSATIONS) if prompt is None else ():
+        messages, where = value_of(row, name), f"{place}: field {name!r}"
+        speaker = unknown_speaker(messages)
+        if speaker is not None:
+            raise DataError(
+                f"{where}: found a turn from {speaker!r}, expected human, gpt or system; write the conversation as "
+                "messages with role and content"
+            )
+        if messages is not None and (name == data.messages_field or are_messages(messages)):
+            return _parsed(messages, where), where
     if isinstance(prompt, str) and (data.prompt_as_message or is_said):
         return [{"role": "user", "content": prompt}], f"{place}: prompt"
     return None

@@ -10,7 +10,7 @@ from hybridflow.config.data import DataConfig
 from hybridflow.data.files import find_files, is_address
 from hybridflow.data.prompts import value_of
 from hybridflow.data.readers import cut, format_of, place_of, read
-from hybridflow.data.rows import HERE, are_messages
+from hybridflow.data.rows import CONVERSATIONS, HERE, are_messages
 from hybridflow.errors import DataError
 
 _MOST_ROW_BYTES = 1 << 24
@@ -60,7 +60,8 @@ def fields_in(row: Mapping[str, Any], traits: AlgorithmTraits) -> tuple[dict[str
 
 
 def _needed(row: Mapping[str, Any], traits: AlgorithmTraits) -> list[str]:
-    has_messages = "messages" in row or any(are_messages(row.get(name)) for name in ("chosen", "completion"))
+    fields = ("chosen", "completion", CONVERSATIONS)
+    has_messages = "messages" in row or any(are_messages(row.get(name)) for name in fields)
     keys = [] if has_messages else ["prompt_field"]
     if traits.has_preferences:
         is_pair = traits.is_paired or "chosen" in row

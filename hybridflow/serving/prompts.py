@@ -16,7 +16,7 @@ from hybridflow.data.files import File
 from hybridflow.data.images import Image, image_parts, images_of, with_images
 from hybridflow.data.prompts import value_of
 from hybridflow.data.readers import cut, format_of, place_of, read
-from hybridflow.data.rows import HERE, Row, are_messages
+from hybridflow.data.rows import CONVERSATIONS, HERE, Row, are_messages
 from hybridflow.data.tokenizer import Tokenizer, start_of
 from hybridflow.errors import ContextError, DataError
 from hybridflow.families.images import ImageSettings
@@ -228,6 +228,8 @@ def _of_row(prompt_index: int, place: str, row: Row | DataError) -> Prompt:
         json.dumps(row, allow_nan=False)
     except ValueError:
         return replace(prompt, error="has a number that is not finite, which JSON cannot have")
+    if are_messages(row.get(CONVERSATIONS)) and not row.keys() & {*_FORMS}:
+        row = {**row, "messages": row[CONVERSATIONS]}
     return _checked(replace(prompt, fields=row))
 
 

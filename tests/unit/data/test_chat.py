@@ -14,6 +14,7 @@ from hybridflow.data import chat
 from hybridflow.data.chat import Chat, render_chat
 from hybridflow.data.preferences import encode_responses
 from hybridflow.data.prompts import encode_solution
+from hybridflow.data.rows import object_of, plain_row, with_roles
 from hybridflow.data.shaping import Shape, Shaper, ends_of, examples_of
 from hybridflow.data.tokenizer import open_tokenizer
 from hybridflow.errors import DataError
@@ -121,6 +122,26 @@ def shaped(row, kind="problems", template=TEMPLATE, is_imitating=False, **data):
         return examples_of(found.row, "f:1", found.begins, shape)
     finally:
         shaper.close()
+
+
+def turn(speaker, text):
+    return {"from": speaker, "value": text}
+
+
+@pytest.mark.parametrize("read", [lambda row: object_of(json.dumps(row).encode()), plain_row, with_roles])
+@pytest.mark.parametrize("name", ["conversations", "messages", "prompt"])
+def test_turns_of_sharegpt_are_messages(read, name):
+    row = read({name: [turn("system", "s"), turn("human", "q"), {**turn("gpt", "a"), "weight": 1}], "source": None})
+    assert row[name][2] == {"role": "assistant", "content": "a", "weight": 1} and "source" not in row
+    (one,) = shaped(row)
+    assert (one.prompt, one.answer, one.solution) == ("[system]s[user]q[assistant]", "a", "a")
+
+
+def test_a_prompt_goes_before_conversations_of_something_else():
+    (one,) = shaped({"prompt": "q", "answer": "a", "conversations": [turn("observation", "x")]})
+    assert (one.prompt, one.answer) == ("q", "a")
+    with pytest.raises(DataError, match="no field 'prompt'"):
+        shaped({"conversations": 3, "answer": "a"})
 
 
 def test_what_a_row_of_messages_asks_and_answers():
@@ -363,6 +384,10 @@ def test_tools_that_are_no_list_are_refused(tools):
             "'messages': the assistant's message is the only one",
         ),
         ({"messages": 7}, "f:1: field 'messages': found 7"),
+        (
+            with_roles({"conversations": [turn("human", "q"), turn("observation", "a")]}),
+            "f:1: field 'conversations': found a turn from 'observation', expected human, gpt or system",
+        ),
         ({"messages": [{"role": "user", "content": "q"}]}, "f:1: no field 'answer'"),
         ({"prompt": [1], "answer": "b"}, "f:1: field 'prompt'[0]: found 1"),
         ({"prompt": {"role": "user"}, "answer": "b"}, "f:1: field 'prompt': expected text, found {'role': 'user'}"),

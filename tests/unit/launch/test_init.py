@@ -89,6 +89,7 @@ def is_function(node):
         ),
         ("sft", {"question": "1+2=", "answer": "3"}, {"prompt_field": "question"}, None),
         ("sft", {"messages": [USER, {"role": "assistant", "content": "3"}]}, {}, None),
+        ("sft", {"conversations": [{"from": "human", "value": "1+2="}, {"from": "gpt", "value": "3"}]}, {}, None),
         ("dpo", {"question": "1+2=", "chosen": "3"}, {"prompt_field": "question"}, "data.rejected_field"),
         ("kto", {"prompt": "1+2=", "completion": "3", "label": True}, {"wanted_field": "label"}, None),
         ("kto", {"prompt": "1+2=", "chosen": "3", "rejected": "4"}, {}, None),

@@ -197,6 +197,10 @@ def test_the_answer_of_a_row_of_data_is_not_part_of_its_prompt(tmp_path):
 
     assert ids("messages", [*asks, answers]) == ids("messages", asks) == [97]
     assert ids("messages", [*asks, answers, *asks]) == [97, 98, 97]
+    row = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "source": "web"}
+    (tmp_path / "talk.jsonl").write_text(json.dumps(row))
+    ((prompt,), _) = read_prompts(tmp_path / "talk.jsonl")
+    assert encode_prompt(prompt, tokenizer, 257, 64, {}).ids == [97]
     # What somebody gives as a prompt is one, and so is what nobody asked.
     assert ids("prompt", [*asks, answers]) == [97, 98] and ids("messages", [answers]) == [98]
 

@@ -184,10 +184,11 @@ def encode_prompt(example: Example, tokenizer: Tokenizer, *, max_new_tokens: int
     """
     prompt = prompt_tokens(example, tokenizer)
     if len(prompt) + max_new_tokens > max_context:
+        lower = "lower max_new_tokens or " if max_new_tokens > 1 else ""
         raise DataError(
             f"{example.place}: prompt of {len(prompt)} tokens + rollout.max_new_tokens={max_new_tokens} = "
             f"{len(prompt) + max_new_tokens} exceeds model.max_context={max_context}; shorten the prompt to "
-            f"{max_context - max_new_tokens} tokens, lower max_new_tokens or raise max_context; "
+            f"{max_context - max_new_tokens} tokens, {lower}raise max_context; "
             f"data.max_prompt_tokens={max_context - max_new_tokens} leaves longer prompts out"
         )
     return prompt

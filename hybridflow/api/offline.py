@@ -6,7 +6,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,10 +27,11 @@ from hybridflow.data.prompts import Example, encode_solution, prompt_tokens
 from hybridflow.data.rows import with_roles
 from hybridflow.data.shaping import Shaper, ends_of, examples_of
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.errors import ConfigError, DataError
+from hybridflow.errors import ConfigError, DataError, LayoutError
 from hybridflow.flows.registry import ALGORITHMS
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.parallel.coordinator import Coordinator
+from hybridflow.sections import read_section
 
 Row = Mapping[str, Any]
 
@@ -116,8 +117,9 @@ class OfflineTrainer:
         self._dataset, self._eval_dataset = dataset, eval_dataset
         self._max_length, self._drops = max_length, too_long == "drop"
         self._settings = merge([settings, settings_of_mesh(device_mesh)])
+        # Recipe and steps of the last train().
         self._trained: tuple[dict[str, Any], int] | None = None
-        """Recipe and steps of the last ``train``."""
+        # Refuses settings that are unknown, here and not in train().
         self._recipe_values({})
 
     def train(
@@ -326,11 +328,14 @@ class OfflineTrainer:
     def _replicas(self, values: Mapping[str, Any]) -> int:
         actor = values.get("actor")
         update = actor.get("update") if isinstance(actor, Mapping) else None
-        sizes = ParallelLayout.in_our_words(update) if isinstance(update, Mapping) else None
-        if sizes is None or sizes.keys() - {each.name for each in fields(ParallelLayout)}:
-            # One that is no layout is refused with the recipe.
-            return int(values["cluster"]["ranks"])
-        return ParallelLayout(**sizes).dp
+        num_ranks: int = values["cluster"]["ranks"]
+        if update is None:
+            return num_ranks
+        try:
+            return read_section(ParallelLayout, update, source="actor.update").dp
+        except (ConfigError, LayoutError):
+            # What is no layout is refused with the recipe, by its key.
+            return num_ranks
 
 
 class DPOTrainer(OfflineTrainer):

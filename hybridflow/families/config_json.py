@@ -115,7 +115,7 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
     model |= _rotary(family, given, where)
     model |= _window(family, given, where)
     model |= _global_heads(family, given, where)
-    model |= _no_rope(family, given, where)
+    model |= _no_rope(family, given, model)
     model |= _linear(family, given, where)
     if "query_pre_attn_scalar" in family.defaults and given.get("query_pre_attn_scalar") is not None:
         model["attention_scale"] = float(given["query_pre_attn_scalar"]) ** -0.5
@@ -362,14 +362,14 @@ def _global_heads(family: Family, given: Mapping[str, Any], where: str) -> dict[
     return {name: None if size == each else size for name, size, each in zip(settings, found, same, strict=True)}
 
 
-def _no_rope(family: Family, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _no_rope(family: Family, given: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the layers without rotary embedding: those with a 0 in a list, else each at the end of an interval.
 
-    Without ``global_rope`` they are those without the window, if the model has one.
+    Without ``global_rope`` they are those without the window that ``model`` has, if the file has a width.
     """
     if not family.global_rope and given["sliding_window"] is not None:
-        layers, found = range(given["num_hidden_layers"]), _window(family, given, where)
-        windowed = found.get("window_layers", layers if found else ())
+        layers = range(given["num_hidden_layers"])
+        windowed = model.get("window_layers", layers if "window" in model else ())
         return {"no_rope_layers": [layer for layer in layers if layer not in windowed]}
     if "no_rope_layer_interval" not in family.defaults:
         return {}

@@ -61,10 +61,13 @@ def __getattr__(name: str) -> Any:
         hint = did_you_mean(name, _MODULES)
         names = ", ".join(sorted(_MODULES))
         raise AttributeError(f"module 'hybridflow' has no attribute {name!r}; {hint}its names: {names}")
+    from hybridflow.parallel.imports import import_for_program
     from hybridflow.parallel.rank import silence_libraries
 
     silence_libraries()
-    return getattr(importlib.import_module(f"hybridflow.{_MODULES[name]}"), name)
+    module = f"hybridflow.{_MODULES[name]}"
+    bring = import_for_program if module.startswith("hybridflow.api") else importlib.import_module
+    return getattr(bring(module), name)
 
 
 def __dir__() -> list[str]:

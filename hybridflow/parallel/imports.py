@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 _DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
@@ -32,6 +34,24 @@ def importing() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        if is_on:
+            gc.enable()
+
+
+def import_for_program(module: str) -> ModuleType:
+    """Import what a program of the Python API asks for, and megatron-core before it.
+
+    The collector is kept from these objects as they come and at the process's end, and not between: garbage of the
+    program's own may be among what it would keep.
+    """
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        if "megatron.core" not in sys.modules:
+            import_megatron()
+            atexit.register(gc.freeze)
+        return importlib.import_module(module)
+    finally:
         if is_on:
             gc.enable()
 

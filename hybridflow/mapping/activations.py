@@ -183,7 +183,9 @@ def _gradient_bytes(model: ModelConfig, tp: int, tokens: int) -> int:
 
 
 def _recurrence_bytes(model: ModelConfig, tp: int, tokens: int) -> int:
-    """Return what linear attention has of the tokens that it takes at one time, all in fp32.
+    """Return what linear attention has of the tokens that it takes at one time, all in fp32, by operators of torch.
+
+    The kernels of a GPU need less.
 
     Of each token, with ``C`` channels and ``V`` values: the convolution's input, sum and activation, ``3 C``; queries
     and keys of length 1, as they are and in chunks, ``2 (C - V)``; values and what is written, ``8 V``. For each value

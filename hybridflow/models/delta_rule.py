@@ -79,15 +79,10 @@ def recur(
     """
     state = empty_state(len(mixed), recurrence) if state is None else state
     whole = torch.cat([state.inputs, mixed.float()], dim=1)
-    # [samples, key heads, value heads of each, tokens, size]: value heads share a query and a key.
     query, key, value = _convolved(whole, recurrence, mixed.dtype)
-    query, key = (each.movedim(1, 2)[:, :, None] for each in (query, key))
-    split = recurrence.key_heads, -1
-    value = value.unflatten(2, split).movedim(1, 3)
-    decay, beta = (each.float().unflatten(-1, split).movedim(1, 3) for each in (decay, beta))
-    found, matrix = _through_chunks(query, key, value, decay, beta, state.matrix.unflatten(1, split))
-    found = found.movedim(3, 1).flatten(2, 3).to(mixed.dtype)
-    return found, State(whole[:, mixed.shape[1] :], matrix.flatten(1, 2))
+    compute = _through_kernel if mixed.is_cuda else _through_chunks
+    found, matrix = compute(query, key, value, decay.float(), beta.float(), state.matrix)
+    return found.to(mixed.dtype), State(whole[:, mixed.shape[1] :], matrix)
 
 
 def step(mixed: Tensor, decay: Tensor, beta: Tensor, recurrence: Recurrence, state: State, slots: Tensor) -> Tensor:
@@ -171,10 +166,35 @@ def _unit(heads: Tensor) -> Tensor:
     return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _EPS)
 
 
+def _through_kernel(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, matrix: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return as ``_through_chunks``, on a GPU: one launch takes all tokens."""
+    from hybridflow.models.recurrence_kernels import recurred
+
+    found, _, after = recurred(query, key, value, decay, beta, matrix)
+    return found, after
+
+
 def _through_chunks(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, matrix: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs, and the state behind them; fp32 ``[samples, key heads, value heads of each, tokens, …]``."""
+    """Return the outputs, and the states behind the last token.
+
+    Args:
+        query: ``[samples, tokens, key heads, key]`` fp32.
+        key: Likewise.
+        value: ``[samples, tokens, value heads, value]`` fp32.
+        decay: As for ``recur``, in fp32.
+        beta: Likewise.
+        matrix: States before the first token.
+    """
+    # [samples, key heads, value heads of each, tokens, size]: value heads share a query and a key.
+    split = query.shape[2], -1
+    query, key = (each.movedim(1, 2)[:, :, None] for each in (query, key))
+    value = value.unflatten(2, split).movedim(1, 3)
+    decay, beta = (each.unflatten(-1, split).movedim(1, 3) for each in (decay, beta))
+    matrix = matrix.unflatten(1, split)
     tokens, chunk = query.shape[3], min(DELTA_CHUNK, query.shape[3])
     # Tokens that are filled in leave the state alone: they do not decay it, and their beta is 0.
     missing = -tokens % chunk
@@ -200,4 +220,5 @@ def _through_chunks(
         written = new - old @ matrix
         found.append(query @ matrix + scores @ written)
         matrix = whole * matrix + key @ written
-    return torch.stack(found, dim=3).flatten(3, 4)[:, :, :, :tokens], matrix
+    outputs = torch.stack(found, dim=3).flatten(3, 4)[:, :, :, :tokens]
+    return outputs.movedim(3, 1).flatten(2, 3), matrix.flatten(1, 2)

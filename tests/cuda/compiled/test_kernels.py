@@ -7,6 +7,7 @@ import torch
 
 from hybridflow.models import layer_kernels
 from hybridflow.models.attention_kernels import packed_attention
+from hybridflow.models.recurrence_kernels import recurred
 from hybridflow.models.vocab_kernels import vocab_gradient, vocab_terms
 from hybridflow.reshard import copy_kernel
 from hybridflow.rollout.gpu import ops
@@ -123,6 +124,15 @@ def linear_attention(dtype, key_heads, sharers, key, value):
     ops.delta_step(context, mixed, conv, heads, heads, norm, longs(2, 2), of_rows, of_rows, 0, key, 1e-6)
 
 
+def recurrence(key_heads, sharers, key, value):
+    """Launch linear attention over the tokens of a sequence, and its gradients."""
+    tokens, heads = 8, key_heads * sharers
+    query = torch.zeros(1, tokens, key_heads, key, requires_grad=True)
+    values, numbers = torch.zeros(1, tokens, heads, value), torch.zeros(1, tokens, heads)
+    found, _, after = recurred(query, query, values, numbers, numbers, torch.zeros(1, heads, key, value))
+    (found.sum() + after.sum()).backward()
+
+
 def experts(dtype, tokens, *, how=(0, 0.0, 0.0), has_bias=False):
     """Launch the kernels of 128 experts, of which each token has 8."""
     pairs = 8 * tokens
@@ -198,6 +208,7 @@ CASES = {
     "Gemma 2, edited logits": lambda: edited(BF16, 256000),
     "Qwen 3.5, attention with gates": lambda: gated_attention(BF16, QWEN3_5_9B),
     "Qwen 3.5, a step of linear attention": lambda: linear_attention(BF16, 16, 2, 128, 128),
+    "Qwen 3.5, linear attention in training": lambda: recurrence(16, 2, 128, 128),
     "latent attention, a step": lambda: latent_attention(BF16, 16),
     "experts, a step": lambda: experts(BF16, 64),
     "experts, a prefill": lambda: experts(BF16, 2048),

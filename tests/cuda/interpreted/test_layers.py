@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-from hybridflow.models import layer_kernels
+from hybridflow.models import layer_kernels, recurrence_kernels
 
 DTYPES = {torch.float32: 2e-6, torch.bfloat16: 2.0**-6}
 """Format -> largest difference over the largest value. The interpreter cuts digits off where a GPU rounds."""
@@ -80,3 +80,57 @@ def test_rows_that_are_taken_more_than_once(dtype, width):
     found = layer_kernels.taken_rows(packed, taken, order, starts)
     compare(found, [packed], lambda packed: packed[taken], dtype)
     assert torch.equal(found, packed[taken])
+
+
+def token_by_token(query, key, value, decay, beta, state):
+    """The gated delta rule as its paper states it; queries and keys of each value head."""
+    found = []
+    query, key = (each.repeat_interleave(value.shape[2] // key.shape[2], dim=2) for each in (query, key))
+    for token in range(value.shape[1]):
+        q, k, v = (each[:, token] for each in (query, key, value))
+        state = state * decay[:, token].exp()[..., None, None]
+        written = beta[:, token, :, None] * (v - torch.einsum("shkv,shk->shv", state, k))
+        state = state + k[..., None] * written[:, :, None]
+        found.append(torch.einsum("shkv,shk->shv", state, q))
+    return torch.stack(found, dim=1), state
+
+
+@pytest.mark.parametrize(
+    ("samples", "tokens", "key_heads", "sharers", "keys", "values"),
+    [(2, 4, 2, 2, 5, 7), (1, 1, 1, 1, 4, 4), (1, 30, 1, 1, 16, 8), (1, 2, 1, 1, 24, 130)],
+    ids=["odd widths", "one token", "many tokens", "three blocks of columns"],
+)
+def test_the_gated_delta_rule(samples, tokens, key_heads, sharers, keys, values):
+    heads = key_heads * sharers
+    query, key = (numbers(samples, tokens, key_heads, keys + each, dtype=torch.float32)[..., each:] for each in (0, 1))
+    key = torch.nn.functional.normalize(key, dim=-1)
+    value, before = (
+        numbers(*shape, dtype=torch.float32)
+        for shape in ((samples, tokens, heads, values), (samples, heads, keys, values))
+    )
+    # Decays from almost none to one that forgets all but everything.
+    decay = -numbers(samples, tokens, heads, dtype=torch.float32).mul(2).exp()
+    beta = numbers(heads, tokens, samples, dtype=torch.float32).sigmoid().permute(2, 1, 0)
+    inputs = [each.requires_grad_() for each in (query, key, value, decay, beta, before)]
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    found, _, after = recurrence_kernels.recurred(*inputs)
+    expected = token_by_token(*exact)
+    weights = [numbers(*each.shape, dtype=torch.float32) for each in expected]
+    ours = torch.autograd.grad([found, after], inputs, weights)
+    theirs = torch.autograd.grad(expected, exact, [each.double() for each in weights])
+    for one, other in zip((found, after, *ours), (*expected, *theirs), strict=True):
+        assert one.shape == other.shape
+        gap = (one.detach().double() - other.detach()).abs().amax()
+        assert float(gap) <= 5e-6 * float(other.detach().abs().amax())
+
+
+def test_without_tokens_the_gated_delta_rule_leaves_states_as_they_are():
+    nothing, numbers_of, before = (
+        torch.zeros(2, 0, 1, 4),
+        torch.zeros(2, 0, 1),
+        numbers(2, 1, 4, 4, dtype=torch.float32),
+    )
+    before.requires_grad_()
+    found, _, after = recurrence_kernels.recurred(nothing, nothing, nothing, numbers_of, numbers_of, before)
+    assert found.shape == (2, 0, 1, 4) and torch.equal(after, before)
+    assert torch.equal(torch.autograd.grad(after.sum(), before)[0], torch.ones_like(before))

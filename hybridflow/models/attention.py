@@ -149,7 +149,7 @@ class _Rectangles:
         num_tokens = int(places.max()) + 1 if total else 0
         self._shapes: list[tuple[int, int]] = []
         pieces, first_cells, num_cells = [], torch.empty(len(lengths), dtype=torch.int64), 0
-        for samples in _of_like_length(lengths):
+        for samples in of_like_length(lengths):
             width = lengths[samples[-1]]
             chosen = torch.tensor(samples)
             # Padding repeats a sequence's last token.
@@ -220,7 +220,7 @@ def _recur(mixed: Tensor, decay: Tensor, beta: Tensor, recurrence: Recurrence, t
     return delta_rule.recur(own[0], own[1], own[2], recurrence)[0].flatten(0, 1)
 
 
-def _of_like_length(lengths: list[int]) -> list[list[int]]:
+def of_like_length(lengths: list[int]) -> list[list[int]]:
     """Group indices of sequences with similar lengths, from short to long; those without tokens are left out."""
     found: list[list[int]] = []
     shortest = 0

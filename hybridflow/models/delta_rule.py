@@ -63,9 +63,14 @@ def empty_state(samples: int, recurrence: Recurrence) -> State:
 
 
 def recur(
-    mixed: Tensor, decay: Tensor, beta: Tensor, recurrence: Recurrence, state: State | None = None
+    mixed: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    recurrence: Recurrence,
+    state: State | None = None,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, State]:
-    """Go through tokens of some sequences, as many of each.
+    """Go through tokens of some sequences.
 
     Args:
         mixed: Queries, keys and values before the convolution, ``[samples, tokens, channels]``.
@@ -73,16 +78,24 @@ def recur(
         beta: Share of a value that replaces what the state has for its key, ``[samples, tokens, value_heads]``.
         recurrence: Weights and sizes.
         state: What the tokens before have left; None: there are none.
+        lengths: Tokens of each sequence, ``[samples]`` int64; what is behind these is filling. None: all are.
 
     Returns:
-        ``[samples, tokens, value_heads, value_size]``, and the state behind the last token.
+        ``[samples, tokens, value_heads, value_size]``, and the state behind the last token of each.
     """
     state = empty_state(len(mixed), recurrence) if state is None else state
     whole = torch.cat([state.inputs, mixed.float()], dim=1)
+    last = whole[:, mixed.shape[1] :]
+    if lengths is not None:
+        # Without decay and with a beta of 0 a token leaves the state alone.
+        is_filling = torch.arange(mixed.shape[1], device=mixed.device) >= lengths[:, None]
+        decay, beta = (each.masked_fill(is_filling[..., None], 0) for each in (decay, beta))
+        places = lengths[:, None] + torch.arange(last.shape[1], device=mixed.device)
+        last = whole.gather(1, places[..., None].expand_as(last))
     query, key, value = _convolved(whole, recurrence, mixed.dtype)
     compute = _through_kernel if mixed.is_cuda else _through_chunks
     found, matrix = compute(query, key, value, decay.float(), beta.float(), state.matrix)
-    return found.to(mixed.dtype), State(whole[:, mixed.shape[1] :], matrix)
+    return found.to(mixed.dtype), State(last, matrix)
 
 
 def step(mixed: Tensor, decay: Tensor, beta: Tensor, recurrence: Recurrence, state: State, slots: Tensor) -> Tensor:
@@ -201,17 +214,18 @@ def _through_chunks(
     query, key, value = (pad(each, (0, 0, 0, missing)).unflatten(3, (-1, chunk)) for each in (query, key, value))
     decay, beta = (pad(each, (0, missing)).unflatten(3, (-1, chunk)) for each in (decay, beta))
     is_later = torch.ones(chunk, chunk, dtype=torch.bool, device=query.device).triu(1)
-    # A GPU has no cumsum whose sums have one order.
-    since = decay @ (~is_later).to(decay.dtype).t()
+    # In fp64: far down, what two tokens differ by would be lost in fp32.
+    since = decay.double().cumsum(-1)
     # Decay from each token to each behind it in its chunk.
-    between = (since[..., :, None] - since[..., None, :]).masked_fill(is_later, -torch.inf).exp()
+    between = (since[..., :, None] - since[..., None, :]).float().masked_fill(is_later, -torch.inf).exp()
+    to_end, since = (since[..., -1:] - since).float().exp(), since.float()
     system = (key @ key.transpose(-1, -2)) * between * beta[..., None]
     # Of the values without a state before the chunk, and of what a state has for the keys.
     wanted = torch.cat([value, key * since.exp()[..., None]], dim=-1) * beta[..., None]
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     new, old = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
     scores = (query @ key.transpose(-1, -2)) * between
-    query, to_end = query * since.exp()[..., None], (since[..., -1:] - since).exp()
+    query = query * since.exp()[..., None]
     key, whole = (key * to_end[..., None]).transpose(-1, -2), since[..., -1].exp()[..., None, None]
     found = []
     # Taken apart at once: the gradient of a chunk that is indexed is as large as all chunks, and zeros but for its own.

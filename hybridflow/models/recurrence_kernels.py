@@ -4,13 +4,15 @@ A program has some columns of a head's state in registers and goes through the t
 written for what a token has, and not for states. All is fp32. ``models.delta_rule`` has the mathematics. With
 S' = exp(g_t) S_t-1, r = v_t - S'^T k_t and w = beta_t r, the state S_t is S' + k_t w^T.
 
-The forward pass keeps r. The backward pass goes through the tokens twice:
+The forward pass keeps r. The backward pass goes through the tokens twice, with the gradient do_t of their outputs:
 
-- From the last to the first it has D, the gradient of S_t. After ``D += q_t do_t^T`` come ``dv_t = beta_t D^T k_t``,
-  the gradient of beta_t, and ``D w``, a part of that of k_t. Then D is ``exp(g_t) (D - k_t dv_t^T)``.
-- From the first to the last it makes the states again. ``S_t do_t`` is the gradient of q_t, and ``-S' dv_t`` the other
-  part of that of k_t. The gradient of g_t is what S' and its own gradient have in common, the sum of their product.
-  That sum is known before the first token; each token takes q_t . dq_t - v_t . dv_t from it.
+- From the last to the first it has D, the gradient of S_t but for what t's own output adds, q_t do_t^T. With both come
+  ``dv_t = beta_t (D + q_t do_t^T)^T k_t``, the gradient of beta_t, and a part of that of k_t. The next D is
+  ``exp(g_t) (D + q_t do_t^T - k_t dv_t^T)``.
+- From the first to the last it makes the states again, and with them the gradient of q_t and the rest of that of k_t.
+  The gradient of g_t is the sum of S' times its own gradient. It is known before the first token. From t to the next
+  token it grows by ``w . D^T k_t - q_t . S' do_t + k_t . S' dv_t``: no large numbers are taken from each other where
+  decays are strong.
 """
 
 # torch reads the annotations of an operator, so they are no strings here.
@@ -82,8 +84,8 @@ def _forward_kernel(found, missed, after, query, key, value, decay, beta, before
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _backward_kernel(of_key, of_value, of_beta, of_before, grad, of_after, missed, query, key, decay, beta, tokens,
-                     HEADS: tl.constexpr, SHARERS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+def _backward_kernel(of_key, of_value, of_beta, gained, of_before, grad, of_after, missed, query, key, decay, beta,
+                     tokens, HEADS: tl.constexpr, SHARERS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
                      KEYS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     place, is_there, number, value_at, key_at, of_key_at, of_number, is_key, is_value = _places(
         tokens, HEADS, SHARERS, KEY, VALUE, KEYS, BLOCK
@@ -110,12 +112,16 @@ def _backward_kernel(of_key, of_value, of_beta, of_before, grad, of_after, misse
         next_given = tl.load(grad + value_at - HEADS * VALUE, mask=is_value & is_next, other=0.0)
         next_g = tl.load(decay + number, mask=is_next, other=0.0)
         next_b = tl.load(beta + number, mask=is_next, other=0.0)
-        of_state += q[:, None] * given[None, :]
-        of_written = tl.sum(of_state * k[:, None], 0)
-        tl.store(of_key + of_key_at, tl.sum(of_state * (b * r)[None, :], 1), mask=is_key)
+        written = b * r
+        from_later = tl.sum(of_state * k[:, None], 0)
+        dk = tl.sum(of_state * written[None, :], 1) + q * tl.sum(written * given, 0)
+        of_written = from_later + tl.sum(q * k, 0) * given
+        tl.store(of_key + of_key_at, dk, mask=is_key)
         tl.store(of_value + value_at, b * of_written, mask=is_value)
         tl.store(of_beta + of_number, tl.sum(of_written * r, 0))
-        of_state = (of_state - k[:, None] * (b * of_written)[None, :]) * tl.exp(g)
+        tl.store(gained + of_number, tl.sum(written * from_later, 0))
+        of_state += q[:, None] * given[None, :] - k[:, None] * (b * of_written)[None, :]
+        of_state *= tl.exp(g)
         value_at -= HEADS * VALUE
         of_key_at -= HEADS * KEY
         of_number -= HEADS
@@ -124,17 +130,16 @@ def _backward_kernel(of_key, of_value, of_beta, of_before, grad, of_after, misse
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _again_kernel(of_query, of_key, of_decay, grad, of_value, of_before, missed, query, key, value, decay, beta, before,
-                  tokens, HEADS: tl.constexpr, SHARERS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+def _again_kernel(of_query, of_key, of_decay, gained, grad, of_value, of_before, missed, query, key, decay, beta,
+                  before, tokens, HEADS: tl.constexpr, SHARERS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
                   KEYS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     place, is_there, number, value_at, key_at, of_key_at, of_number, is_key, is_value = _places(
         tokens, HEADS, SHARERS, KEY, VALUE, KEYS, BLOCK
     )
     state = tl.load(before + place, mask=is_there, other=0.0)
-    together = tl.sum(state * tl.load(of_before + place, mask=is_there, other=0.0))
+    dg = tl.sum(state * tl.load(of_before + place, mask=is_there, other=0.0))
     q = tl.load(query + key_at, mask=is_key, other=0.0)
     k = tl.load(key + key_at, mask=is_key, other=0.0)
-    v = tl.load(value + value_at, mask=is_value, other=0.0)
     r = tl.load(missed + value_at, mask=is_value, other=0.0)
     given = tl.load(grad + value_at, mask=is_value, other=0.0)
     dv = tl.load(of_value + value_at, mask=is_value, other=0.0)
@@ -146,22 +151,23 @@ def _again_kernel(of_query, of_key, of_decay, grad, of_value, of_before, missed,
         number += HEADS
         next_q = tl.load(query + key_at, mask=is_key & is_next, other=0.0)
         next_k = tl.load(key + key_at, mask=is_key & is_next, other=0.0)
-        next_v = tl.load(value + value_at, mask=is_value & is_next, other=0.0)
         next_r = tl.load(missed + value_at, mask=is_value & is_next, other=0.0)
         next_given = tl.load(grad + value_at, mask=is_value & is_next, other=0.0)
         next_dv = tl.load(of_value + value_at, mask=is_value & is_next, other=0.0)
         next_g = tl.load(decay + number, mask=is_next, other=0.0)
         next_b = tl.load(beta + number, mask=is_next, other=0.0)
         state *= tl.exp(g)
-        dq = tl.sum(state * given[None, :], 1) + k * tl.sum(b * r * given, 0)
-        tl.store(of_query + of_key_at, dq, mask=is_key)
-        tl.store(of_key + of_key_at, -tl.sum(state * dv[None, :], 1), mask=is_key)
-        state += k[:, None] * (b * r)[None, :]
-        tl.store(of_decay + of_number, together)
-        together -= tl.sum(q * dq, 0) - tl.sum(v * dv, 0)
+        written = b * r
+        seen = tl.sum(state * given[None, :], 1)
+        lacking = tl.sum(state * dv[None, :], 1)
+        tl.store(of_query + of_key_at, seen + k * tl.sum(written * given, 0), mask=is_key)
+        tl.store(of_key + of_key_at, -lacking, mask=is_key)
+        tl.store(of_decay + of_number, dg)
+        dg += tl.load(gained + of_number) - tl.sum(q * seen, 0) + tl.sum(k * lacking, 0)
+        state += k[:, None] * written[None, :]
         of_key_at += HEADS * KEY
         of_number += HEADS
-        q, k, v, r, given, dv, g, b = next_q, next_k, next_v, next_r, next_given, next_dv, next_g, next_b
+        q, k, r, given, dv, g, b = next_q, next_k, next_r, next_given, next_dv, next_g, next_b
 
 
 def _settings(key: Tensor, value: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
@@ -229,12 +235,12 @@ def recurred_gradients(
     grid, known = _settings(key, value)
     # Of each value head and each block of its columns, to be summed; of keys each kernel gives a part.
     of_query, of_key, more_of_key = value.new_empty(3, grid[1], *value.shape[:3], key.shape[3])
-    of_decay, of_beta = value.new_empty(2, grid[1], *value.shape[:3])
+    of_decay, of_beta, gained = value.new_empty(3, grid[1], *value.shape[:3])
     if value.numel():
-        tokens, given = value.shape[1], (query, key, value, decay, beta)
-        back = of_key, of_value, of_beta, of_before, grad, of_after, missed, query, key, decay, beta, tokens
+        tokens, given = value.shape[1], (missed, query, key, decay, beta)
+        back = of_key, of_value, of_beta, gained, of_before, grad, of_after, *given, tokens
         _backward_kernel[grid](*back, **known)
-        again = of_query, more_of_key, of_decay, grad, of_value, of_before, missed, *given, before, tokens
+        again = of_query, more_of_key, of_decay, gained, grad, of_value, of_before, *given, before, tokens
         _again_kernel[grid](*again, **known)
     else:
         of_before.copy_(of_after)

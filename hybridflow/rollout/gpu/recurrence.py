@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.models import delta_rule
+from hybridflow.models.attention import of_like_length
 from hybridflow.models.delta_rule import Recurrence, State
 from hybridflow.models.gated_delta_net import GatedDeltaNet
 from hybridflow.parallel.copies import to_device
@@ -17,15 +18,21 @@ from hybridflow.rollout.gpu import ops
 
 
 class Span(NamedTuple):
-    """Sequences with as many tokens each.
+    """Sequences side by side, as wide as the longest.
 
     Attributes:
-        rows: Their rows, ``[sequences * tokens]`` int64.
+        taken: Their rows, the last row of a shorter one again and again, ``[sequences * width]`` int64.
+        rows: Rows that they have, ``[rows]`` int64.
+        cells: Which of those taken each of these is, ``[rows]`` int64.
+        lengths: Rows of each sequence, ``[sequences]`` int64; None: all have as many.
         slots: Their slots, ``[sequences]`` int64.
         is_first: Whether they begin here; else they all go on.
     """
 
+    taken: Tensor
     rows: Tensor
+    cells: Tensor
+    lengths: Tensor | None
     slots: Tensor
     is_first: bool
 
@@ -36,7 +43,7 @@ class Span(NamedTuple):
             shape = len(self.slots), -1
             mixed, decay, beta = (each.unflatten(0, shape) for each in (mixed, decay, beta))  # type: ignore[no-untyped-call]
             before = None if self.is_first else State(*(each[self.slots] for each in state))
-            found, after = delta_rule.recur(mixed, decay, beta, recurrence, before)
+            found, after = delta_rule.recur(mixed, decay, beta, recurrence, before, self.lengths)
             for kept, new in zip(state, after, strict=True):
                 kept[self.slots] = new
             return found.flatten(0, 1)
@@ -52,7 +59,7 @@ class GpuRecurrence:
         slots: Slot of each row, ``[rows]`` int64.
         positions: Position of each row in its sequence, ``[rows]`` int64; -1: padding, or a row of a span. None: all
             rows are of spans.
-        spans: Sequences with more than one token.
+        spans: Sequences with more than one row.
         states: ``GpuCache.states``, for the spans.
     """
 
@@ -77,7 +84,8 @@ class GpuRecurrence:
             ops.delta_step(context, mixed, *weights, *where, layer, key_size, delta.config.layernorm_epsilon)
         context = context.flatten(1)
         for span in self._spans:
-            context[span.rows] = delta.context(mixed[span.rows], span.recur_from(self._states[layer]))
+            found = delta.context(mixed[span.taken], span.recur_from(self._states[layer]))
+            context[span.rows] = found if span.lengths is None else found[span.cells]
         return context
 
 
@@ -89,12 +97,21 @@ def plan_recurrence(
     counts = np.diff(starts, append=len(slots))
     alone = np.where(np.repeat(counts, counts) == 1, positions, -1)
     spans = []
-    # Those that begin take no state from their slot.
-    for count, is_first in sorted({*zip(counts.tolist(), (positions[starts] == 0).tolist(), strict=True)}):
-        if count > 1:
-            begins = starts[(counts == count) & ((positions[starts] == 0) == is_first)]
-            rows = (begins[:, None] + np.arange(count)).ravel()
-            of, at = (to_device(torch.from_numpy(each), device) for each in (slots[begins], rows))
-            spans.append(Span(at, of, is_first))
-    of, left = (to_device(torch.from_numpy(each), device) for each in (slots, alone))
-    return GpuRecurrence(addresses, of, left if (counts == 1).any() else None, spans, states)
+    for is_first in (False, True):
+        # Those that begin take no state from their slot.
+        of = np.flatnonzero((counts > 1) & ((positions[starts] == 0) == is_first))
+        for chosen in of_like_length(counts[of].tolist()):
+            begins, lengths = starts[of[chosen]], counts[of[chosen]]
+            spans.append(_span(begins, lengths, slots[begins], is_first, device))
+    to, left = (to_device(torch.from_numpy(each), device) for each in (slots, alone))
+    return GpuRecurrence(addresses, to, left if (counts == 1).any() else None, spans, states)
+
+
+def _span(begins: np.ndarray, lengths: np.ndarray, slots: np.ndarray, is_first: bool, device: torch.device) -> Span:
+    """Return the span of sequences that begin at some rows, and have so many each."""
+    within = np.arange(lengths.max())
+    taken = begins[:, None] + np.minimum(within, lengths[:, None] - 1)
+    cells = np.flatnonzero(within < lengths[:, None])
+    parts = taken.ravel(), taken.ravel()[cells], cells, lengths, slots
+    rows, own, at, counts, of = (to_device(torch.from_numpy(each), device) for each in parts)
+    return Span(rows, own, at, None if len(cells) == taken.size else counts, of, is_first)

@@ -17,6 +17,7 @@ from hybridflow.models.delta_rule import Recurrence, State, recur
 from hybridflow.rollout.blocks import BLOCK_TOKENS
 from hybridflow.rollout.gpu import ops
 from hybridflow.rollout.gpu.cache import tiles_of
+from hybridflow.rollout.gpu.recurrence import plan_recurrence
 from hybridflow.rollout.gpu.sampling_kernels import _mixed, gumbel
 from hybridflow.rollout.sampling import gumbel_noise, row_keys
 
@@ -573,6 +574,38 @@ def test_a_step_of_linear_attention_reads_and_writes_each_number_of_its_states_o
         for count in counts[kind]:
             assert [int(count[1, slot].min()) for slot in range(7)] == [int(slot in slots) for slot in range(7)]
             assert int(count.max()) == 1 and not count[0].any()
+
+
+class Delta:
+    """A layer whose rows are what its recurrence takes, and whose context is what that gives."""
+
+    local_sizes = 2, 2, 5, 7
+
+    def __init__(self) -> None:
+        self.recurrence = Recurrence(random(2 * 10 + 28, 4), 2, 4, 5, 7)
+
+    def context(self, rows: Tensor, recur) -> Tensor:
+        return recur(*rows.split([48, 4, 4], dim=1), self.recurrence).flatten(1)
+
+
+def test_prompts_of_like_length_go_through_linear_attention_together():
+    lengths, begins = [70, 12, 12, 64, 90, 3, 80], [0, 0, 9, 9, 0, 0, 0]
+    slots = [4, 2, 7, 1, 0, 6, 3]
+    delta, state = Delta(), State(random(8, 3, 48), random(8, 4, 5, 7))
+    rows = torch.cat([random(sum(lengths), 48), -random(sum(lengths), 8, seed=2).sigmoid()], dim=1)
+    expected = []
+    for part, begin, slot in zip(rows.split(lengths), begins, slots, strict=True):
+        before = State(*(each[[slot]].clone() for each in state)) if begin else None
+        given = (each[None] for each in part.split([48, 4, 4], dim=1))
+        expected.append(recur(*given, delta.recurrence, before))
+    places = np.concatenate([begin + np.arange(each) for begin, each in zip(begins, lengths, strict=True)])
+    plan = plan_recurrence(torch.empty(0), {1: state}, np.repeat(slots, lengths), places, torch.device("cpu"))
+    # Short ones, long ones, and those that go on.
+    assert len(plan._spans) == 3
+    close(plan.context(1, rows, delta), torch.cat([found[0].flatten(1) for found, _ in expected]), FP32)
+    for slot, (_, after) in zip(slots, expected, strict=True):
+        close(state.inputs[slot], after.inputs[0], FP32)
+        close(state.matrix[slot], after.matrix[0], FP32)
 
 
 def sampled(logits: Tensor, keys: Tensor, lengths: Tensor | None, temperatures: Tensor, quiet: Tensor, num_real: int):

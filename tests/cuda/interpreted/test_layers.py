@@ -96,11 +96,16 @@ def token_by_token(query, key, value, decay, beta, state):
 
 
 @pytest.mark.parametrize(
-    ("samples", "tokens", "key_heads", "sharers", "keys", "values"),
-    [(2, 4, 2, 2, 5, 7), (1, 1, 1, 1, 4, 4), (1, 30, 1, 1, 16, 8), (1, 2, 1, 1, 24, 130)],
-    ids=["odd widths", "one token", "many tokens", "three blocks of columns"],
+    ("samples", "tokens", "key_heads", "sharers", "keys", "values", "forgetting"),
+    [
+        pytest.param(2, 4, 2, 2, 5, 7, 0.5, id="odd widths"),
+        pytest.param(1, 1, 1, 1, 4, 4, 0.5, id="one token"),
+        pytest.param(1, 30, 1, 1, 16, 8, 0.1, id="many tokens"),
+        pytest.param(1, 9, 1, 1, 16, 8, 9.0, id="little is left from token to token"),
+        pytest.param(1, 2, 1, 1, 24, 130, 0.5, id="three blocks of columns"),
+    ],
 )
-def test_the_gated_delta_rule(samples, tokens, key_heads, sharers, keys, values):
+def test_the_gated_delta_rule(samples, tokens, key_heads, sharers, keys, values, forgetting):
     heads = key_heads * sharers
     query, key = (numbers(samples, tokens, key_heads, keys + each, dtype=torch.float32)[..., each:] for each in (0, 1))
     key = torch.nn.functional.normalize(key, dim=-1)
@@ -108,8 +113,7 @@ def test_the_gated_delta_rule(samples, tokens, key_heads, sharers, keys, values)
         numbers(*shape, dtype=torch.float32)
         for shape in ((samples, tokens, heads, values), (samples, heads, keys, values))
     )
-    # Decays from almost none to one that forgets all but everything.
-    decay = -numbers(samples, tokens, heads, dtype=torch.float32).mul(2).exp()
+    decay = -forgetting * numbers(samples, tokens, heads, dtype=torch.float32).exp()
     beta = numbers(heads, tokens, samples, dtype=torch.float32).sigmoid().permute(2, 1, 0)
     inputs = [each.requires_grad_() for each in (query, key, value, decay, beta, before)]
     exact = [each.detach().double().requires_grad_() for each in inputs]

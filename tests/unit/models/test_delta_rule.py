@@ -91,6 +91,19 @@ def test_a_state_goes_on_where_it_was_left():
         torch.testing.assert_close(ours, expected, atol=2e-6, rtol=1e-5)
 
 
+def test_filling_behind_a_sequence_changes_neither_output_nor_state():
+    recurrence, *given = inputs(4, 70)
+    before = recur(*inputs(4, 9, seed=5)[1:], recurrence)[1]
+    lengths = [70, 1, 2, 33]
+    found, after = recur(*given, recurrence, before, torch.tensor(lengths))
+    for index, length in enumerate(lengths):
+        own = (each[index : index + 1, :length] for each in given)
+        output, state = recur(*own, recurrence, type(before)(*(each[index : index + 1] for each in before)))
+        torch.testing.assert_close(found[index, :length], output[0], atol=2e-6, rtol=1e-5)
+        for ours, expected in zip(after, state, strict=True):
+            torch.testing.assert_close(ours[index], expected[0], atol=2e-6, rtol=1e-5)
+
+
 def test_a_token_is_taken_into_states_where_they_are():
     sizes = dict(key_heads=2, value_heads=6, key_size=64, value_size=64)
     recurrence = Recurrence(

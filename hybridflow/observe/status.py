@@ -20,7 +20,7 @@ from hybridflow.foreign import read_small
 from hybridflow.observe.files import json_objects
 from hybridflow.observe.metrics import METRICS_FILE, RESULTS, phase_seconds
 from hybridflow.observe.starts import STARTS_FILE, StartRecord, read_starts
-from hybridflow.observe.status_file import SILENT_AFTER_S, STATUS_FILE
+from hybridflow.observe.status_file import SILENT_AFTER_S, STATUS_FILE, has_ended
 from hybridflow.observe.summary import SUMMARY_FILE
 
 _RECENT_STEPS = 20
@@ -38,8 +38,9 @@ class RunStatus:
 
     Attributes:
         run: Its directory.
-        state: ``silent``: it should run, and has given no sign of life for long; ``requeue``: it has saved and stopped,
-            to be begun again. ``failed`` is what the job itself could still note; ``finished`` is done.
+        state: ``silent``: it should run, and has given no sign of life for long, or its process is gone; ``requeue``:
+            it has saved and stopped, to be begun again. ``failed`` is what the job itself could still note;
+            ``finished`` is done.
         activity: What the lowest rank does, or did last.
         activity_age_s: For how long it had done so when it gave the last sign of life.
         sign_age_s: Age of the last sign of life.
@@ -160,7 +161,8 @@ def read_status(run_dir: Path, now_s: float | None = None) -> RunStatus:
     check_run(run_dir)
     starts = read_starts(run_dir)
     start = starts[-1] if starts else None
-    told = kept = _Values(_object(_read(run_dir / STATUS_FILE)))
+    content = _object(_read(run_dir / STATUS_FILE))
+    told = kept = _Values(content)
     if start is not None and (told.number("time_s") or 0.0) < start.began_s:
         # What an earlier start left there says nothing of this one.
         kept = _Values({})
@@ -168,7 +170,8 @@ def read_status(run_dir: Path, now_s: float | None = None) -> RunStatus:
     has_told = sign_s is not None
     if sign_s is None and start is not None:
         sign_s = start.began_s
-    state = _state(start, None if sign_s is None else now_s - sign_s, has_told=has_told)
+    is_gone = has_told and has_ended(content)
+    state = _state(start, None if sign_s is None else now_s - sign_s, has_told=has_told, is_gone=is_gone)
     summary = _Values(_object(_read(run_dir / SUMMARY_FILE)))
     if start is None and summary.integer("steps") is not None:
         state = "finished"
@@ -201,11 +204,11 @@ def _named_step(note: Path) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _state(start: StartRecord | None, silent_s: float | None, *, has_told: bool) -> State:
-    """Return the state of the last start, from its own report (if any) and how long it has been silent."""
+def _state(start: StartRecord | None, silent_s: float | None, *, has_told: bool, is_gone: bool) -> State:
+    """Return the state of the last start, from its own report (if any), how long it is silent, and its process."""
     if start is not None and start.outcome in ("finished", "requeue", "failed"):
         return start.outcome  # type: ignore[return-value]  # mypy does not narrow text to its literals
-    if silent_s is None or silent_s > SILENT_AFTER_S:
+    if silent_s is None or silent_s > SILENT_AFTER_S or is_gone:
         return "silent"
     return "running" if has_told else "starting"
 

@@ -105,7 +105,7 @@ def living_writer(run_dir: Path, began_s: float) -> Writer | None:
     # A job that has just begun may not have written its first sign of life.
     has_told = told_s >= began_s
     since_s = told_s if has_told else began_s
-    if since_s < time.time() - _MOST_SKEW_S or (has_told and _is_gone(first)):
+    if since_s < time.time() - _MOST_SKEW_S or (has_told and (has_ended(first) or _is_own(first))):
         return None
     end_s, is_over = time.monotonic() + 2 * WRITE_EVERY_S, False
     # A process that gets no time on a core for long still looks once more at the end.
@@ -130,8 +130,12 @@ def _kept(run_dir: Path) -> dict[str, Any]:
     return found if has_time else {}
 
 
-def _is_gone(kept: Mapping[str, Any]) -> bool:
-    """Return whether a process of this host has ended, or is this process itself."""
+def has_ended(kept: Mapping[str, Any]) -> bool:
+    """Return whether the process that kept ``status.json`` was one of this host, and is there no more.
+
+    Args:
+        kept: Content of the file.
+    """
     pid = kept.get("pid")
     if kept.get("host") != socket.gethostname() or not isinstance(pid, int) or pid <= 0:
         return False
@@ -140,5 +144,10 @@ def _is_gone(kept: Mapping[str, Any]) -> bool:
     except ProcessLookupError:
         return True
     except (OSError, OverflowError):
-        return False
-    return pid == os.getpid()
+        pass
+    return False
+
+
+def _is_own(kept: Mapping[str, Any]) -> bool:
+    """Return whether this process has kept the file itself."""
+    return (kept.get("host"), kept.get("pid")) == (socket.gethostname(), os.getpid())

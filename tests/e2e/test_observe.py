@@ -45,7 +45,7 @@ def trace_events(path: Path) -> list[dict[str, Any]]:
 
 def test_status_of_a_killed_run_and_of_one_that_is_done(seen: Any):
     run_dir, at_once, later, *_ = seen
-    assert (at_once.state, at_once.step, at_once.steps, at_once.restarts) == ("running", 2, 4, 0)
+    assert (at_once.state, at_once.step, at_once.steps, at_once.restarts) == ("silent", 2, 4, 0)
     assert (later.state, later.sign_age_s) == ("silent", 61)
     assert later.step_s is not None and later.left_s == pytest.approx(2 * later.step_s)
     assert {"rollout", "update", "log_probs"} <= later.phases_s.keys()

@@ -98,6 +98,14 @@ def test_one_that_gives_no_sign(run_dir: Path):
     assert lines[-1] == f"  logs    {run_dir}/logs/0002"
 
 
+def test_one_whose_process_on_this_host_is_gone_does_not_run(run_dir: Path):
+    put_status(run_dir, pid=1 << 30)
+    assert read_status(run_dir, BEGAN_S + 40).state == "silent"
+    # Of another host's processes nothing is known.
+    put_status(run_dir, host="elsewhere")
+    assert read_status(run_dir, BEGAN_S + 40).state == "running"
+
+
 def test_one_that_begins_is_not_taken_for_the_one_before(run_dir: Path):
     add_start(run_dir, StartRecord(number=3, began_s=BEGAN_S + 100, step=2, ranks=4))
     status = read_status(run_dir, BEGAN_S + 120)

@@ -391,8 +391,8 @@ def _train(arguments: argparse.Namespace) -> int:
 def _signals_of_rank() -> CaughtSignals:
     """Return the signals that a rank catches; the launcher is known by its variables alone."""
     if MEETING_VARIABLE in os.environ:
-        # hybridflow's own launcher, which Ctrl-C reaches too, acts for its ranks.
-        return CaughtSignals()
+        # hybridflow's own launcher, which alone Ctrl-C reaches, has spoken, and passes on the first one.
+        return CaughtSignals(asks_at_interrupt=True, speaks=False)
     if passes_interrupts():
         return CaughtSignals(asks_at_interrupt=True, speaks=rank_hint() == 0, copies_s=COPIES_S)
     # srun acts for several tasks. A shell that it has started is one, and what is started there has the terminal.

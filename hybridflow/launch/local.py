@@ -254,7 +254,7 @@ def _watch(ranks: Sequence[_Rank], meeting: int, received: list[int], end_s: flo
             else:
                 kill_at_s = min(kill_at_s, time.monotonic() + save_s)
             for rank in ranks:
-                rank.send_signal(signal.SIGTERM if received[0] == signal.SIGINT else received[0])
+                rank.send_signal(received[0])
                 # A stopped process takes no signal before it goes on.
                 rank.send_signal(signal.SIGCONT)
         elif status == 0 and (failed := _first_failure(ranks)) is not None:

@@ -107,6 +107,7 @@ class CaughtSignals:
             signal.siginterrupt(each, False)
         if asks_at_interrupt:
             signal.signal(signal.SIGINT, self._interrupt)
+            signal.siginterrupt(signal.SIGINT, False)
         _caught.append(self)
 
     def fileno(self) -> int:

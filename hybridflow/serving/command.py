@@ -14,7 +14,7 @@ from hybridflow.config.cluster import ClusterConfig
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.families.hub_cache import find_model
 from hybridflow.launch.local import run_local
-from hybridflow.parallel.rank import run_rank, silence_libraries
+from hybridflow.parallel.rank import MEETING_VARIABLE, run_rank, silence_libraries
 from hybridflow.parallel.signals import CaughtSignals
 from hybridflow.parallel.start import find_start, is_launched
 from hybridflow.serving.files import sampling_of
@@ -267,7 +267,9 @@ def _start(
     is_server: bool = False,
 ) -> int:
     """Run as a rank, or start ranks on this machine, after the checks that need no ranks."""
-    signals = CaughtSignals() if is_launched() else None
+    # hybridflow's own launcher passes on the first Ctrl-C.
+    is_passed = MEETING_VARIABLE in os.environ
+    signals = CaughtSignals(asks_at_interrupt=is_passed, speaks=False) if is_launched() else None
     start = find_start()
     if start.launcher == "alone":
         check()

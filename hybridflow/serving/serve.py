@@ -282,4 +282,4 @@ class _Front:
         # A second one ends the process at once.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if self._watch is not None:
-            self._watch.ask_stop("SIGINT")
+            self._watch.ask_stop("received SIGINT")

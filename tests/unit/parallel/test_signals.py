@@ -182,7 +182,7 @@ def test_one_rank_speaks_at_ctrl_c():
         ({"SLURM_STEP_NUM_TASKS": "1"}, "True"),
         ({"SLURM_STEP_NUM_TASKS": "4"}, "False"),
         ({"SLURM_STEP_NUM_TASKS": "1", "RANK": "0"}, "False"),
-        ({"SLURM_STEP_NUM_TASKS": "1", "HYBRIDFLOW_MEETING": "3"}, "False"),
+        ({"SLURM_STEP_NUM_TASKS": "1", "HYBRIDFLOW_MEETING": "3"}, "True"),
     ],
     ids=["a shell that srun started", "tasks of srun", "variables", "ranks of our launcher"],
 )

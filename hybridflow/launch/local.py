@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
-from hybridflow.exit_status import FAILURE, REQUEST, REQUEUE, SOURCE, TARGET
-from hybridflow.observe.console import complain
+from hybridflow.exit_status import FAILURE, REQUEST, REQUEUE, SOURCE, TARGET, Ended
+from hybridflow.observe.console import complain, signals_raise
 from hybridflow.parallel.imports import has_accelerator, import_megatron, importing
 from hybridflow.parallel.rank import MEETING_VARIABLE, silence_libraries
 from hybridflow.parallel.secret import VARIABLE, new_secret
@@ -70,15 +70,20 @@ def run_local(
             whose driver does not survive a fork.
 
     Returns:
-        0 if every rank exited with 0; else the exit status of the rank that failed first; 128 + the signal where a
-        signal ended that rank, or this process before the ranks could end by themselves.
+        0 if every rank exited with 0; 75 if a signal came before they were started; else the exit status of the rank
+        that failed first; 128 + the signal where a signal ended that rank, or this process before the ranks could end
+        by themselves.
     """
     if save_s is None:
         save_s = float("inf") if "SLURM_JOB_ID" in os.environ else _SAVE_S
     with _caught_signals() as received:
-        can_fork = ahead is not None and _import(ahead, threads_per_rank)
-        if received:
-            return 128 + received[0] if received[0] == signal.SIGINT else REQUEUE
+        try:
+            # It takes seconds, and nothing is there yet that would have to save.
+            with signals_raise(signal.SIGINT, *STOP_SIGNALS):
+                can_fork = ahead is not None and _import(ahead, threads_per_rank)
+        except Ended as ended:
+            complain(f"received {signal.Signals(ended.signal).name} before the ranks were started; nothing was begun")
+            return REQUEUE
         run = functools.partial(_fork, argv) if can_fork else functools.partial(_spawn, [*program, *argv])
         ranks, meeting = _start(run, num_ranks, threads_per_rank)
         try:

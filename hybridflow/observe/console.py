@@ -139,14 +139,18 @@ def complain(what: object) -> None:
 
 
 @contextlib.contextmanager
-def signals_raise() -> Iterator[None]:
-    """Turn what asks the process to end into ``Ended``; a second one ends it at once."""
+def signals_raise(*numbers: int) -> Iterator[None]:
+    """Turn what asks the process to end into ``Ended``; a second one ends it at once.
+
+    Args:
+        numbers: Signals that ask for it; none: SIGINT and SIGTERM.
+    """
 
     def end(number: int, frame: object) -> NoReturn:
         signal.signal(number, signal.SIG_DFL)
         raise Ended(number)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, end) for number in numbers or (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

@@ -196,6 +196,20 @@ def test_ctrl_c_asks_the_ranks_to_save_and_says_so(none_left, tmp_path, capfd):
     assert "Ctrl-C: the job saves and stops; press Ctrl-C again to end it at once" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_before_the_ranks_are_started_ends_at_once_and_says_so(monkeypatch, capfd, signum):
+    def asked(*_):
+        os.kill(os.getpid(), signum)
+        raise AssertionError("the import goes on")
+
+    monkeypatch.setattr("hybridflow.launch.local._import", asked)
+    handler = signal.getsignal(signum)
+    assert run_local([], num_ranks=2, ahead="json") == 75
+    assert signal.getsignal(signum) == handler
+    said = f"hybridflow: received {signum.name} before the ranks were started; nothing was begun\n"
+    assert capfd.readouterr().err == said
+
+
 def test_a_second_ctrl_c_ends_deaf_ranks_at_once(none_left, tmp_path):
     parent = start_parent(tmp_path, DEAF, save_s="0.1")
     parent.send_signal(signal.SIGINT)

@@ -191,8 +191,11 @@ def _fork(argv: Sequence[str], environment: Mapping[str, str], meeting: int, pre
     """Start hybridflow as a rank, with all that this process has imported."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    # What comes before the rank catches signals is kept until it does.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *STOP_SIGNALS))
     pid = os.fork()
     if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return _Fork(pid)
     status = FAILURE
     try:

@@ -108,6 +108,8 @@ class CaughtSignals:
         if asks_at_interrupt:
             signal.signal(signal.SIGINT, self._interrupt)
             signal.siginterrupt(signal.SIGINT, False)
+        # Our launcher has held them back.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, *STOP_SIGNALS))
         _caught.append(self)
 
     def fileno(self) -> int:

@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridflow.errors import ConfigError, WriteError
-from hybridflow.observe.files import make_own_folder, replace_by_pieces, replace_file, sync_path, write_all, writing
+from hybridflow.observe.files import (
+    make_own_folder,
+    named_file,
+    replace_by_pieces,
+    replace_file,
+    sync_path,
+    write_all,
+    writing,
+)
 from hybridflow.serving.prompts import HDF5_SUFFIXES, Prompt
 
 Row = dict[str, Any]
@@ -55,7 +63,7 @@ class Results:
 
         Raises:
             WriteError: The output is there already, or its directory cannot be read.
-            ConfigError: The parts are of something else.
+            ConfigError: The parts are of something else; or a directory, device or pipe is there.
         """
         check_free(self.out, is_forced=is_forced)
         if is_forced or not self.folder.is_dir():
@@ -120,12 +128,14 @@ class Results:
         """
         rows = (merge_row(prompts[row["prompt_index"]], row) for row in self.read(found))
         with writing(self.folder, _REMEDY):
+            # Of a link, the file that it leads to.
+            out = named_file(self.out, "--out")
             if self.out.suffix in HDF5_SUFFIXES:
-                _write_hdf5(self.out, list(rows))
+                _write_hdf5(out, list(rows))
             else:
                 # ASCII: a model may make halves of surrogate pairs, which are no UTF-8.
                 lines = (json.dumps(row, allow_nan=False).encode("ascii") + b"\n" for row in rows)
-                replace_by_pieces(self.out, lines)
+                replace_by_pieces(out, lines)
             shutil.rmtree(self.folder)
 
     def _run_before(self) -> dict[str, Any] | None:
@@ -174,11 +184,13 @@ def check_free(out: Path, *, is_forced: bool) -> None:
 
     Raises:
         WriteError: It is.
+        ConfigError: A directory, device or pipe is there.
     """
+    folder = named_file(out, "--out").parent
     if out.exists() and not is_forced:
         raise WriteError(f"--out {out}: is there already; give --force to replace it, or choose another name")
-    if not out.parent.is_dir():
-        raise WriteError(f"--out {out}: there is no directory {out.parent}; make it")
+    if not folder.is_dir():
+        raise WriteError(f"--out {out}: there is no directory {folder}; make it")
 
 
 _OURS = ("sample", "text", "token_ids", "log_probs", "prompt_log_probs", "finish", "error")

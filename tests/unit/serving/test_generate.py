@@ -273,6 +273,22 @@ def test_what_is_not_known_to_be_parts_is_left_alone_without_force(tmp_path):
     assert not kept.exists()
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".h5"])
+def test_force_replaces_the_file_that_a_link_leads_to_and_no_pipe_or_directory(tmp_path, suffix):
+    (tmp_path / "far").mkdir()
+    target, link = tmp_path / f"far/target{suffix}", tmp_path / f"link{suffix}"
+    target.write_text("old")
+    link.symlink_to(target)
+    results = Results(link)
+    results.prepare(RUN, is_forced=True)
+    results.finish({}, {})
+    assert link.is_symlink() and target.read_bytes()[:3] != b"old" and not results.folder.exists()
+    os.mkfifo(tmp_path / "pipe")
+    for name, found in (("pipe", "a device or a pipe"), ("far", "a directory")):
+        with pytest.raises(ConfigError, match=f"--out: found {found} at "):
+            Results(tmp_path / name).prepare(RUN, is_forced=True)
+
+
 def test_parts_that_another_user_has_prepared_are_refused(tmp_path):
     results, victim = Results(tmp_path / "out.jsonl"), tmp_path / "victim"
     victim.mkdir()

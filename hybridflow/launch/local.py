@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Protocol
 
 from hybridflow.exit_status import FAILURE, REQUEST, REQUEUE, SOURCE, TARGET, Ended
@@ -35,6 +35,8 @@ _BEFORE_MEETING_S = 1.5
 
 _PR_SET_PDEATHSIG = 1
 
+_HYBRIDFLOW = (sys.executable, "-m", "hybridflow")
+
 
 def run_local(
     argv: Sequence[str],
@@ -43,7 +45,7 @@ def run_local(
     threads_per_rank: int = 1,
     end_s: float = 15.0,
     save_s: float | None = None,
-    program: Sequence[str] = (sys.executable, "-m", "hybridflow"),
+    program: Sequence[str] = _HYBRIDFLOW,
     ahead: str | None = None,
 ) -> int:
     """Run a command as ``num_ranks`` processes of this machine, and wait for all of them.
@@ -85,7 +87,8 @@ def run_local(
             complain(f"received {signal.Signals(ended.signal).name} before the ranks were started; nothing was begun")
             return REQUEUE
         run = functools.partial(_fork, argv) if can_fork else functools.partial(_spawn, [*program, *argv])
-        ranks, meeting = _start(run, num_ranks, threads_per_rank)
+        with _held_back() if tuple(program) == _HYBRIDFLOW else nullcontext():
+            ranks, meeting = _start(run, num_ranks, threads_per_rank)
         try:
             return _watch(ranks, meeting, received, end_s, save_s)
         finally:
@@ -191,11 +194,8 @@ def _fork(argv: Sequence[str], environment: Mapping[str, str], meeting: int, pre
     """Start hybridflow as a rank, with all that this process has imported."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # What comes before the rank catches signals is kept until it does.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *STOP_SIGNALS))
     pid = os.fork()
     if pid:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return _Fork(pid)
     status = FAILURE
     try:
@@ -325,6 +325,16 @@ def _caught_signals() -> Iterator[list[int]]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+@contextmanager
+def _held_back() -> Iterator[None]:
+    """Keep signals that come to a rank of hybridflow, started meanwhile, until it catches them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *STOP_SIGNALS))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def free_port() -> int:

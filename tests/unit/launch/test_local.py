@@ -19,7 +19,6 @@ from hybridflow.launch import local
 from hybridflow.launch.command import choose_log
 from hybridflow.launch.local import run_local
 from hybridflow.parallel.process import find_process, is_running
-from hybridflow.parallel.signals import CaughtSignals
 from tests.support.machines import write_machine
 from tests.support.waiting import wait_until
 
@@ -212,6 +211,22 @@ def test_a_signal_before_the_ranks_are_started_ends_at_once_and_says_so(monkeypa
     assert capfd.readouterr().err == said
 
 
+EARLY = """
+import os, signal, sys
+from hybridflow.parallel.signals import CaughtSignals
+os.kill(os.getpid(), int(sys.argv[1]))
+sys.exit(75 if CaughtSignals(asks_at_interrupt=True, speaks=False).wait(5.0) == (int(sys.argv[1]),) else 3)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_to_a_rank_early_is_kept_until_it_catches_signals(monkeypatch, signum):
+    program = (sys.executable, "-c", EARLY)
+    monkeypatch.setattr(local, "_HYBRIDFLOW", program)
+    assert run_local([str(int(signum))], num_ranks=1, program=program) == 75
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
 def test_a_second_ctrl_c_ends_deaf_ranks_at_once(none_left, tmp_path):
     parent = start_parent(tmp_path, DEAF, save_s="0.1")
     parent.send_signal(signal.SIGINT)
@@ -359,17 +374,6 @@ def test_forked_ranks_run_hybridflow_and_their_status_is_that_of_all(argv, statu
     assert done.returncode == status, done.stderr
     assert done.stdout.splitlines() == [f"hybridflow {hybridflow.__version__}"] * (2 if status == 0 else 0)
     assert ("recipe absent.yaml: no such file" in done.stderr) == (status == 2)
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_that_comes_to_a_forked_rank_early_is_kept_until_it_catches_signals(monkeypatch, signum):
-    def rank(*_, **__):
-        os.kill(os.getpid(), signum)
-        sys.exit(75 if CaughtSignals(asks_at_interrupt=True, speaks=False).wait(5.0) == (signum,) else 3)
-
-    monkeypatch.setattr("runpy.run_module", rank)
-    assert local._fork([], os.environ, 0, lambda: None).wait() == 75
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 @pytest.mark.parametrize("settings", [[], ["layout=auto", "cluster.hardware={folder}/cpu.yaml"]])

@@ -137,7 +137,8 @@ def _row(status: RunStatus) -> tuple[str, ...]:
     told = "" if last is None else _PLACE.sub("", _printable(last))
     return (
         status.run,
-        status.state,
+        # What requeues a job is Slurm, and most jobs that were stopped are not of Slurm.
+        "stopped" if status.state == "requeue" else status.state,
         _step_line(status) or "-",
         known(status.reward, "{:.3f}"),
         known(status.score, RESULTS[status.result]),

@@ -127,6 +127,7 @@ def test_one_that_has_ended(run_dir: Path, outcome: str, detail: str, told: str)
     add_end(run_dir, 2, outcome, detail)
     status = read_status(run_dir)
     assert (status.state, status.cause, status.activity) == (outcome, detail or None, None)
+    assert as_table([status]).splitlines()[1].split()[1] == ("stopped" if outcome == "requeue" else outcome)
     text = as_text(status)
     assert text.splitlines()[0].startswith(f"{run_dir}: {told}, ") and "\x1b" not in text
     assert (status.left_s is None) == (outcome == "finished")

@@ -20,6 +20,7 @@ from hybridflow.data.rows import CONVERSATIONS, HERE, Row, are_messages
 from hybridflow.data.tokenizer import Tokenizer, start_of
 from hybridflow.errors import ContextError, DataError
 from hybridflow.families.images import ImageSettings
+from hybridflow.foreign import open_regular
 from hybridflow.serving.options import Options, check_ids, check_together, is_int, read_options
 
 HDF5_SUFFIXES = (".h5", ".hdf5")
@@ -89,6 +90,9 @@ def _rows(path: Path, field_name: str) -> Iterator[tuple[str, Row | DataError]]:
             (f"{path}: prompt {index}", {"prompt": text}) for index, text in enumerate(read_texts(path, field_name))
         )
         return
+    if not path.is_dir():
+        # Who reads the file later would speak of a recipe.
+        open_regular(path).close()
     file = File(os.fspath(path), path.stat().st_size, version="")
     for piece in cut(file, format_of(file.path, None), max_row_bytes=_MOST_ROW_BYTES):
         for index, row in enumerate(read(piece, max_row_bytes=_MOST_ROW_BYTES)):

@@ -144,8 +144,8 @@ def test_bad_lines_are_kept_with_what_is_wrong_and_the_others_are_unharmed(tmp_p
         with pytest.raises(DataError, match="holds no prompts"):
             read_prompts(tmp_path / "p.jsonl")
     os.mkfifo(tmp_path / "pipe")
-    for name in ("absent.jsonl", "pipe"):
-        with pytest.raises(DataError, match="cannot be read"):
+    for name, found in (("absent.jsonl", "No such file or directory"), ("pipe", "is not a regular file")):
+        with pytest.raises(DataError, match=f"^--prompts .*{name}: cannot be read: {found}$"):
             read_prompts(tmp_path / name)
 
 

@@ -268,11 +268,15 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
     Where nothing more of the body may come the connection is closed.
     """
+    headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
+        # The methods that are allowed.
+        headers = dict(error.headers or {})
         error = ApiError(error.status_code, f"no {request.method} {request.scope['path']:.80}; there are {_ROUTES}")
     elif not isinstance(error, ApiError):
         error = ApiError(500, f"an error of the server's own: {type(error).__name__}")
-    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     if error.status == _LATE or "Expect" in request.headers:
         headers["Connection"] = "close"
     return _json(error.status, error.body(), headers)

@@ -151,6 +151,8 @@ def test_answers_and_refusals():
         ]:
             status, answer = call(end, method, path, body, headers)
             assert status == expected and answer["error"]["message"], (path, body, status, answer)
+        put = b"PUT /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        assert b"\r\nallow: POST\r\n" in raw(end, put)
         assert call(end, "GET", "/health")[0] == 200 and desk.num_running == 0
 
 

@@ -153,8 +153,10 @@ class Endpoint:
             ApiError: It is refused.
         """
         if self._token is not None:
-            given = request.headers.get("Authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, b"Bearer " + self._token):
+            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+            is_same = hmac.compare_digest(given.encode("latin-1"), self._token)
+            # HTTP has schemes in any case.
+            if not is_same or scheme.lower() != "bearer":
                 raise ApiError(401, "the token is missing or wrong; send it as Authorization: Bearer TOKEN")
             return
         name = request.headers.get("Host", "").lower()

@@ -361,8 +361,9 @@ def test_a_token_is_needed_once_there_is_one():
             headers = {**JSON, **({} if given is None else {"Authorization": given})}
             for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions")):
                 assert call(end, method, path, {"prompt": "a"} if method == "POST" else None, headers)[0] == 401
-        headers = {**JSON, "Authorization": "Bearer secret", "Host": "node7:80"}
-        assert call(end, "POST", "/v1/completions", {"prompt": "ab"}, headers)[1]["choices"][0]["text"] == "ba"
+        for scheme in ("Bearer", "bearer"):
+            headers = {**JSON, "Authorization": f"{scheme} secret", "Host": "node7:80"}
+            assert call(end, "POST", "/v1/completions", {"prompt": "ab"}, headers)[1]["choices"][0]["text"] == "ba"
         assert call(end, "GET", "/health")[0] == 200
 
 

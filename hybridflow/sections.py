@@ -415,7 +415,7 @@ class _Reader:
             (_, item_kind) = typing.get_args(kind)
             if item_kind is Any:
                 return self._any_values(value, key)
-            return {name: self.value(item_kind, item, f"{key}.{name}") for name, item in _flat(value, "").items()}
+            return {name: self.value(item_kind, item, f"{key}.{name}") for name, item in flat(value).items()}
         if kind is float:
             value = _as_float(value)
         allowed = typing.get_args(kind) if typing.get_origin(kind) is Literal else None
@@ -480,16 +480,16 @@ def _as_float(value: object) -> object:
     return value
 
 
-def _flat(values: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
+def flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Return values by dotted name, with numbers and booleans as text."""
-    flat: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{name}."))
+            found.update(flat(value, f"{prefix}{name}."))
         else:
             is_plain = isinstance(value, int | float)
-            flat[f"{prefix}{name}"] = str(value).lower() if is_plain else value
-    return flat
+            found[f"{prefix}{name}"] = str(value).lower() if is_plain else value
+    return found
 
 
 def _within(value: Any, bound: Bounds | re.Pattern[str]) -> bool:

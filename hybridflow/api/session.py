@@ -34,7 +34,7 @@ from hybridflow.placement.job import Job, Problems
 from hybridflow.placement.pretrained import align_ends
 from hybridflow.recipe.check_sampling import check_stop
 from hybridflow.recipe.inputs import check_vocabularies, open_known, tokenizer_path
-from hybridflow.sections import changed_keys
+from hybridflow.sections import changed_keys, flat, text_keys, to_dict
 from hybridflow.trainer.plan import JobPlan
 from hybridflow.trainer.trainer import make_trainer
 
@@ -142,6 +142,7 @@ class Session:
             # Until the problems are counted, which needs a recipe.
             values["trainer"]["steps"] = 1
         self.recipe = finish_recipe(values, num_prompts=num_prompts, in_memory=in_memory_info(self._objects))
+        _check_same_settings(self.recipe, resume, self._world.everyone())
         if not reads_data:
             _check_no_data(self.recipe)
         self._source: tuple[Tokenizer, Problems] | None = None
@@ -369,6 +370,29 @@ def _check_batches(recipe: Recipe) -> None:
             "rollout.partial_rollouts: begins with prompts of the next step; give a data_provider in the place of "
             "batches, or remove it"
         )
+
+
+def _check_same_settings(recipe: Recipe, resume: bool, everyone: Coordinator) -> None:
+    """Refuse settings that are not the same on all ranks: numbers, choices, algorithm, ``run_dir``. Collective.
+
+    Other texts may differ, such as paths: nodes may have disks of their own.
+
+    Raises:
+        ConfigError: They are not; names the first that differs.
+    """
+    texts = text_keys(Recipe) - {"algorithm", "run_dir"}
+    own = {key: value for key, value in flat({"resume": resume, **to_dict(recipe)}).items() if key not in texts}
+    first = everyone.decide("the settings of the first rank", own)
+    different = next((key for key in own if own[key] != first.get(key)), None)
+    told = None if different is None else [different, own[different]]
+    found = everyone.gather(told, "whether all ranks have the same settings")
+    for rank, other in zip(everyone.ranks, found, strict=True):
+        if other is not None:
+            key, value = other
+            raise ConfigError(
+                f"{key}: {first.get(key)} on rank {everyone.ranks[0]}, {value} on rank {rank}; every rank passes the "
+                "same settings: leave out what is of the rank, the time or chance"
+            )
 
 
 def _check_no_data(recipe: Recipe) -> None:

@@ -361,6 +361,24 @@ def test_batches_that_differ_between_ranks(folder: Path) -> None:
         assert len(messages) == 2 and all("number 2 is another" in message for message in messages)
 
 
+def different_settings(folder: Path):
+    rank = find_world().rank
+    given = settings(folder, batch_size=16, group_size=2)
+    others: list[dict[str, Any]] = [{"lr": 1e-3 * (1 + rank)}, {"seed": rank}, {"run_dir": f"{folder}/{rank}"}]
+    trainers = [GRPOTrainer({**given, **other}, actor_model=actor(folder), reward=digits) for other in others]
+    trainers.append((PPOTrainer if rank else GRPOTrainer)(given, actor_model=actor(folder), reward=digits))
+    trainers.append(GRPOTrainer(given, actor_model=actor(folder), reward=digits, resume=rank == 1))
+    return [complaint(lambda one=one: one.rollout(PROMPTS[:8])) for one in trainers]
+
+
+def test_settings_that_differ_between_ranks(folder: Path) -> None:
+    first, second = run(different_settings, 2, folder)
+    assert first == second
+    assert first[0].startswith("actor.optimizer.lr: 0.001 on rank 0, 0.002 on rank 1; every rank passes the same")
+    keys = ("actor.optimizer.lr", "seed", "run_dir", "algorithm", "resume")
+    assert [message.partition(":")[0] for message in first] == list(keys)
+
+
 def a_tokenizer_object(folder: Path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hf")
 

@@ -55,6 +55,11 @@ def prompts_of(batch: Any, place: str = "prompts") -> list[GivenPrompt]:
     """
     if isinstance(batch, Tensor):
         batch = {"input_ids": batch}
+    if isinstance(batch, Mapping) and batch and all(hasattr(part, "column_names") for part in batch.values()):
+        raise DataError(
+            f"{place}: {type(batch).__name__} of splits; give one of them: "
+            f"{', '.join(f'dataset[{name!r}]' for name in batch)}"
+        )
     if hasattr(batch, "column_names"):
         # A data set of the package datasets.
         batch = [dict(row) for row in batch]

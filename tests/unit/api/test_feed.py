@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,12 +52,25 @@ def test_columns_are_fields_too(feed):
     assert [(each.prompt, each.answer, each.row["level"]) for each in found] == [("1", [1], 3), ("2", "", 4)]
 
 
+class DatasetDict(dict[str, Any]):
+    """As that of the package datasets, whose import starts threads."""
+
+    column_names: dict[str, list[str]] = {}
+
+
+SPLIT = SimpleNamespace(column_names=["prompt"])
+
+
 @pytest.mark.parametrize(
     ("batch", "says"),
     [
         ([{"prompt": 7}], r"prompts\[0\]: found .*; expected a text, or a row with a text or messages as 'prompt'"),
         ([{"prompt": "1", "answer": {1}}], r"prompts\[0\]: 'answer' is \{1\}.*value that JSON can hold"),
         ("rows.jsonl", r"prompts: str; expected a list of texts .* for a file DataProvider\(data_path=…\)"),
+        (
+            DatasetDict(train=SPLIT, test=SPLIT),
+            r"DatasetDict of splits; give one.* dataset\['train'\], dataset\['test'\]",
+        ),
         ({"prompt": ["1"], "level": [1, 2]}, "columns of unequal length, {'prompt': 1, 'level': 2}"),
     ],
 )

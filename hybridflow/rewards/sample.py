@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping, Set, Sized
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -87,7 +87,7 @@ def as_scores(value: Any, count: int) -> list[Outcome]:
         Unscored: It is no list, or one of another length.
     """
     is_list = isinstance(value, Iterable) and isinstance(value, Sized)
-    if not is_list or isinstance(value, (str, bytes, bytearray, Mapping)):
+    if not is_list or isinstance(value, (str, bytes, bytearray, Mapping, Set)):
         raise Unscored(
             f"returned {_shown(value)}; expected a list of {count} scores, one for each sample", is_form=True
         )

@@ -178,6 +178,7 @@ LISTS = {
     "text": (lambda count: "1" * count, "expected a list"),
     "bytes": (lambda count: b"1" * count, "expected a list"),
     "a dict": (lambda count: dict.fromkeys(range(count), 1.0), "expected a list"),
+    "a set, which has no order": (lambda count: set(range(count)), "expected a list"),
     "a generator": (lambda count: (1.0 for _ in range(count)), "expected a list"),
     "nested": (lambda count: [[1.0] * count], "expected"),
     "raises": (lambda count: _raise(OSError("gone")), "OSError: gone"),

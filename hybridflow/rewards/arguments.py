@@ -29,6 +29,8 @@ _NAMES = {
 _OF_MANY = frozenset({"prompts", "responses", "completions", "answers"})
 _FIELD_FIRST = frozenset({"ground_truth"})
 """Names of which a field of the row comes before the meaning here."""
+_NOT_HERE = frozenset({"completion_ids", "trainer_state", "log_extra", "log_metric", "environments"})
+"""What TRL passes beside fields, and nothing here has: no parameter of these names is the answer by its place."""
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -148,7 +150,8 @@ def _roles(parameters: Sequence[inspect.Parameter]) -> dict[str, str]:
     is_our_order = all(_NAMES.get(each.name, role) == role for each, role in zip(first, _ROLES, strict=False))
     if len(first) < len(_ROLES) or not is_our_order:
         return {}
-    return {each.name: role for each, role in zip(first, _ROLES, strict=True) if each.name not in _NAMES}
+    known = {*_NAMES, *_NOT_HERE}
+    return {each.name: role for each, role in zip(first, _ROLES, strict=True) if each.name not in known}
 
 
 def function_name(function: Any) -> str:

@@ -13,7 +13,7 @@ from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards import batched
 from hybridflow.rewards.functions import as_function
 from hybridflow.rewards.kinds import make_kind
-from hybridflow.rewards.sample import Sample
+from hybridflow.rewards.sample import Sample, Unscored
 from hybridflow.rewards.scorer import Scorer
 from hybridflow.rewards.total import total_of
 
@@ -142,6 +142,15 @@ def test_who_names_many_is_called_once_with_lists(function):
 
 def test_a_sum_has_fields_too():
     assert called(total_of([of_trl, lambda response, level: level, "length"], "rewards")) == [6 + 3 + 3, 8 + 4 + 4]
+
+
+def test_token_ids_of_trl_are_not_taken_for_the_answer():
+    def f(prompts, completions, completion_ids, **kwargs):
+        return [float(len(ids)) for ids in completion_ids]
+
+    with pytest.raises(Unscored, match="asks for 'completion_ids', and the row"):
+        called(f)
+    assert called(lambda prompts, completions, trainer_state=None: [trainer_state] * 2) == [None, None]
 
 
 def no_response(prompt, answer):

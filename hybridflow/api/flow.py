@@ -13,7 +13,8 @@ from hybridflow.api.world import find_world
 from hybridflow.dataflow.batch import Batch, Column
 from hybridflow.dataflow.graph import Node, Step, step
 from hybridflow.dataflow.role import Role
-from hybridflow.errors import ConfigError, GraphError
+from hybridflow.errors import ConfigError, DataError, GraphError
+from hybridflow.rewards.arguments import function_name
 from hybridflow.trainer.roles import NODE
 
 _STAGES = tuple(item.name for item in fields(Step))
@@ -129,22 +130,29 @@ class _Called(Role):
 
     call_names = ("call",)
 
-    def __init__(self, function: Callable[[Batch], Mapping[str, Column]]) -> None:
+    def __init__(self, function: Callable[[Batch], Mapping[str, Column] | None]) -> None:
         super().__init__()
         self._function = function
 
     def call(self, batch: Batch, decided: Mapping[str, Any]) -> Batch:
         """Call the function on the columns that it reads, and return its columns."""
-        return Batch(batch.ids, dict(self._function(batch)))
+        found = self._function(batch)
+        if found is not None and not isinstance(found, Mapping):
+            raise DataError(
+                f"node {function_name(self._function)}: returned {type(found).__name__}; expected the columns that it "
+                "writes, {'name': column}, or None if it writes none"
+            )
+        return Batch(batch.ids, {} if found is None else dict(found))
 
 
 def node(
-    function: Callable[[Batch], Mapping[str, Column]], *, reads: tuple[str, ...], writes: tuple[str, ...]
+    function: Callable[[Batch], Mapping[str, Column] | None], *, reads: tuple[str, ...], writes: tuple[str, ...]
 ) -> RoleFlow:
     """Return a flow node that calls a function on the actor's ranks with their share of the samples.
 
     Args:
-        function: Takes a ``Batch`` with the columns that it reads, gives those that it writes, a row for each sample.
+        function: Takes a ``Batch`` with the columns that it reads, gives those that it writes, a row for each sample;
+            None if it writes none.
         reads: Columns that are there before: ``tokens``, ``prompt_lengths``, ``response_mask``, ``scores``, ….
         writes: New columns; what comes later can read them, ``ppo.update(scores="shaped")`` for instance.
 

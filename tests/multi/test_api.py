@@ -20,6 +20,7 @@ from hybridflow import (
     PPO,
     Actor,
     BaseAlgorithm,
+    Batch,
     DataPipeline,
     GRPOTrainer,
     PPOTrainer,
@@ -121,6 +122,20 @@ def test_a_node_is_added_and_nothing_else_changes(folder: Path, size: int) -> No
     (plain, halved), *others = run(a_flow_with_a_node, size, folder)
     assert halved == pytest.approx(plain / 2) and plain > 0
     assert others == [(plain, halved)] * (size - 1)
+
+
+def test_what_a_node_returns() -> None:
+    def call(found: Any) -> Batch:
+        def mine(batch):
+            return found
+
+        (part,) = node(mine, reads=("scores",), writes=()).parts
+        (role,) = part.objects.values()
+        return role.call(Batch(torch.arange(2), {}), {})
+
+    assert not call(None).columns and set(call({"halved": torch.ones(2)}).columns) == {"halved"}
+    with pytest.raises(DataError, match=r"node .*test_api.py:\d+ mine: returned Tensor; expected the columns"):
+        call(torch.ones(2))
 
 
 def a_ppo_trainer(folder: Path):

@@ -32,8 +32,8 @@ class DataPipeline:
         data: Prompts, as ``PPOTrainer.rollout`` takes them, or a ``DataProvider``.
 
     Raises:
-        ConfigError: There is not one actor, more than one critic, no reward, several that cannot be added up, or
-            ``num_epochs`` is no count.
+        ConfigError: There is not one actor, more than one critic, no reward, several that cannot be added up, a model
+            alone where a list is asked for, or ``num_epochs`` is no count.
     """
 
     def __init__(
@@ -45,6 +45,9 @@ class DataPipeline:
         train_config: Mapping[str, Any] | None = None,
         data: Any = None,
     ) -> None:
+        for name, given in (("actors", actors), ("reward_models", reward_models), ("critics", critics)):
+            if isinstance(given, str) or not isinstance(given, Sequence):
+                raise ConfigError(f"DataPipeline: {name}: found {type(given).__name__}; give a list: {name}=[…]")
         if len(actors) != 1:
             raise ConfigError(f"DataPipeline: {len(actors)} actors; one is trained, give a pipeline to each")
         if len(critics) > 1:

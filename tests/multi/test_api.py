@@ -813,6 +813,10 @@ def test_flows_refused(folder: Path) -> None:
         Reward()
     with pytest.raises(ConfigError, match="2 actors"):
         DataPipeline(actors=[actor(folder)] * 2, reward_models=[digits])
+    for given in ({"actors": "models/actor"}, {"reward_models": digits}, {"critics": None}):
+        (name,) = given
+        with pytest.raises(ConfigError, match=rf"DataPipeline: {name}: found .*; give a list: {name}=\[…\]"):
+            DataPipeline(**{"actors": [MODEL], "reward_models": [digits], **given})
     assert RewardModel("somewhere").settings["reward"]["model"] == {"path": "somewhere"}
 
 

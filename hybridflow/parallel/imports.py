@@ -6,6 +6,7 @@ import atexit
 import gc
 import importlib
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,9 @@ from typing import Any
 
 _DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
 """Files in ``/dev`` of NVIDIA's GPUs, of AMD's, and of either under Windows."""
+
+_alone = threading.Lock()
+"""Held by the thread that imports megatron-core: another would take its stand-in for ``torch.compile``."""
 
 
 def has_accelerator() -> bool:
@@ -47,9 +51,10 @@ def import_for_program(module: str) -> ModuleType:
     is_on = gc.isenabled()
     gc.disable()
     try:
-        if "megatron.core" not in sys.modules:
-            import_megatron()
-            atexit.register(gc.freeze)
+        with _alone:
+            if "megatron.core" not in sys.modules:
+                import_megatron()
+                atexit.register(gc.freeze)
         return importlib.import_module(module)
     finally:
         if is_on:

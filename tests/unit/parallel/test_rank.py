@@ -1,10 +1,16 @@
 """A rank that has done its work ends, whatever the user's code has left behind."""
 
+import gc
 import subprocess
 import sys
 import textwrap
+import threading
+import time
+from types import ModuleType
 
 import pytest
+
+from hybridflow.parallel import imports
 
 PROGRAM = """
 import atexit, concurrent.futures, sys, time
@@ -50,3 +56,22 @@ def test_work_that_calls_sys_exit_has_failed(words, called):
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith(f": code that the job calls called {called}; have it raise an exception instead\n")
+
+
+def test_one_thread_alone_imports_megatron(monkeypatch):
+    begun: list[object] = []
+
+    def slow() -> None:
+        begun.append(threading.current_thread())
+        time.sleep(0.1)
+        monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
+
+    monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
+    monkeypatch.setattr(imports, "import_megatron", slow)
+    monkeypatch.setattr(imports.atexit, "register", begun.append)
+    threads = [threading.Thread(target=imports.import_for_program, args=("json",)) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert begun[1:] == [gc.freeze]

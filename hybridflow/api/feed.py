@@ -154,15 +154,31 @@ def check_same(given: Sequence[GivenPrompt], everyone: Coordinator) -> None:
         DataError: They are not; names the first that differs.
     """
     rows = [(each.example.prompt, each.example.answer, each.tokens, _messages_in(each)) for each in given]
+    check_same_rows(rows, "prompts", everyone)
+
+
+def check_same_rows(rows: Sequence[Any], name: str, everyone: Coordinator) -> None:
+    """Refuse rows that are not the same on all ranks. Collective: all ranks.
+
+    Args:
+        rows: What ``repr`` tells apart.
+        name: Of the argument, for messages.
+        everyone: All ranks.
+
+    Raises:
+        DataError: They are not; names the first that differs.
+    """
+    if len(everyone.ranks) == 1:
+        return
     digests = [hashlib.blake2b(repr(row).encode(), digest_size=8).hexdigest() for row in rows]
     whole = hashlib.blake2b("".join(digests).encode()).hexdigest()
-    if len(set(everyone.gather(whole, "whether all ranks have the same prompts"))) == 1:
+    if len(set(everyone.gather(whole, f"whether all ranks have the same {name}"))) == 1:
         return
-    shares = everyone.gather(digests, "which prompts differ")
+    shares = everyone.gather(digests, f"which {name} differ")
     shortest = min(map(len, shares))
     index = next((at for at in range(shortest) if len({share[at] for share in shares}) > 1), shortest)
     raise DataError(
-        f"prompts: number {index} is another on some ranks than on others; every rank gives the same batch, in the "
+        f"{name}: number {index} is another on some ranks than on others; every rank gives the same rows, in the "
         "same order: seed what shuffles, and sort what is a set"
     )
 

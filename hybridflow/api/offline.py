@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from hybridflow.api.checkpoints import check_free, export_actor
 from hybridflow.api.device_mesh import DeviceMesh, settings_of_mesh
-from hybridflow.api.feed import GivenProblems
+from hybridflow.api.feed import GivenProblems, check_same_rows
 from hybridflow.api.roles import Actor
 from hybridflow.api.session import MakeProblems, Session
 from hybridflow.api.settings import check_count, check_eval_steps, context_of, merge, put, put_under, recipe_values
@@ -300,6 +300,7 @@ class OfflineTrainer:
                 num_dropped += 1
                 continue
             kept.append(example)
+        check_same_rows(found, name, everyone)
         if not kept and not num_dropped:
             raise DataError(f"{name}: has no rows; give at least one")
         if not kept:

@@ -18,6 +18,7 @@ from torch.nn.functional import logsigmoid
 
 from hybridflow.api.offline import DPOTrainer, KTOTrainer, OfflineTrainer, RewardTrainer, SFTTrainer
 from hybridflow.api.other_frameworks import LoraConfig
+from hybridflow.api.world import find_world
 from hybridflow.data.provider import DataProvider
 from hybridflow.errors import CheckpointError, ConfigError, DataError
 from tests.support.complaints import complains, complaint
@@ -354,6 +355,21 @@ ARGUMENTS: list[tuple[type[Exception], dict[str, Any], dict[str, Any], str]] = [
     (ConfigError, {"max_length": "1024"}, {}, "DPOTrainer: max_length='1024', expected an integer of at least 1"),
     (ConfigError, {"lora": {"r": 8}}, {}, "lora: found dict; give LoraConfig(rank=8)"),
 ]
+
+
+def different_rows(folder: Path, size: int):
+    last = find_world().rank == size - 1
+    others = [SOLUTIONS[1:] + SOLUTIONS[:1] if last else SOLUTIONS, SOLUTIONS[:-1] if last else SOLUTIONS]
+    dpo = DPOTrainer(folder / "policy", dataset=PAIRS, eval_dataset=PAIRS[:2] if last else PAIRS[:1])
+    trainers = [*(SFTTrainer(folder / "policy", dataset=rows) for rows in others), dpo]
+    return [complaint(trainer.train, DataError) for trainer in trainers]
+
+
+def test_rows_that_differ_between_ranks(folder: Path) -> None:
+    one, other = run(different_rows, 2, folder)
+    assert one == other
+    places = ("dataset: number 0", f"dataset: number {len(SOLUTIONS) - 1}", "eval_dataset: number 1")
+    assert all(f"{place} is another on some ranks" in told for place, told in zip(places, one, strict=True))
 
 
 def told(folder: Path, size: int):

@@ -13,6 +13,8 @@ import stat
 from io import BufferedReader
 from pathlib import Path
 
+from hybridflow.errors import CheckpointError
+
 MAX_SMALL_BYTES = 1 << 28
 """Largest settings file, index or tokenizer. Tokenizers of 250,000 tokens have 35 MB."""
 
@@ -46,6 +48,11 @@ def read_small(path: str | Path, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
         return file.read(size)
 
 
+def names_in(folder: Path) -> list[str]:
+    """Return the names in a directory in order, and say of links that they lead nowhere."""
+    return [path.name + " (a link to nothing)" * (not path.exists()) for path in sorted(folder.iterdir())]
+
+
 def check_link(path: Path) -> None:
     """Refuse a symbolic link to a file whose content would be copied under the name of the link.
 
@@ -53,14 +60,17 @@ def check_link(path: Path) -> None:
     A link like that is allowed, also where folders lie between.
 
     Raises:
-        OSError: ``path`` is another link.
+        CheckpointError: ``path`` is another link.
     """
     if not path.is_symlink():
         return
     parents = path.parent.resolve().parents
     caches = [folder for folder in parents if path.parent.resolve().is_relative_to(folder / "snapshots")]
-    if path.resolve().parent not in [cache / "blobs" for cache in caches]:
-        raise OSError(errno.ELOOP, f"is a symbolic link to {os.readlink(path)!r}; put the file itself there", str(path))
+    if Path(os.path.realpath(path)).parent not in [cache / "blobs" for cache in caches]:
+        raise CheckpointError(
+            f"{path}: is a symbolic link to {os.readlink(path)!r}, whose content would be copied; expected a file: put "
+            "the file itself there (cp -rL copies a directory so)"
+        )
 
 
 def limit_process(memory_bytes: int, *, cpu_s: int | None = None) -> None:

@@ -160,7 +160,8 @@ def read_assets(folder: Path, names: Iterable[str] = ASSETS, *, follows_links: b
     Raises:
         CheckpointError: One cannot be read, is too large, or is a link to a file that may not be its own.
     """
-    paths = {name: folder / name for name in names if (folder / name).is_file()}
+    # A link that leads nowhere is a file that was lost.
+    paths = {name: folder / name for name in names if (folder / name).is_file() or (folder / name).is_symlink()}
     try:
         if not follows_links:
             for path in paths.values():

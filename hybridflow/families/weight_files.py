@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hybridflow.errors import CheckpointError
 from hybridflow.families.assets import read_json
-from hybridflow.foreign import MAX_SMALL_BYTES, open_regular
+from hybridflow.foreign import MAX_SMALL_BYTES, names_in, open_regular
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -33,7 +33,7 @@ def find_weight_files(path: Path) -> dict[str, set[str] | None]:
             f"{path}: found {', '.join(pickled[:4])}, expected {SINGLE} or {INDEX}: pickled weights can run code and "
             "are not read; load the model with transformers where you trust it, and save_pretrained it"
         )
-    found = ", ".join(sorted(file.name for file in path.iterdir())[:10])
+    found = ", ".join(names_in(path)[:10])
     raise CheckpointError(f"{path}: found {found}, expected {SINGLE} or {INDEX}; restore the weights from a copy")
 
 

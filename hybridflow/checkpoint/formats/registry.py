@@ -21,6 +21,7 @@ from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.families.assets import ADAPTER_CONFIG, CONFIG, read_json
 from hybridflow.families.config_json import Described, read_config
 from hybridflow.families.hub_cache import download_hint
+from hybridflow.foreign import names_in
 from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.reshard.spec import DType
 
@@ -86,7 +87,7 @@ def open_source(path: Path, *, base: Path | None = None) -> Source:
         hint = download_hint(str(path))
         raise CheckpointError(f"{path}: found nothing, expected a checkpoint; name one that is there{hint}")
     if path.is_dir():
-        names = sorted(file.name for file in path.iterdir())
+        names = names_in(path)
         found = (
             f"a directory with {', '.join(names[:8])}{' …' if len(names) > 8 else ''}"
             if names

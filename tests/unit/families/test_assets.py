@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 from hybridflow.errors import CheckpointError
 from hybridflow.exit_status import SOURCE, exit_status
 from hybridflow.families.assets import ASSETS, asset_names, read_assets, read_json
+from hybridflow.families.weight_files import find_weight_files
 from hybridflow.foreign import MAX_SMALL_BYTES, open_regular
 from tests.support.complaints import complains_apart
 
@@ -41,12 +43,27 @@ def test_a_link_to_another_file_is_not_copied(tmp_path, has_cache):
         (tmp_path / "name/blobs/77").symlink_to(private)
         (folder / "tokenizer.json").unlink()
         (folder / "tokenizer.json").symlink_to("../../blobs/77")
-    with pytest.raises(
-        CheckpointError, match=r"is a symbolic link to .*put the file itself there.*tokenizer\.json"
-    ) as e:
+    with pytest.raises(CheckpointError) as e:
         read_assets(folder)
+    assert re.fullmatch(
+        r"\S+/tokenizer\.json: is a symbolic link to .*, whose content would be copied; expected a file: put the file "
+        r"itself there \(cp -rL copies a directory so\)",
+        str(e.value),
+    )
     assert exit_status(e.value) == SOURCE
     assert read_assets(folder, follows_links=True) == {"tokenizer.json": b"secret"}
+
+
+@pytest.mark.parametrize("target", ["nothing", "tokenizer.json"])
+def test_a_link_that_leads_nowhere_is_a_lost_file(tmp_path, target):
+    """It is not passed over, as if the model never had the file; a loop leads nowhere too."""
+    (tmp_path / "tokenizer.json").symlink_to(target)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: is a symbolic link to"):
+        read_assets(tmp_path)
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*tokenizer\.json"):
+        read_assets(tmp_path, follows_links=True)
+    with pytest.raises(CheckpointError, match=r"found tokenizer\.json \(a link to nothing\), expected"):
+        find_weight_files(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 from hybridflow.config.recipe import Recipe
 from hybridflow.mapping.planned import planned_run
 from hybridflow.observe.expert_loads import ExpertLoadsFile, from_statistics
-from hybridflow.observe.exporters import Exporter, Outlet, close_outlets, open_outlets
+from hybridflow.observe.exporters import Exporter, Outlet, close_outlets, find_callback, open_outlets
 from hybridflow.observe.live_line import LiveLine
 from hybridflow.observe.metrics import MetricsLog, held_out_text
 from hybridflow.observe.rank_log import say_event
@@ -62,6 +62,9 @@ class Record:
         self._status: StatusFile | None = None
         self._live = LiveLine() if world.rank == 0 else None
         if world.rank == 0:
+            # They are opened once the models are made, which takes minutes.
+            for name in recipe.metrics.callbacks:
+                find_callback(name)
             facts = {"name": recipe.name, "algorithm": recipe.algorithm, "steps": recipe.trainer.known_steps}
             self._status = StatusFile(self._run_dir, facts=facts)
             keep_recipe(self._run_dir, number, to_dict(recipe))

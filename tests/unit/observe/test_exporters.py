@@ -278,8 +278,9 @@ def test_what_leads_nowhere_is_refused(setting, words):
 
 def test_what_is_not_there_is_refused_before_the_first_step(tmp_path, monkeypatch):
     recipe = load_recipe("grpo", ["metrics.callbacks=['nowhere:callback']"])
+    # Before the models are made, which need the record.
     with pytest.raises(ConfigError, match="metrics.callbacks='nowhere:callback'"):
-        open_outlets(recipe, tmp_path, is_resumed=False)
+        Record(recipe, SimpleNamespace(rank=0, size=1, device=torch.device("cpu")), 1)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(login=lambda key=None: True))
     with pytest.raises(ConfigError, match=r"needs wandb 0.30 or newer"):
         WandbExporter(WandbConfig(project="tests"), "one", tmp_path)

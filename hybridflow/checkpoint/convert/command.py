@@ -194,8 +194,8 @@ def _open(arguments: argparse.Namespace) -> tuple[Source, Target, dict[str, obje
     if is_completed:
         source = for_export(source, original=arguments.base)
     shard = arguments.max_shard_gb
-    if shard is not None and not 0 < shard < math.inf:
-        raise ConfigError(f"--max-shard-gb {shard:g}: expected a number above 0")
+    if shard is not None and not 1 <= shard * 1e9 < math.inf:
+        raise ConfigError(f"--max-shard-gb {shard:g}: expected a number of at least 1e-09, a byte")
     target = make_target(
         arguments.to,
         source,

@@ -140,7 +140,7 @@ def convert(
         )
         if os.path.lexists(out):
             return _already_there(job)
-        with as_write_errors(job.folder):
+        with as_write_errors(job.folder, is_begun=os.path.exists(job.folder)):
             _check_left(job, restart)
     workers = [rank for rank, files in enumerate(dealt) if files or rank == 0]
     with contextlib.ExitStack() as stack:

@@ -163,18 +163,20 @@ class Output:
 
 
 @contextlib.contextmanager
-def as_write_errors(path: Path, key: str | None = None) -> Iterator[None]:
+def as_write_errors(path: Path, key: str | None = None, *, is_begun: bool = True) -> Iterator[None]:
     """Turn what the file system raises into a WriteError.
 
     Args:
         path: What is written.
         key: Key of the tensor, if it is one.
+        is_begun: Whether there is anything to go on with.
     """
     try:
         yield
     except OSError as error:
         where = str(path) if key is None else f"{path}: {key}"
-        raise WriteError(
-            f"{where}: cannot be written: {error.strerror or error}; {write_remedy(error, 'choose another OUT')}; what "
-            "is complete is kept, and the same command goes on from there"
-        ) from error
+        # A folder above may be what is in the way.
+        at = "" if error.filename in (None, str(path)) else f"{error.filename}: "
+        kept = "; what is complete is kept, and the same command goes on from there" * is_begun
+        remedy = write_remedy(error, "choose another OUT")
+        raise WriteError(f"{where}: cannot be written: {at}{error.strerror or error}; {remedy}{kept}") from error

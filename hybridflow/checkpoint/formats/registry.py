@@ -63,8 +63,11 @@ WRITABLE: dict[str, Callable[..., Target]] = {
     "peft": PeftTarget,
     "megatron-dist": MegatronDistTarget,
 }
-_TAKERS = {"layout": ("megatron", "hdf5"), "max_shard_bytes": ("hf", "megatron-dist")}
-"""Option -> the formats that take it."""
+_TAKERS = {
+    "layout": ("--layout", ("megatron", "hdf5")),
+    "max_shard_bytes": ("--max-shard-gb", ("hf", "megatron-dist")),
+}
+"""Option -> its name in a command, and the formats that take it."""
 
 
 def open_source(path: Path, *, base: Path | None = None) -> Source:
@@ -200,9 +203,9 @@ def make_target(
         )
     options = {"dtype": dtype, "layout": layout, "max_shard_bytes": max_shard_bytes}
     given = {name: value for name, value in options.items() if value is not None}
-    for name, takers in _TAKERS.items():
+    for name, (option, takers) in _TAKERS.items():
         if name in given and format not in takers:
-            told = f"{name}={given[name]}: format {format} has no such option"
+            told = f"{option}: format {format} has no such option"
             is_free = name == "layout" and format == "megatron-dist"
             why = ", Megatron loads this format in any layout" if is_free else ""
             raise ConfigError(f"{told}; leave it out{why}, or write {', '.join(takers)}")

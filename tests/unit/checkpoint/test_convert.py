@@ -269,8 +269,10 @@ def test_source_that_changes_meanwhile_is_an_error(source, tmp_path):
 
 def test_target_where_nothing_can_be_written(source, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(WriteError, match="cannot be written"):
+    with pytest.raises(WriteError, match=r"out\.part: cannot be written: \S+/file: File exists; choose another OUT$"):
         run_plain(source, tmp_path / "file/out")
+    with pytest.raises(WriteError, match=r"x\.part: cannot be written: File name too long; choose another OUT$"):
+        run_plain(source, tmp_path / ("x" * 300))
 
 
 def test_directories_above_the_target_are_made(source, tmp_path):

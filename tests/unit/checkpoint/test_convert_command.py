@@ -262,8 +262,11 @@ def test_reader_that_goes_away_is_no_failure(here):
     [
         (("--to", "megatron", "--layout", "tp3"), "tp=3"),
         (("--to", "megatron", "--layout", "two"), "layout 'two'"),
-        (("--to", "hf", "--layout", "tp2"), "layout"),
+        (("--to", "hf", "--layout", "tp2"), "--layout: format hf has no such option"),
+        (("--to", "megatron", "--max-shard-gb", "1"), "--max-shard-gb: format megatron has no such option"),
         (("--to", "hf", "--max-shard-gb", "0"), "--max-shard-gb 0"),
+        (("--to", "hf", "--max-shard-gb", "1e-12"), "--max-shard-gb 1e-12"),
+        (("--to", "hf", "--max-shard-gb", "1e300"), "--max-shard-gb 1e+300"),
         (("--to", "hf", "--base", "models/llama"), "is of format hf; leave --base out"),
         (("--to", "hf", "--max-shard-gb", "inf"), "--max-shard-gb inf"),
         (("--to", "hf", "--deadline", "nan"), "--deadline nan"),

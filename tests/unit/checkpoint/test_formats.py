@@ -466,7 +466,7 @@ def test_paths_with_nothing_to_convert(tmp_path):
 
 def test_options_that_a_format_does_not_take(saved):
     source = open_source(saved / "single")
-    with pytest.raises(ConfigError, match="layout=tp1.pp1.dp1: format hf has no such option; .* write megatron"):
+    with pytest.raises(ConfigError, match="--layout: format hf has no such option; .* write megatron"):
         make_target("hf", source, layout=ParallelLayout())
     with pytest.raises(ConfigError, match="leave it out, Megatron loads this format in any layout, or write megatron"):
         make_target("megatron-dist", source, layout=ParallelLayout())

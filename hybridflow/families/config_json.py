@@ -121,7 +121,10 @@ def _read(values: Mapping[str, Any], where: str) -> Described:
         model["attention_scale"] = float(given["query_pre_attn_scalar"]) ** -0.5
     model["dtype"] = dtype_of(given)
     settings = read_section(ModelConfig, model, source=where)
-    check_model(settings, f"{where}: model")
+    try:
+        check_model(settings, "model")
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     return Described(
         family=family,
         model=settings,

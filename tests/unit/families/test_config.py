@@ -1020,7 +1020,10 @@ REFUSED = {
     "layers": ({"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000: expected an integer of 1 to"),
     "no layers": ({"num_hidden_layers": None}, "num_hidden_layers: missing"),
     "no vocabulary": ({"vocab_size": None}, "vocab_size: missing"),
-    "heads": ({"num_attention_heads": 24, "num_key_value_heads": 7, "head_dim": 128}, "does not divide"),
+    "heads": (
+        {"num_attention_heads": 24, "num_key_value_heads": 7, "head_dim": 128},
+        "config.json: model.num_query_groups=7 does not divide model.num_attention_heads=24;",
+    ),
     "window by layer": ({"layer_types": ["chunked_attention"] * 32}, "layer_types="),
     "pattern of windows in letters": (
         {"model_type": "exaone4", "sliding_window": 5, "sliding_window_pattern": "LLLG"},

@@ -17,11 +17,13 @@ def plan_table(program: tuple[Instruction, ...], meshes: Mapping[str, DeviceMesh
         meshes: Name -> mesh.
         num_ranks: Ranks of the job; those without any call are listed as idle.
     """
-    work: dict[tuple[tuple[str, str, str], ...], list[int]] = {}
+    names = dict.fromkeys(each.mesh for each in walk(program) if isinstance(each, Call))
+    alike: dict[tuple[str, ...], list[int]] = {}
     for rank in range(num_ranks):
-        work.setdefault(_work(program, meshes, rank), []).append(rank)
+        alike.setdefault(tuple(name for name in names if rank in meshes[name]), []).append(rank)
     rows = [("ranks", "role", "mesh", "calls")]
-    for tasks, ranks in work.items():
+    for ranks in alike.values():
+        tasks = _work(program, meshes, ranks[0])
         for index, task in enumerate(tasks or (("idle", "", ""),)):
             rows.append((format_ranks(ranks) if index == 0 else "", *task))
     return "\n".join([*format_table(rows), "", "program", *_lines(program, meshes, "  ")])

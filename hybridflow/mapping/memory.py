@@ -135,11 +135,13 @@ def job_memory(
     found: dict[int, list[MeshMemory]] = {rank: [] for rank in range(recipe.cluster.ranks)}
     for name in names:
         placed = _place(recipe, meshes, name)
+        states = _states(recipe, placed, meshes[name])
         needed: dict[object, MeshMemory] = {}
         for rank in placed.mesh.ranks:
-            key = placed.kind(rank)
+            # Of thousands of data-parallel peers nearly all step equally many elements.
+            key = placed.kind(rank), None if states is None else states.num_elements(rank)
             if key not in needed:
-                needed[key] = _mesh_memory(recipe, placed, meshes[name], rank, cached, gpu_bytes)
+                needed[key] = _mesh_memory(recipe, placed, meshes[name], states, rank, cached, gpu_bytes)
             found[rank].append(needed[key])
     if recipe.data.images_field is not None:
         for rank, part in _image_memory(recipe, meshes, names).items():
@@ -148,7 +150,8 @@ def job_memory(
     spare = _spare_bytes(recipe, meshes["actor.rollout"]) if is_open else 0
     away = frozenset(name for name in (*FROZEN, *CRITICS) if name in meshes and getattr(recipe, name).offload)
     is_offloaded = bool(recipe.actor.offload)
-    return tuple(rank_memory(tuple(parts), away, spare, is_offloaded=is_offloaded) for parts in found.values())
+    added = functools.cache(functools.partial(rank_memory, away=away, spare=spare, is_offloaded=is_offloaded))
+    return tuple(added(tuple(parts)) for parts in found.values())
 
 
 def _image_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh], names: Collection[str]) -> dict[int, MeshMemory]:
@@ -185,11 +188,11 @@ class _Placed:
     _own: dict[object, int] = field(default_factory=dict, compare=False)
 
     def kind(self, rank: int) -> object:
-        """Return a key that is equal for ranks with equal needs."""
+        """Return a key that is equal for ranks with equal needs but for the state of a distributed optimizer."""
         place = self.mesh.coordinate(rank)
         if self.mesh.name != "actor.rollout":
-            # Tensor-parallel peers hold equally much.
-            return place.pp, place.dp
+            # Tensor-parallel peers hold equally much, and so do data-parallel ones.
+            return place.pp
         shared = self.update.coordinate(rank) if rank in self.update else None
         return place.pp, place.tp, None if shared is None else (shared.pp, shared.tp)
 
@@ -321,8 +324,24 @@ def _specs(model: ModelConfig, path: str | None, has_value_head: bool) -> ModelS
     return model_spec(model, has_value_head=has_value_head) if named is None else named
 
 
+def _states(recipe: Recipe, placed: _Placed, mesh: DeviceMesh) -> OptimizerHoldings | None:
+    """Return where the state of a distributed optimizer is; None: there is none, or each rank steps all it holds."""
+    if mesh.name == "actor.rollout" or mesh.name in FROZEN:
+        return None
+    settings: OptimizerConfig = getattr(recipe, mesh.role).optimizer
+    # Replicas of a model in transformers each hold all of it.
+    is_distributed = settings.distributed and placed.model.implementation == "megatron" and mesh.layout.fsdp == 1
+    return placed.states if is_distributed else None
+
+
 def _mesh_memory(
-    recipe: Recipe, placed: _Placed, mesh: DeviceMesh, rank: int, cached: int | None, gpu_bytes: float | None
+    recipe: Recipe,
+    placed: _Placed,
+    mesh: DeviceMesh,
+    states: OptimizerHoldings | None,
+    rank: int,
+    cached: int | None,
+    gpu_bytes: float | None,
 ) -> MeshMemory:
     model, name = placed.model, mesh.name
     if name == "actor.rollout":
@@ -342,14 +361,11 @@ def _mesh_memory(
             activations=activations + placed.gathered_bytes(copies=1),
         )
     trained = placed.trained_bytes[stage]
-    settings: OptimizerConfig = section.optimizer
-    # Replicas of a model in transformers each hold all of it.
-    is_distributed = settings.distributed and model.implementation == "megatron" and mesh.layout.fsdp == 1
     return MeshMemory(
         mesh=name,
         weights=weights,
         gradients=share * gradient_bytes(trained, model),
-        optimizer=share * optimizer_bytes(placed.states if is_distributed else None, rank, model, trained),
+        optimizer=share * optimizer_bytes(states, rank, model, trained),
         # With its gradients, which are summed in fp32.
         activations=activations + placed.gathered_bytes(copies=1 + 4 // ITEM_BYTES[model.dtype]),
     )

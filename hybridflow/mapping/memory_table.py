@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from hybridflow.layout.mesh import format_ranks
@@ -18,8 +19,9 @@ def memory_table(memory: Sequence[RankMemory]) -> str:
     Ranks with the same figures share a row; those that need the most come first.
     """
     groups: dict[tuple[tuple[str, ...], ...], list[int]] = {}
+    rows_of = functools.cache(_rows)
     for rank, needed in enumerate(memory):
-        groups.setdefault(_rows(needed), []).append(rank)
+        groups.setdefault(rows_of(needed), []).append(rank)
     order = sorted(groups, key=lambda rows: -max(memory[rank].peak for rank in groups[rows]))
     shown = order if len(order) <= _LARGEST_GROUPS else [*order[: _LARGEST_GROUPS - 1], order[-1]]
     lines: list[tuple[str, ...]] = [

@@ -11,6 +11,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.families.model import ModelConfig
 from hybridflow.layout.mesh import DeviceMesh
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.mapping import memory
 from hybridflow.mapping.memory import (
     MeshMemory,
     RankMemory,
@@ -179,6 +180,18 @@ def test_ranks_that_are_counted_as_one_need_the_same(placed, monkeypatch):
     together = job_memory(recipe, role_meshes(recipe))
     monkeypatch.setattr("hybridflow.mapping.memory._Placed.kind", lambda placed, rank: rank)
     assert job_memory(recipe, role_meshes(recipe)) == together
+
+
+def test_of_many_data_parallel_peers_a_few_are_worked_out(monkeypatch):
+    """A plan of 65,536 ranks took minutes. With a distributed optimizer some peers step more elements than others."""
+    size = "cluster.ranks=1024", "cluster.ranks_per_node=8", "actor.update={tp: 2, dp: 512}", "actor.rollout={dp: 1024}"
+    recipe = load_recipe("grpo", (*size, "reference.layout={dp: 1024}", "trainer.mini_batch_size=1024"))
+    asked = []
+    found = memory._mesh_memory
+    monkeypatch.setattr(memory, "_mesh_memory", lambda *args: asked.append(args[2].name) or found(*args))
+    needed = job_memory(recipe, role_meshes(recipe))
+    assert len({by_mesh(each)["actor.update"].optimizer for each in needed}) == asked.count("actor.update") < 8
+    assert asked.count("reference") == 1
 
 
 def test_phases_add_up_what_is_there_in_them():

@@ -158,7 +158,19 @@ def parse_yaml(text: str, source: str) -> object:
         raise ConfigError(f"{source}: is nested deeper than {_MOST_LEVELS} levels; nest it less") from None
     # All but the first: a tag that does not fit its text, and an impossible date.
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{source}: not valid YAML: {_in_one_line(error)}") from error
+
+
+def _in_one_line(error: Exception) -> str:
+    """Return what is wrong with a YAML text: place, the text there, and why; PyYAML draws it over several lines."""
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    if not isinstance(error, yaml.MarkedYAMLError) or mark is None:
+        return " ".join(str(error).split())
+    found = (mark.get_snippet(indent=0) or "").partition("\n")[0].strip()
+    begun = error.context_mark
+    since = f" from line {begun.line + 1} on" if begun is not None and begun.line != mark.line else ""
+    context = "" if error.context is None else f"{error.context}{since}, "
+    return f"line {mark.line + 1}, column {mark.column + 1}, {found!r}: {context}{error.problem}"
 
 
 def _check_size(root: yaml.Node, source: str) -> None:

@@ -402,6 +402,11 @@ def test_a_model_with_chunks_generates_in_one_piece(recipe_file):
     [
         ("", "expected a mapping with keys name"),
         ("name: [", "not valid YAML"),
+        (
+            "model: {num_layers: 2\ncluster:\n  ranks: 4\n",
+            "not valid YAML: line 2, column 8, 'cluster:': while parsing a flow mapping from line 1 on, "
+            "expected ',' or '}', but got ':'",
+        ),
         ("name: a\nname: b", "key 'name' twice"),
         (re.sub("algorithm: .*", "", SMALLEST), "algorithm: missing; a recipe needs algorithm, model and data"),
         ("algorithm: grpo", "model, data: missing; a recipe needs algorithm, model and data, as in `algorithm=grpo"),

@@ -20,7 +20,7 @@ from hybridflow.layout.parallel_layout import ParallelLayout
 from hybridflow.mapping.activations import activation_bytes, decoding_bytes
 from hybridflow.mapping.estimate import kept_bytes
 from hybridflow.mapping.hardware import Hardware
-from hybridflow.mapping.memory import MeshMemory, cache_room, vllm_bytes, vllm_texts
+from hybridflow.mapping.memory import MeshMemory, cache_room, least_image_bytes, vllm_bytes, vllm_texts
 from hybridflow.mapping.rl_step import (
     Texts,
     Work,
@@ -164,6 +164,7 @@ class Choices:
             if (size := role_size(recipe, node)) is not None:
                 self._nodes.setdefault(node.mesh, []).append((node, is_update))
                 self._sizes[node.mesh] = size
+        self.image_bytes = least_image_bytes(recipe, self._nodes)
         own, context = recipe.trainer.micro_batch_tokens, recipe.model.max_context
         self.micro_batches = tuple(sorted({own, *(times * context for times in _MICRO_BATCHES)}))
         self.concurrent = tuple(sorted({*_CONCURRENT, recipe.rollout.max_concurrent}))
@@ -184,7 +185,9 @@ class Choices:
         """Return the ways that no other is better than, in time and memory, the fastest first."""
         key = (mesh, num_ranks, 0 if mesh == "actor.rollout" else micro_batch_tokens)
         if key not in self._found:
-            self._found[key] = tuple(self._best(*key))
+            # A vision tower is beside the model however it is cut.
+            fits = self.image_bytes <= self._memory_bytes
+            self._found[key] = tuple(self._best(*key)) if fits else ()
         return self._found[key]
 
     def _best(self, mesh: str, num_ranks: int, micro_batch_tokens: int) -> Iterable[Choice]:
@@ -284,7 +287,7 @@ class Choices:
         """Return the choice, or None if it does not fit: those are never timed, which takes longest."""
         seconds, size = {}, self._sizes[mesh]
         loads = Load.of(memory[0], work), Load.of(memory[1], work)
-        if max(load.peak for load in loads) > self._memory_bytes:
+        if max(self.image_bytes + loads[0].peak, loads[1].peak) > self._memory_bytes:
             return None
         for node, is_update in calls:
             moving = moving_seconds(node, size, work, self._hardware, is_update=is_update)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -158,14 +158,27 @@ def _image_memory(recipe: Recipe, meshes: Mapping[str, DeviceMesh], names: Colle
     """Return what images take on ranks of first stages: vision towers, and what these made of the last images."""
     found: dict[int, dict[str, int]] = {}
     for name in names:
-        model, mesh = recipe.model_of(name), meshes[name]
-        assert model.path is not None, "checked with the recipe"
-        tower, num_elements = _image_elements(model.path, model.hidden_size)
-        for rank in mesh.ranks:
-            if mesh.coordinate(rank).pp == 0:
+        tower, num_bytes = _image_bytes(recipe, name)
+        for rank in meshes[name].ranks:
+            if meshes[name].coordinate(rank).pp == 0:
                 # Models of one directory share them.
-                found.setdefault(rank, {})[f"{tower} {model.dtype}"] = ITEM_BYTES[model.dtype] * num_elements
+                found.setdefault(rank, {})[tower] = num_bytes
     return {rank: MeshMemory(mesh="images", weights=sum(towers.values())) for rank, towers in found.items()}
+
+
+def least_image_bytes(recipe: Recipe, names: Iterable[str]) -> int:
+    """Return what images take at least on the first rank of any of these meshes, whatever its layout."""
+    if recipe.data.images_field is None:
+        return 0
+    return min(_image_bytes(recipe, name)[1] for name in names)
+
+
+def _image_bytes(recipe: Recipe, name: str) -> tuple[str, int]:
+    """Return what images take on a first stage of a mesh's model, and what is equal for models that share it."""
+    model = recipe.model_of(name)
+    assert model.path is not None, "checked with the recipe"
+    tower, num_elements = _image_elements(model.path, model.hidden_size)
+    return f"{tower} {model.dtype}", ITEM_BYTES[model.dtype] * num_elements
 
 
 @functools.lru_cache(maxsize=16)

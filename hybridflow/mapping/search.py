@@ -359,7 +359,8 @@ class _Search:
         share, names = 1.0, ("actor.update", "actor.rollout")
         if all(name in chosen and name in mine for name in names):
             share = shared_share(self._choices.size(names[0]), *(chosen[name].work.layout for name in names))
-        return max(load._replace(shared_weights=int(share * load.shared_weights)).peak for load in loads)
+        first, last = (load._replace(shared_weights=int(share * load.shared_weights)).peak for load in loads)
+        return max(self._choices.image_bytes + first, last)
 
     def _least_reshard(self, chosen: Mapping[str, Choice], placement: Placement) -> float:
         """Return seconds below which no reshard is."""

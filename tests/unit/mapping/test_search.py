@@ -11,6 +11,7 @@ import pytest
 from hybridflow import cli
 from hybridflow.errors import HybridflowError, LayoutError
 from hybridflow.layout.parallel_layout import ParallelLayout
+from hybridflow.mapping import choices, memory
 from hybridflow.mapping.auto import recipe_text
 from hybridflow.mapping.choices import _rollout_layouts, _update_layouts
 from hybridflow.mapping.hardware import hardware
@@ -48,6 +49,7 @@ from hybridflow.mapping.step_command import texts_of
 from hybridflow.recipe.load import load_recipe
 from hybridflow.recipe.meshes import role_meshes
 from hybridflow.trainer.plan import training_step
+from tests.support.recipes import SEES, write_config
 
 MODEL = {
     **{"num_layers": 8, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32},
@@ -380,6 +382,28 @@ def request_of(path, num_ranks, memory_bytes, *always):
         ranks_per_node=8,
         memory_bytes=memory_bytes,
     )
+
+
+def test_no_choice_has_the_room_of_a_vision_tower(recipe, tmp_path, monkeypatch):
+    """It is on the first rank of each model. That bounds what is tried, and leaves out nothing that fits."""
+    processor = {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 1024, "longest_edge": 65536}}
+    text = {**SEES["text_config"], "num_hidden_layers": 8, "hidden_size": 1024, "max_position_embeddings": 4096}
+    write_config(tmp_path / "sees", {**SEES, "text_config": text})
+    (tmp_path / "sees/preprocessor_config.json").write_text(json.dumps(processor))
+    has_tower = functools.partial(
+        monkeypatch.setattr, memory, "_image_elements", lambda path, hidden_size: (path, 10**9)
+    )
+    has_tower()
+    data = {"train": "data.jsonl", "images_field": "images"}
+    path = recipe(model={"path": str(tmp_path / "sees"), "dtype": "bf16"}, data=data)
+    limits = (2.1e9, 2.6e9, 4e9)
+    found = [search(request_of(path, 4, limit)) for limit in limits]
+    monkeypatch.setattr(choices, "least_image_bytes", lambda recipe, names: 0)
+    assert [search(request_of(path, 4, limit)) for limit in limits] == found and found[-1]
+    monkeypatch.undo()
+    has_tower()
+    monkeypatch.setattr(choices.Choices, "_best", lambda *args: pytest.fail("nothing of this can fit"))
+    assert search(request_of(path, 4, 1.9e9)) == []
 
 
 @pytest.mark.parametrize(("start", "sizes"), [(0, {1, 2, 4}), (3, {1}), (6, {1, 2}), (12, {1, 2, 4})])

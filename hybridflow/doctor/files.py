@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 import time
 import uuid
 from collections.abc import Sequence
@@ -67,8 +68,22 @@ def nearest(directory: Path) -> Path:
     return next(path for path in (real, *real.parents) if path.is_dir())
 
 
+def _obstacle(directory: Path) -> str | None:
+    """Return why there can be no directory; None: it is there, or may be made."""
+    try:
+        return None if stat.S_ISDIR(os.stat(directory).st_mode) else "is no directory"
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return error.strerror
+
+
 def check_directory(directory: Path) -> list[Finding]:
     """Check kind, room and speed of the file system of the run directory, or of its nearest parent."""
+    obstacle = _obstacle(directory)
+    if obstacle is not None:
+        remedy = "name a directory, or a place where one can be made"
+        return [problem(AREA, "writing", f"{directory}: {obstacle}", remedy)]
     real, there = directory.resolve(), nearest(directory)
     mount = mount_of(str(there), mounts())
     findings = [mount_finding(str(real), mount)]

@@ -109,10 +109,13 @@ def memlock_finding(limit: int, *, has_fabric: bool) -> Finding:
 def open_files_finding(soft: int, hard: int) -> Finding:
     """Judge whether enough files and connections can be open."""
     is_free = soft == resource.RLIM_INFINITY
+    remedy = f"ulimit -n {'1048576' if hard < 0 else hard}"
+    if 0 <= hard < _FEW_OPEN_FILES:
+        remedy = f"have the hard limit of {hard} raised, in /etc/security/limits.conf or for slurmd"
     return Finding(area=AREA, name="ulimit -n (open files)", value="unlimited" if is_free else str(soft)).unless(
         is_free or soft >= _FEW_OPEN_FILES,
         NOTE,
-        f"many ranks need many connections: ulimit -n {'1048576' if hard < 0 else hard}",
+        f"many ranks need many connections: {remedy}",
     )
 
 

@@ -324,6 +324,23 @@ def test_a_directory_that_is_not_there_yet_is_looked_at_where_it_would_be(tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("file", "file: is no directory"),
+        ("file/run", "file/run: Not a directory"),
+        ("loop", "loop: Too many levels of symbolic links"),
+        ("x" * 300, "x: File name too long"),
+    ],
+)
+def test_where_no_directory_can_be_is_a_problem(tmp_path, name, said):
+    """The place above it, which can be written, says nothing of it."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    (finding,) = files.check_directory(tmp_path / name)
+    assert finding.verdict == PROBLEM and finding.value.endswith(said) and finding.remedy
+
+
+@pytest.mark.parametrize(
     ("problem", "bubblewrap", "verdict", "said"),
     [
         (None, Bubblewrap(path="/usr/bin/bwrap"), OK, "by bubblewrap (/usr/bin/bwrap)"),
@@ -342,6 +359,8 @@ def test_limits():
     assert host.memlock_finding(8 * 2**20, has_fabric=True).verdict == PROBLEM
     assert host.memlock_finding(-1, has_fabric=True).value == "unlimited"
     assert host.open_files_finding(1024, 524288).remedy.endswith("ulimit -n 524288")
+    # To set what is set already helps nobody.
+    assert "have the hard limit of 1024 raised" in host.open_files_finding(64, 1024).remedy
     assert host.shared_memory_finding(64 * 2**20, 64 * 2**20).verdict == PROBLEM
     step = {"SLURM_STEP_ID": "0"}
     assert host.cores_finding(32, [0], step).verdict == NOTE and host.cores_finding(32, [0], {}).verdict == OK

@@ -28,9 +28,9 @@ def try_run_dir(recipe: Recipe, *, resume: bool) -> None:
     run_dir = Path(recipe.run_dir)
     if resume:
         try_resume(recipe)
-    else:
-        check_new(run_dir)
     with writing(run_dir):
+        if not resume:
+            check_new(run_dir)
         _check_writable(run_dir)
         check_own(run_dir)
     check_alone(run_dir, read_starts(run_dir))

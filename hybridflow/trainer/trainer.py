@@ -27,6 +27,7 @@ from hybridflow.mapping.memory_check import check_budget
 from hybridflow.observe.activity import current_activity
 from hybridflow.observe.console import complain
 from hybridflow.observe.exporters import Exporter
+from hybridflow.observe.files import writing
 from hybridflow.observe.metrics import RESULTS
 from hybridflow.observe.rank_log import open_rank_log, say, say_event
 from hybridflow.parallel.deterministic import add_in_fixed_order
@@ -102,7 +103,8 @@ def make_trainer(
     if recipe.trainer.deterministic:
         add_in_fixed_order(world.device)
     if not resume:
-        check_new(Path(recipe.run_dir))
+        with writing(Path(recipe.run_dir)):
+            check_new(Path(recipe.run_dir))
     recipe = _with_nodes(recipe, world)
     plan = plan_job(recipe, step)
     recipe = with_micro_batches(recipe, plan.meshes, world.gpu_bytes())

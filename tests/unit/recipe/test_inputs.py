@@ -252,6 +252,12 @@ def refused(folders, capsys, run_dir, *more):
     return status, error
 
 
+def test_a_run_directory_of_too_long_a_name(folders, capsys):
+    """Whether it holds a run is looked at first, and fails."""
+    status, error = refused(folders, capsys, "x" * 300)
+    assert status == TARGET and "cannot be written: File name too long; set another run_dir" in error
+
+
 @pytest.mark.parametrize(("run_dir", "reason"), [("afile/x", "Not a directory"), ("afile", "File exists")])
 def test_a_dry_run_says_what_the_run_would_of_a_file_in_the_way(folders, capsys, run_dir, reason):
     (folders[0] / "afile").write_text("")

@@ -208,11 +208,8 @@ def recurred(
 
 
 @recurred.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, before: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    found, missed, after = (torch.empty(each.shape, device=each.device) for each in (value, value, before))
-    return found, missed, after
+def _(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, before: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(each.shape, device=each.device) for each in (value, value, before))
 
 
 @torch.library.custom_op("hybridflow::recurred_gradients", mutates_args=())
@@ -250,20 +247,8 @@ def recurred_gradients(
 
 
 @recurred_gradients.register_fake
-def _(
-    grad: Tensor,
-    of_after: Tensor,
-    missed: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    before: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    given = query, key, value, decay, beta, before
-    of_query, of_key, of_value, of_decay, of_beta, of_before = (torch.empty(x.shape, device=x.device) for x in given)
-    return of_query, of_key, of_value, of_decay, of_beta, of_before
+def _(grad: Tensor, of_after: Tensor, missed: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.empty(each.shape, device=each.device) for each in given)
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

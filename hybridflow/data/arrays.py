@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -225,4 +226,6 @@ def writing_hdf5(path: Path) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        raise OSError(f"{path}: {error}") from error
+        found = re.search(r"errno = (\d+), error message = '([^']*)'", str(error))
+        told = OSError(f"{path}: {error}") if found is None else OSError(int(found[1]), found[2], str(path))
+        raise told from error

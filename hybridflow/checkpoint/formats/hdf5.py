@@ -11,12 +11,14 @@ of bytes in ``/assets``. bf16 is a number format of 16 bits that HDF5 describes 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
+import os
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -275,7 +277,7 @@ class HDF5Target(Target):
     def open(self, path: Path, file: str) -> HDF5Writer:
         """See ``Target``."""
         writer = HDF5Writer(path, self.files[file])
-        with writing_hdf5(path):
+        with _writing(writer.file, path):
             if self._layout is None:
                 self._describe(writer.file)
             else:
@@ -289,10 +291,11 @@ class HDF5Target(Target):
         path = folder / MASTER
         with writing_hdf5(path):
             # The newest form of the format is the one that keeps many virtual datasets small.
-            with h5py.File(path, "w", libver="v110") as file:
+            with h5py.File(path, "w", libver="v110") as file, _writing(file, path):
                 self._describe(file)
                 for name, entry in self._cut.tensors.items():
                     self._join(file, name, entry, hashes)
+                file.flush()
             sync_path(path)
 
     def _join(self, file: h5py.File, name: str, entry: TensorEntry, hashes: Mapping[str, Mapping[str, str]]) -> None:
@@ -331,6 +334,23 @@ class HDF5Target(Target):
             chunks = (min(len(data), _CHUNK_BYTES),) if len(data) else None
             dataset = held.create_dataset(name, data=data, chunks=chunks, fletcher32=chunks is not None)
             dataset.attrs["sha256"] = hashlib.sha256(content).hexdigest()
+            dataset.flush()
+
+
+@contextlib.contextmanager
+def _writing(file: h5py.File, path: Path) -> Iterator[None]:
+    """Turn a full disk into the file system's error, and give the library a device that takes what it still has.
+
+    It tries again whenever a handle goes away, which prints an error each time, and crashes when the process ends.
+    """
+    with writing_hdf5(path):
+        try:
+            yield
+        except (RuntimeError, ValueError):
+            if file.id.valid:
+                with open(os.devnull, "r+b") as nowhere:
+                    os.dup2(nowhere.fileno(), file.id.get_vfd_handle())
+            raise
 
 
 class HDF5Writer:
@@ -362,13 +382,15 @@ class HDF5Writer:
         creation.set_chunk(_chunk(entry))
         creation.set_fletcher32()
         creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        with writing_hdf5(self.path):
+        with _writing(self.file, self.path):
             space = h5py.h5s.create_simple(entry.shape)
             name = _dataset(key).encode()
             dataset = h5py.h5d.create(self.file.id, name, kind, space, creation, _making_groups())
             dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, _as_integers(tensor), mtype=kind)
             attributes = h5py.Dataset(dataset).attrs
             attributes["dtype"], attributes["sha256"] = entry.dtype, hashing.result()
+            # Else its chunks are written when the handle goes away, which prints an error and goes on.
+            dataset.flush()
         self._unsynced_bytes += entry.num_bytes
         if self._unsynced_bytes >= _SYNC_BYTES and (self._syncing is None or self._syncing.done()):
             self._wait_for_sync()
@@ -378,14 +400,14 @@ class HDF5Writer:
     def sync(self) -> None:
         """See ``Writer``."""
         self._wait_for_sync()
-        with writing_hdf5(self.path):
+        with _writing(self.file, self.path):
             self.file.flush()
         sync_path(self.path)
 
     def close(self) -> None:
         """See ``Writer``."""
         self._meanwhile.shutdown()
-        with writing_hdf5(self.path):
+        with _writing(self.file, self.path):
             self.file.close()
 
     def _wait_for_sync(self) -> None:

@@ -1,5 +1,6 @@
 """HDF5: what plain h5py reads, bit-exact both ways, and everything that is wrong is refused with its place."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -15,14 +16,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.checkpoint.formats.hdf5 import HDF5Source
+from hybridflow.checkpoint.formats.hdf5 import HDF5Source, HDF5Writer
 from hybridflow.checkpoint.formats.registry import open_source
+from hybridflow.checkpoint.tensor_file import entry_of
 from hybridflow.data.arrays import read_texts
 from hybridflow.errors import CheckpointError, LayoutError
 from hybridflow.layout.parallel_layout import ParallelLayout
 from tests.support.checkpoint_formats import SMALL, MemorySource, assert_same, in_bf16
 from tests.support.complaints import complains_apart
 from tests.support.conversions import convert
+from tests.support.disks import no_room
 from tests.support.row_files import write_repeated_text
 
 MIXTURE = replace(SMALL, num_experts=4, qkv_bias=False, qk_norm=True, dtype="bf16")
@@ -273,6 +276,20 @@ def test_no_room_is_an_error_of_the_file_system(tmp_path):
     sender.close()
     assert receiver.poll(30) and "out.h5" in receiver.recv()
     child.join(30)
+
+
+def test_after_no_room_the_library_has_nothing_left_that_fails(tmp_path, capfd):
+    """It tried again whenever a handle went away, printed an error each time, and crashed at the end of the process."""
+    values = {f"t{index}": torch.full((64, 64), float(index)) for index in range(4)}
+    path = tmp_path / "out.h5"
+    writer = HDF5Writer(path, {key: entry_of(each) for key, each in values.items()})
+    with no_room(30_000):
+        with pytest.raises(OSError) as met:
+            for key, each in values.items():
+                writer.write(key, each)
+        writer.close()
+    assert (met.value.errno, met.value.filename) == (errno.EFBIG, str(path))
+    assert capfd.readouterr().err == ""
 
 
 def make_pipe(path):

@@ -155,7 +155,7 @@ def secret_finding() -> Finding:
     try:
         return replace(found, value=f"{secret_source()}; MPI and hybridflow's launchers bring their own")
     except LayoutError as error:
-        return replace(found, value="none can be read", verdict=NOTE, remedy=str(error))
+        return replace(found, value="none can be read or made", verdict=NOTE, remedy=str(error))
 
 
 def interfaces() -> list[Interface]:

@@ -60,6 +60,9 @@ def secret_source() -> str:
     if _from_environment():
         return VARIABLE
     if not path.exists():
+        there = path.parent if path.parent.exists() else path.parent.parent
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            raise LayoutError(f"{path} cannot be made: {there} is no directory that can be written; {_REMEDY}")
         return f"{path}, which the first start makes"
     read_key(path.parent)
     return str(path)

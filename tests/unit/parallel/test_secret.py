@@ -47,6 +47,16 @@ def test_the_first_of_many_ranks_makes_a_key_that_all_read(tmp_path):
     assert secret.secret_source() == str(folder / "secret")
 
 
+@pytest.mark.parametrize("home", ["file", "file/home", "gone"])
+def test_a_home_without_room_for_a_key_is_told_before_a_start_needs_one(monkeypatch, tmp_path, home):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path / home))
+    with pytest.raises(LayoutError, match=rf"made: \S+/{home} is no directory .* export HYBRIDFLOW_SECRET"):
+        secret.secret_source()
+    with pytest.raises(LayoutError, match="cannot be used"):
+        secret.find_secret()
+
+
 def spoil(folder, how):
     key = folder / "secret"
     if how == "readable":

@@ -147,14 +147,19 @@ def _of_columns(columns: dict[str, Any], place: str) -> list[GivenPrompt]:
     return found
 
 
-def check_same(given: Sequence[GivenPrompt], everyone: Coordinator) -> None:
+def check_same(given: Sequence[GivenPrompt], everyone: Coordinator, name: str = "prompts") -> None:
     """Refuse prompts that are not the same on all ranks. Collective: all ranks.
+
+    Args:
+        given: The prompts.
+        everyone: All ranks.
+        name: Of the argument, for messages.
 
     Raises:
         DataError: They are not; names the first that differs.
     """
     rows = [(each.example.prompt, each.example.answer, each.tokens, _messages_in(each)) for each in given]
-    check_same_rows(rows, "prompts", everyone)
+    check_same_rows(rows, name, everyone)
 
 
 def check_same_rows(rows: Sequence[Any], name: str, everyone: Coordinator) -> None:

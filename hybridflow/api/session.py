@@ -142,7 +142,7 @@ class Session:
             # Until the problems are counted, which needs a recipe.
             values["trainer"]["steps"] = 1
         self.recipe = finish_recipe(values, num_prompts=num_prompts, in_memory=in_memory_info(self._objects))
-        _check_same_settings(self.recipe, resume, self._world.everyone())
+        check_same_settings(self.recipe, resume, self._world.everyone())
         if not reads_data:
             _check_no_data(self.recipe)
         self._source: tuple[Tokenizer, Problems] | None = None
@@ -372,7 +372,7 @@ def _check_batches(recipe: Recipe) -> None:
         )
 
 
-def _check_same_settings(recipe: Recipe, resume: bool, everyone: Coordinator) -> None:
+def check_same_settings(recipe: Recipe, resume: bool, everyone: Coordinator) -> None:
     """Refuse settings that are not the same on all ranks: numbers, choices, algorithm, ``run_dir``. Collective.
 
     Other texts may differ, such as paths: nodes may have disks of their own.
@@ -433,7 +433,7 @@ def problems_of(prompts: Any, place: str = "prompts") -> MakeProblems:
     given = prompts_of(prompts, place)
 
     def make(tokenizer: Tokenizer, recipe: Recipe, everyone: Coordinator, needs_answer: bool) -> Problems:
-        check_same(given, everyone)
+        check_same(given, everyone, place)
         room = recipe.model.max_context - recipe.rollout.max_new_tokens
         feed = Feed(tokenizer, room, needs_answer=needs_answer)
         prompt_indices = feed.add(given, 0)

@@ -368,12 +368,15 @@ def different_batches(folder: Path):
     given = settings(folder, batch_size=16, group_size=2)
     trainer = GRPOTrainer(given, actor_model=actor(folder), reward=digits)
     flow = actor(folder).sample(group_size=2) >> Reward(digits).score() >> GRPO(batch_size=16).update()
-    return [complaint(lambda ask=ask: ask(rows), DataError) for ask in (trainer.rollout, flow.run)]
+    messages = [complaint(lambda ask=ask: ask(rows), DataError) for ask in (trainer.rollout, flow.run)]
+    judged = GRPOTrainer(given, actor_model=actor(folder), reward=digits, data_provider=PROMPTS[:8], eval_dataset=rows)
+    return [*messages, complaint(judged.validate, DataError).removeprefix("eval_dataset: ")]
 
 
 def test_batches_that_differ_between_ranks(folder: Path) -> None:
     for messages in run(different_batches, 2, folder):
-        assert len(messages) == 2 and all("number 2 is another" in message for message in messages)
+        assert len(messages) == 3 and all("number 2 is another" in message for message in messages)
+        assert messages[2].startswith("number 2")
 
 
 def different_settings(folder: Path):

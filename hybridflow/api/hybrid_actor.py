@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hybridflow.api.checkpoints import check_free, export_actor
-from hybridflow.api.feed import Feed
+from hybridflow.api.feed import Feed, check_same_rows
 from hybridflow.api.generation import generation_of
 from hybridflow.api.responses import requests_to, respond
 from hybridflow.api.roles import Actor, split_model
+from hybridflow.api.session import check_same_settings
 from hybridflow.api.settings import finish_recipe, merge, put_under, recipe_values, sizes_of
 from hybridflow.api.token_rows import IGNORED, TokenRows, labelled, token_rows
 from hybridflow.api.trainers import OnlineTrainer
@@ -139,6 +140,7 @@ class HybridActor:
         self._has_learned = False
         self._world = find_world()
         self.recipe = _recipe(section, hybrid_config, objects, self._world.size)
+        check_same_settings(self.recipe, False, self._world.everyone())
         torch.set_num_threads(self.recipe.cluster.threads_per_rank)
         plan = plan_job(self.recipe)
         self.recipe = with_micro_batches(self.recipe, plan.meshes, self._world.gpu_bytes())
@@ -420,7 +422,9 @@ class HybridActor:
 
     def _rows(self, input_ids: Any, attention_mask: Any) -> TokenRows:
         context = self.recipe.model.max_context
-        return token_rows(input_ids, attention_mask, vocab_size=self._job.vocab_size, most_tokens=context)
+        rows = token_rows(input_ids, attention_mask, vocab_size=self._job.vocab_size, most_tokens=context)
+        check_same_rows([each.tolist() for each in rows.sequences], "input_ids", self._everyone)
+        return rows
 
     def _switch(self, phase: str) -> HybridActor:
         """Switch to another phase and measure the cost, unless it is the current one."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.api.device_mesh import DeviceMesh, settings_of_mesh
+from hybridflow.api.feed import check_same_rows
 from hybridflow.api.flow import FlowNode, RoleFlow
 from hybridflow.api.hybrid_actor import HybridActor
 from hybridflow.api.parts import Part
@@ -188,6 +189,8 @@ class RolloutWorker(FlowNode):
         encoded = self._encoded(prompts)
         first_prompt_index = self._next_prompt_index if seed is None else 0
         requests = requests_to(encoded, params, first_prompt_index=first_prompt_index, num_samples=num_samples)
+        told = [(each.prompt.tolist(), each.params) for each in requests]
+        check_same_rows(told, "prompts and settings", self._world.everyone())
         self._check(requests, first_prompt_index)
         if seed is None:
             self._next_prompt_index += len(encoded)

@@ -11,6 +11,7 @@ import transformers
 from torch.nn.functional import cross_entropy
 
 from hybridflow.api.hybrid_actor import HybridActor
+from hybridflow.api.world import find_world
 from hybridflow.errors import CheckpointError, ConfigError, DataError
 from tests.support.complaints import complains, complaint
 from tests.support.hf_models import write_model, write_tokenizer
@@ -231,6 +232,13 @@ def refusals(folder: Path, layout: dict[str, Any]):
     refused("no token that attention_mask keeps", lambda: actor(IDS, IDS, torch.zeros_like(IDS)))
     refused("torch.float32", lambda: actor(IDS.float(), IDS))
     refused("give ids", lambda: actor("1+1=", IDS))
+    rank = find_world().rank
+    refused("input_ids: number 0 is another on some ranks", lambda: actor(IDS + rank, IDS))
+    refused("input_ids: number 2 is another", lambda: actor.generate(IDS[: 3 - rank], max_new_tokens=2))
+    refused(
+        "actor.optimizer.lr: 0.001 on rank 0, 0.002 on rank 1",
+        lambda: make(folder, {**layout, "lr": 1e-3 * (1 + rank)}),
+    )
     # Nothing that was refused has done harm.
     assert actor.generate(IDS[:1], max_new_tokens=2).shape[0] == 1
 

@@ -137,6 +137,8 @@ def drawn(world: World, folder: Path) -> Any:
     worker.update_weights(path)
     calls.append(worker.generate(PROMPTS, **how))
     assert all([each.prompt for each in found] == [0, 0, 1, 1, 2, 2] for found in calls)
+    other = complaint(lambda: worker.generate(PROMPTS[: 3 - world.rank], **how), DataError)
+    assert other.startswith("prompts and settings: number 4 is another on some ranks than on others")
     assert "prompt 1:" in complaint(lambda: worker.generate([[3], [3] * 70], max_new_tokens=6), DataError)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, padding_side="left")
     tokenizer.pad_token = tokenizer.eos_token

@@ -19,14 +19,17 @@ from hybridflow.plugins import is_library, is_ours
 _MOST_PLACES = 32
 """Groups of ranks in a report; the logs have them all."""
 
+_WITH_TRACEBACK = ("ours", "program")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
     """Why a job ends.
 
     Attributes:
-        kind: ``explained``: an error for the user to act on; ``ours``: a bug; ``lost``: a rank is gone or silent;
-            ``waited``: a rank waited in vain for another, which may know more.
+        kind: ``explained``: an error for the user to act on; ``ours``: a bug; ``program``: an error of a Python program
+            outside of hybridflow; ``lost``: a rank is gone or silent; ``waited``: a rank waited in vain for another,
+            which may know more.
         rank: The rank that failed.
         host: Its node.
         activity: What the rank was doing.
@@ -68,6 +71,8 @@ def cause_of(error: Exception, rank: int, host: str) -> Cause:
         kind = "explained"
     elif kind == "ours":
         text = "".join(traceback.format_exception(error)).rstrip()
+        if not any(is_ours(each.filename) for each in traceback.extract_tb(error.__traceback__)):
+            kind = "program"
     return Cause(kind=kind, rank=rank, host=host, activity=activity_at(error), text=text, status=status)
 
 
@@ -96,16 +101,16 @@ def tell_cause(cause: Cause) -> str:
     who = f"hybridflow: rank {cause.rank} on {cause.host}"
     if cause.kind == "lost":
         return f"{who} was lost, last seen in {cause.activity}: {cause.text}"
-    if cause.kind == "ours":
-        end = "hybridflow: this is an error of hybridflow's own"
-        return f"{who} failed in {cause.activity}:\n{cause.text}\n{end}"
+    if cause.kind in _WITH_TRACEBACK:
+        whose = "hybridflow's own" if cause.kind == "ours" else "the program's own"
+        return f"{who} failed in {cause.activity}:\n{cause.text}\nhybridflow: this is an error of {whose}"
     return f"{who}, in {cause.activity}: {cause.text}"
 
 
 def in_a_line(cause: Cause) -> str:
     """Return a cause in one line: without its traceback but for the last line, which names the error."""
     first, *rest = tell_cause(cause).splitlines()
-    return f"{first} {cause.text.splitlines()[-1]}" if cause.kind == "ours" and rest else first
+    return f"{first} {cause.text.splitlines()[-1]}" if cause.kind in _WITH_TRACEBACK and rest else first
 
 
 def tell_places(places: Mapping[int, Place]) -> list[str]:

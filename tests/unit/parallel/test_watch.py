@@ -32,6 +32,7 @@ from hybridflow.parallel.hub import Hub
 from hybridflow.parallel.links import Link
 from hybridflow.parallel.process import is_running, kill, own_process
 from hybridflow.parallel.watch import Watch
+from hybridflow.plugins import PACKAGE
 from tests.support.waiting import wait_until
 
 
@@ -242,10 +243,10 @@ def test_many_places_are_cut():
 
 
 def test_causes_by_kind():
-    def raised(error):
+    def raised(error, file=__file__):
         try:
             with current_activity("train step 3"), Timeline().span("call", "actor.update"):
-                raise error
+                exec(compile("raise error", file, "exec"), {"error": error})
         except Exception as caught:
             return cause_of(caught, 1, "n1")
 
@@ -253,12 +254,15 @@ def test_causes_by_kind():
     assert tell_cause(explained) == "hybridflow: rank 1 on n1, in actor.update (train step 3): mend line 3"
     assert explained.status == 2
     assert raised(DeadlineError("waited")).status == raised(OSError(5, "Input/output error", "f")).status == 1
-    ours = raised(KeyError("a bug"))
+    ours = raised(KeyError("a bug"), f"{PACKAGE}/roles/actor.py")
     lines = tell_cause(ours).splitlines()
     assert ours.status == 1 and lines[0] == "hybridflow: rank 1 on n1 failed in actor.update (train step 3):"
     assert lines[1].startswith("Traceback") and lines[-2] == "KeyError: 'a bug'"
     assert lines[-1] == "hybridflow: this is an error of hybridflow's own"
     assert in_a_line(ours) == f"{lines[0]} KeyError: 'a bug'" and in_a_line(explained) == tell_cause(explained)
+    program = raised(KeyError("in a script"))
+    assert tell_cause(program).endswith("KeyError: 'in a script'\nhybridflow: this is an error of the program's own")
+    assert in_a_line(program).endswith(": KeyError: 'in a script'") and program.status == 1
 
 
 def test_what_is_being_done_ends_with_it():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -84,7 +85,7 @@ def _of_row(row: Any, place: str) -> GivenPrompt:
         row = {"prompt": row}
     if not isinstance(row, Mapping):
         raise DataError(f"{place}: found {row!r:.60}; expected a text, or a row with a text as 'prompt'")
-    row = {name: value for name, value in row.items() if value is not None}
+    row = {name: value for name, value in row.items() if not _is_missing(value)}
     prompt, is_conversation = row.get("prompt", ""), False
     if isinstance(prompt, list) or ("prompt" not in row and "messages" in row):
         prompt, is_conversation = "", True
@@ -98,6 +99,11 @@ def _of_row(row: Any, place: str) -> GivenPrompt:
         answer = next((row[name] for name in ("completion", RESPONSE) if isinstance(row.get(name), str)), "")
     example = Example(prompt=prompt, answer=_answer_of(answer, place), place=place, row=row)
     return GivenPrompt(example=example, is_conversation=is_conversation)
+
+
+def _is_missing(value: Any) -> bool:
+    """Return whether a row lacks a value: a frame of pandas has NaN there."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _answer_of(answer: Any, place: str) -> Any:

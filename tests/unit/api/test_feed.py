@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,8 @@ FORMS: list[tuple[Any, str, Any]] = [
     ({"messages": ASKED, "level": 3}, "[user]1+1=", ""),
     ({"messages": [*ASKED, {"role": "assistant", "content": "2"}], "level": 3}, "[user]1+1=", "2"),
     ({"prompt": "1+1=", "answer": None, "level": 3}, "1+1=", ""),
+    # As a frame of pandas has a value that is missing.
+    ({"prompt": "1+1=", "answer": math.nan, "level": 3}, "1+1=", ""),
     ({"prompt": "1+1=", "completion": "2", "level": 3}, "1+1=", "2"),
     ({"prompt": "1+1=", "response": "2", "level": 3}, "1+1=", "2"),
     ({"prompt": "1+1=", "solution": "1+1=2", "response": "2", "level": 3}, "1+1=", ""),

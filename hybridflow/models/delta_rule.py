@@ -1,9 +1,10 @@
 """The gated delta rule of linear attention, and the convolution before it.
 
 A value head has a state S, ``[key, value]``. Token t makes of it, with q and k of length 1, the decay g and beta:
-S_t = exp(g_t) S_t-1, then S_t += k_t beta_t (v_t - S_t^T k_t)^T; its output is S_t^T q_t / sqrt(key). Tokens are taken
-in chunks: within one the corrections are the solution of a triangular system, and states go from chunk to chunk. So
-memory grows with the tokens, not with their square.
+S_t = exp(g_t) S_t-1, then S_t += k_t beta_t (v_t - S_t^T k_t)^T; its output is S_t^T q_t / sqrt(key). On a CPU tokens
+are taken in chunks: within one the corrections are the solution of a triangular system, and states go from chunk to
+chunk. So memory grows with the tokens, not with their square. On a GPU ``models.recurrence_kernels`` takes them one by
+one.
 
 Paper: arXiv 2412.06464; the chunks are those of arXiv 2406.06484.
 """

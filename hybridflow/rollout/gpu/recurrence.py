@@ -1,4 +1,4 @@
-"""Linear attention on a GPU: one kernel for the sequences with one token each, operators of torch for the others."""
+"""Linear attention on a GPU: one kernel for all sequences with one row, and spans of sequences of like length."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ class OfflineTrainer:
             metrics = session.run(max(0, session.recipe.trainer.steps - session.step), eval_steps=eval_steps)
             if output_dir is not None:
                 export_actor(session.save(), Path(output_dir), find_world())
-        return [{**step, "loss": step["actor/loss"]} for step in metrics]
+        return metrics
 
     def evaluate(self) -> dict[str, float]:
         """Measure the policy on ``eval_dataset``: as it begins, or as the last ``train`` left it.

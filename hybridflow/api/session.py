@@ -207,7 +207,7 @@ class Session:
         return Rollout(about=about, scope=scope, tokenizer=self.trainer.job.tokenizer, source=self._token)
 
     def learn(self, rollout: Rollout) -> dict[str, float]:
-        """Update on a rollout, and return the step's metrics. Collective: all ranks.
+        """Update on a rollout, and return the step's metrics and ``loss``, the actor's. Collective: all ranks.
 
         ``rollout/staleness_max`` counts the updates since the rollout.
 
@@ -224,7 +224,8 @@ class Session:
         # Several rollouts may be made before the first update: the step is the one that learns.
         metrics = self.trainer.learn(rollout.scope, {**rollout.about, "step": self.trainer.progress.step + 1})
         self._next_prompt_index = max(self._next_prompt_index, self.trainer.progress.next_prompt_index)
-        return metrics
+        # Of a step that trains the critic alone there is none.
+        return {**metrics, "loss": metrics.get("actor/loss", 0.0)}
 
     def run(
         self, steps: int | None = None, *, epochs: int | None = None, eval_steps: int | None = None
@@ -238,7 +239,7 @@ class Session:
             eval_steps: Steps between validations. Where there are held-out rows, there is one at the end in any case.
 
         Returns:
-            The metrics of each step; of one with a validation ``validation/*`` too.
+            The metrics of each step, as of ``learn``; of one with a validation ``validation/*`` too.
 
         Raises:
             ConfigError: ``steps`` is None, and nobody knows how many prompts there are.

@@ -173,8 +173,7 @@ class OnlineTrainer:
             raise DataError(
                 f"update: found {type(rollout).__name__}; give what rollout(batch) returned, or call step(batch)"
             )
-        metrics = self.session().learn(rollout)
-        return {**metrics, "loss": metrics.get("actor/loss", 0.0)}
+        return self.session().learn(rollout)
 
     def step(self, batch: Any = None) -> dict[str, float]:
         """Run a rollout and the update on it; see ``rollout``, also for ``batch``, and ``update``."""
@@ -189,7 +188,7 @@ class OnlineTrainer:
             eval_steps: Steps between validations on ``eval_dataset``; there is one at the end in any case.
 
         Returns:
-            The metrics of each step; of one with a validation ``validation/*`` too.
+            The metrics of each step, as of ``update``; of one with a validation ``validation/*`` too.
 
         Raises:
             ConfigError: It is no number of steps, or there is nothing to validate on.

@@ -271,6 +271,7 @@ def test_held_out_prompts_are_scored_as_often_as_a_program_asks(folder: Path, si
     for first, again, _, steps, _ in found:
         assert first["validation/score"] == pytest.approx(sum(before.values()) / len(before)) and again == first
         assert ["validation/score" in step for step in steps] == [False, True, True]
+        assert all(step["loss"] == step["actor/loss"] for step in steps)
         scores = sum(step["validation/score"] for step in steps[1:])
         assert scores * len(held_out) == pytest.approx(sum(score for _, score in after))
 

@@ -66,6 +66,11 @@ class Desk:
         self._is_closed = False
 
     @property
+    def is_closed(self) -> bool:
+        """Return whether requests are refused, since the server is about to end."""
+        return self._is_closed
+
+    @property
     def num_running(self) -> int:
         """Return the number of samples that are taken up and have not ended."""
         with self._condition:

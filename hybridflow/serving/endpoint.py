@@ -165,6 +165,8 @@ class Endpoint:
             raise ApiError(403, "this server answers to names of this machine alone; use http://127.0.0.1")
 
     async def _health(self, request: Request) -> Response:
+        if self.desk.is_closed:
+            raise ApiError(503, "the server is about to end")
         return _json(200, {"status": "ok"})
 
     async def _models(self, request: Request) -> Response:

@@ -42,7 +42,7 @@ from hybridflow.families.weight_files import INDEX, SINGLE
 from hybridflow.foreign import read_small
 from hybridflow.reshard.spec import DType
 
-WEIGHTS = "adapter_model.safetensors"
+WEIGHTS, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 _ENDS: dict[Literal["A", "B", "whole"], str] = {"A": "lora_A.weight", "B": "lora_B.weight", "whole": "weight"}
 _OF_BASE = (CONFIG, GENERATION)
 """Small files that lie with the base alone."""
@@ -90,10 +90,10 @@ class PeftSource(Source):
         self.model, self.has_value_head = base.model, base.has_value_head
         settings = _settings(path)
         if not (path / WEIGHTS).is_file():
-            raise CheckpointError(
-                f"{path}: has no {WEIGHTS}; adapter_model.bin, which is a pickle, is not read: save the adapter with "
-                "safe_serialization=True"
-            )
+            remedy = "restore it from a copy"
+            if (path / _PICKLED).exists():
+                remedy = f"{_PICKLED}, which is a pickle, is not read: save the adapter with safe_serialization=True"
+            raise CheckpointError(f"{path}: has no {WEIGHTS}; {remedy}")
         self._file = TensorFile(path / WEIGHTS)
         modules = linear_modules(base)
         self._where: dict[str, tuple[str, Factor]] = {}

@@ -371,6 +371,9 @@ def test_pickled_adapter_is_not_read(tmp_path):
     (tmp_path / "adapter/adapter_model.safetensors").rename(tmp_path / "adapter/adapter_model.bin")
     with pytest.raises(CheckpointError, match="adapter_model.bin, which is a pickle, is not read"):
         open_source(tmp_path / "adapter")
+    (tmp_path / "adapter/adapter_model.bin").unlink()
+    with pytest.raises(CheckpointError, match="has no adapter_model.safetensors; restore it from a copy"):
+        open_source(tmp_path / "adapter")
 
 
 def test_more_layers_than_any_model_has_are_refused_before_they_are_listed(tmp_path):

@@ -452,6 +452,8 @@ def test_rollout_takes_the_ranks_in_the_order_of_largest_overlap(recipe_file):
 def test_unknown_recipe_lists_the_shipped_ones():
     with pytest.raises(ConfigError, match=r"recipe nonsense: no such file; .* shipped recipe: .*quick"):
         find_recipe("nonsense")
+    with pytest.raises(ConfigError, match=r"recipe /tmp: is a directory; .*give a YAML file or a shipped recipe"):
+        find_recipe("/tmp")
 
 
 def test_an_unknown_recipe_or_algorithm_gets_the_nearest_name(tmp_path, monkeypatch):

@@ -388,6 +388,7 @@ def test_what_takes_too_long_and_what_is_too_much_is_told():
         assert status == 429 and answer["error"]["type"] == "rate_limit_error"
         desk.close()
         assert call(end, "POST", "/v1/completions", {"prompt": "a"})[0] == 503
+        assert call(end, "GET", "/health")[0] == 503
     with serving(request_s=0.3) as (end, _, engine):
         assert call(end, "POST", "/v1/completions", {"prompt": "x"})[0] == 504
         wait_until(lambda: [each["do"] for each in engine.seen].count("cancel") == 1)

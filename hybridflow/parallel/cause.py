@@ -102,8 +102,10 @@ def tell_cause(cause: Cause) -> str:
     if cause.kind == "lost":
         return f"{who} was lost, last seen in {cause.activity}: {cause.text}"
     if cause.kind in _WITH_TRACEBACK:
-        whose = "hybridflow's own" if cause.kind == "ours" else "the program's own"
-        return f"{who} failed in {cause.activity}:\n{cause.text}\nhybridflow: this is an error of {whose}"
+        end = "hybridflow: this is an error of hybridflow's own"
+        if cause.kind == "program":
+            end = "hybridflow: this is an error of the program's own"
+        return f"{who} failed in {cause.activity}:\n{cause.text}\n{end}"
     return f"{who}, in {cause.activity}: {cause.text}"
 
 

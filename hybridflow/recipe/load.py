@@ -53,8 +53,9 @@ def find_recipe(name: str | Path) -> Path:
     shown = ", ".join(sorted(found))
     here = [str(path) for path in Path(name).parent.glob("*.yaml")]
     hint = did_you_mean(str(name), here) or did_you_mean(Path(name).stem, found)
-    what = "is a directory" if os.path.isdir(name) else "no such file"
-    raise MissingFileError(f"recipe {name}: {what}; {hint}give a YAML file or a shipped recipe: {shown}")
+    if os.path.isdir(name):
+        raise MissingFileError(f"recipe {name}: is a directory; {hint}give a YAML file or a shipped recipe: {shown}")
+    raise MissingFileError(f"recipe {name}: no such file; {hint}give a YAML file or a shipped recipe: {shown}")
 
 
 def load_recipe(name: str | Path, overrides: Sequence[str] = (), *, num_ranks: int | None = None) -> Recipe:

@@ -49,6 +49,12 @@ def _places(tokens, HEADS: tl.constexpr, SHARERS: tl.constexpr, KEY: tl.constexp
             of_number, is_key, is_value)  # fmt: skip
 
 
+@triton.jit
+def _read(first, second, at, is_there):
+    """Return what two tensors have for a token."""
+    return tl.load(first + at, mask=is_there, other=0.0), tl.load(second + at, mask=is_there, other=0.0)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _forward_kernel(found, missed, after, query, key, value, decay, beta, before, tokens, HEADS: tl.constexpr,
                     SHARERS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr,
@@ -58,19 +64,16 @@ def _forward_kernel(found, missed, after, query, key, value, decay, beta, before
     )
     state = tl.load(before + place, mask=is_there, other=0.0)
     # The numbers of a token are read while the one before is computed.
-    q = tl.load(query + key_at, mask=is_key, other=0.0)
-    k = tl.load(key + key_at, mask=is_key, other=0.0)
+    q, k = _read(query, key, key_at, is_key)
     v = tl.load(value + value_at, mask=is_value, other=0.0)
-    g, b = tl.load(decay + number), tl.load(beta + number)
+    g, b = _read(decay, beta, number, tokens > 0)
     for token in range(tokens):
         is_next = token + 1 < tokens
         key_at += HEADS // SHARERS * KEY
         number += HEADS
-        next_q = tl.load(query + key_at, mask=is_key & is_next, other=0.0)
-        next_k = tl.load(key + key_at, mask=is_key & is_next, other=0.0)
+        next_q, next_k = _read(query, key, key_at, is_key & is_next)
         next_v = tl.load(value + value_at + HEADS * VALUE, mask=is_value & is_next, other=0.0)
-        next_g = tl.load(decay + number, mask=is_next, other=0.0)
-        next_b = tl.load(beta + number, mask=is_next, other=0.0)
+        next_g, next_b = _read(decay, beta, number, is_next)
         state *= tl.exp(g)
         r = v - tl.sum(state * k[:, None], 0)
         # What the new state has for the query, without another pass over it.
@@ -97,21 +100,16 @@ def _backward_kernel(of_key, of_value, of_beta, gained, of_before, grad, of_afte
     of_key_at += last * HEADS * KEY
     key_at += last * (HEADS // SHARERS) * KEY
     of_state = tl.load(of_after + place, mask=is_there, other=0.0)
-    q = tl.load(query + key_at, mask=is_key, other=0.0)
-    k = tl.load(key + key_at, mask=is_key, other=0.0)
-    r = tl.load(missed + value_at, mask=is_value, other=0.0)
-    given = tl.load(grad + value_at, mask=is_value, other=0.0)
-    g, b = tl.load(decay + number), tl.load(beta + number)
+    q, k = _read(query, key, key_at, is_key)
+    r, given = _read(missed, grad, value_at, is_value)
+    g, b = _read(decay, beta, number, tokens > 0)
     for token in range(tokens):
         is_next = token + 1 < tokens
         key_at -= HEADS // SHARERS * KEY
         number -= HEADS
-        next_q = tl.load(query + key_at, mask=is_key & is_next, other=0.0)
-        next_k = tl.load(key + key_at, mask=is_key & is_next, other=0.0)
-        next_r = tl.load(missed + value_at - HEADS * VALUE, mask=is_value & is_next, other=0.0)
-        next_given = tl.load(grad + value_at - HEADS * VALUE, mask=is_value & is_next, other=0.0)
-        next_g = tl.load(decay + number, mask=is_next, other=0.0)
-        next_b = tl.load(beta + number, mask=is_next, other=0.0)
+        next_q, next_k = _read(query, key, key_at, is_key & is_next)
+        next_r, next_given = _read(missed, grad, value_at - HEADS * VALUE, is_value & is_next)
+        next_g, next_b = _read(decay, beta, number, is_next)
         written = b * r
         from_later = tl.sum(of_state * k[:, None], 0)
         dk = tl.sum(of_state * written[None, :], 1) + q * tl.sum(written * given, 0)
@@ -138,24 +136,19 @@ def _again_kernel(of_query, of_key, of_decay, gained, grad, of_value, of_before,
     )
     state = tl.load(before + place, mask=is_there, other=0.0)
     dg = tl.sum(state * tl.load(of_before + place, mask=is_there, other=0.0))
-    q = tl.load(query + key_at, mask=is_key, other=0.0)
-    k = tl.load(key + key_at, mask=is_key, other=0.0)
-    r = tl.load(missed + value_at, mask=is_value, other=0.0)
-    given = tl.load(grad + value_at, mask=is_value, other=0.0)
+    q, k = _read(query, key, key_at, is_key)
+    r, given = _read(missed, grad, value_at, is_value)
     dv = tl.load(of_value + value_at, mask=is_value, other=0.0)
-    g, b = tl.load(decay + number), tl.load(beta + number)
+    g, b = _read(decay, beta, number, tokens > 0)
     for token in range(tokens):
         is_next = token + 1 < tokens
         key_at += HEADS // SHARERS * KEY
         value_at += HEADS * VALUE
         number += HEADS
-        next_q = tl.load(query + key_at, mask=is_key & is_next, other=0.0)
-        next_k = tl.load(key + key_at, mask=is_key & is_next, other=0.0)
-        next_r = tl.load(missed + value_at, mask=is_value & is_next, other=0.0)
-        next_given = tl.load(grad + value_at, mask=is_value & is_next, other=0.0)
+        next_q, next_k = _read(query, key, key_at, is_key & is_next)
+        next_r, next_given = _read(missed, grad, value_at, is_value & is_next)
         next_dv = tl.load(of_value + value_at, mask=is_value & is_next, other=0.0)
-        next_g = tl.load(decay + number, mask=is_next, other=0.0)
-        next_b = tl.load(beta + number, mask=is_next, other=0.0)
+        next_g, next_b = _read(decay, beta, number, is_next)
         state *= tl.exp(g)
         written = b * r
         seen = tl.sum(state * given[None, :], 1)

@@ -144,7 +144,7 @@ def has_ended(kept: Mapping[str, Any]) -> bool:
     except ProcessLookupError:
         return True
     except (OSError, OverflowError):
-        pass
+        return False
     return False
 
 

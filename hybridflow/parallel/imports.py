@@ -32,12 +32,20 @@ def importing() -> Iterator[None]:
     It would look at these many objects, none of which is garbage, again and again as they come, and once more at the
     process's end: a third of the start and end of a short job.
     """
+    with _without_collector():
+        try:
+            yield
+        finally:
+            gc.freeze()
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
     is_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
         if is_on:
             gc.enable()
 
@@ -48,17 +56,12 @@ def import_for_program(module: str) -> ModuleType:
     The collector is kept from these objects as they come and at the process's end, and not between: garbage of the
     program's own may be among what it would keep.
     """
-    is_on = gc.isenabled()
-    gc.disable()
-    try:
+    with _without_collector():
         with _alone:
             if "megatron.core" not in sys.modules:
                 import_megatron()
                 atexit.register(gc.freeze)
         return importlib.import_module(module)
-    finally:
-        if is_on:
-            gc.enable()
 
 
 def import_megatron() -> None:
